@@ -1,8 +1,10 @@
-"""The performance report (`python -m bench`), or rows of single parts (`python -m bench NAME...`).
+"""The performance report (`python -m bench`), or the results of single benchmarks (`python -m bench
+NAME...`).
 
 The report plays whole requests against `epp serve` and against servers that do nothing
-(`bench/report`). Each module NAME of this folder instead gives rows (what, how much);
-`bench/timing.py` says how times are taken. README.md in this folder explains the numbers.
+(`bench/report`). Each module NAME of this folder is one benchmark, whose results are rows (what,
+how much); `bench/timing.py` says how times are measured. README.md in this folder explains the
+numbers.
 """
 
 import argparse
@@ -64,7 +66,10 @@ def machine() -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    """Return 0. For the report, return 1 if a server did not start, and 3 if the machine was busy."""
+    """Run the command and return its exit code.
+
+    It is 0, except for the report: 1 if a server did not start, and 3 if the machine was busy.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("all", *NAMES)))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
@@ -99,7 +104,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _print_rows(names: Sequence[str], json_file: Path | None) -> int:
-    """Print rows as they arrive, and write them to `json_file` if it is given."""
+    """Print the rows (what, how much) of the benchmarks `names` as they arrive, and write them to
+    `json_file` if it is given.
+
+    Return the exit code 0.
+    """
     where = machine() | {"times": f"CPU time, the best of {BATCHES} batches"}
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     results: dict[str, dict[str, str]] = {}

@@ -1,4 +1,5 @@
-"""Overload: many streams at once, and rapid resets beside a few innocent requests.
+"""Behaviour of the picker under overload: many streams at once, and rapid resets beside a few
+innocent requests.
 
 `python -m bench.bursts` prints the table. The server is a process with the picker's options on the
 loopback interface. A burst opens its streams at once on `CONNECTIONS` connections and waits for
@@ -27,12 +28,14 @@ _TICK_S = 0.005
 
 
 def request() -> tuple[bytes, ...]:
-    """Return the messages of a small chat in full duplex."""
+    """Return the gateway's messages of the request phase of a small chat in full duplex."""
     return headers_message(), body_messages(Chats(400, 5).body())[0]
 
 
 async def burst(port: int, streams: int, messages: tuple[bytes, ...]) -> int:
-    """Open `streams` at once, and return the number of lost ones."""
+    """Open `streams` streams with `messages` at once at the picker, and return how many ended
+    without an answer.
+    """
     connections = [await RawConnection.open(port) for _ in range(CONNECTIONS)]
     try:
         opened = [c.open_streams(streams // CONNECTIONS, messages) for c in connections]
@@ -46,8 +49,10 @@ async def burst(port: int, streams: int, messages: tuple[bytes, ...]) -> int:
 
 
 class Probe:
-    """An innocent gateway: `delays_s` of the answers it received, `lost` requests without an
-    answer.
+    """A gateway that sends requests at a fixed rate beside an attack.
+
+    `delays_s` are the delays of the answers it received, `lost` is the number of requests without
+    an answer.
     """
 
     def __init__(self, port: int, messages: tuple[bytes, ...]) -> None:
@@ -57,7 +62,7 @@ class Probe:
         self.lost = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send requests at a fixed rate until `stop`, then wait for the open ones."""
+        """Send `PROBES_PER_S` requests a second until `stop`, then wait for the open ones."""
         connection = await RawConnection.open(self._port)
         asking = set()
         while not stop.is_set():
@@ -77,13 +82,13 @@ class Probe:
             self.delays_s.append(time.monotonic() - started_s)
 
     def quantile_s(self, share: float) -> float:
-        """Return a quantile of the delays."""
+        """Return the delay in seconds that a share `share` of the answers did not exceed."""
         delays_s = sorted(self.delays_s)
         return delays_s[min(len(delays_s) - 1, int(share * len(delays_s)))]
 
 
 async def probed(port: int, messages: tuple[bytes, ...], duration_s: float) -> Probe:
-    """Return a probe that has sent requests for `duration_s`."""
+    """Return a probe that has sent requests to the picker for `duration_s`."""
     probe, stop = Probe(port, messages), asyncio.Event()
     asyncio.get_running_loop().call_later(duration_s, stop.set)
     await probe.run(stop)
@@ -91,9 +96,10 @@ async def probed(port: int, messages: tuple[bytes, ...], duration_s: float) -> P
 
 
 async def rapid_resets(port: int, per_s: int, duration_s: float) -> int:
-    """Open and reset streams on `CONNECTIONS` connections; replace lost ones.
+    """Open and reset `per_s` streams a second on `CONNECTIONS` connections for `duration_s`;
+    replace closed connections.
 
-    Return the number of connections that the peer closed.
+    Return the number of connections that the picker closed.
     """
     connections = [await RawConnection.open(port) for _ in range(CONNECTIONS)]
     sent = cuts = 0
@@ -135,7 +141,7 @@ async def _measure(port: int) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) about lost streams and delays under overload."""
     with served() as server:
         return asyncio.run(_measure(server.recv()))
 

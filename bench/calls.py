@@ -1,4 +1,4 @@
-"""Count the function calls of a chat, from its bytes to its serialised answers.
+"""Number of function calls that a chat costs the picker, from its bytes to the serialised answers.
 
 Timings of the same code vary by 30 % on a shared machine; the number of calls does not.
 `sys.setprofile` counts it, as the mean of some hundred chats (design D34). Calls of Python
@@ -34,23 +34,23 @@ SIZES: Final = {
     "8 KB": (8_000, 5, 100),
     "450 KB": (450_000, 288, 20),
 }
-"""Size -> (bytes, messages, chats per batch)."""
+"""Sizes of the chats: name -> (bytes of the body, number of messages, chats per batch)."""
 BATCHES: Final = 3
 
 
 class Calls(Struct, frozen=True):
-    """Function calls of one chat, on average."""
+    """Mean number of function calls that one chat costs."""
 
     python: float
     c: float
     files: frozenset[str]
-    """Source files of the Python functions that were called."""
+    """Source files of the Python functions that the chats called."""
 
 
 def calls_of_chat(size: str, *, telemetry: bool) -> Calls:
-    """Count the calls of a chat of one of `SIZES`.
+    """Return the mean number of function calls of a chat of one of `SIZES`.
 
-    With `telemetry` metrics, the sampled log line and the record of recent decisions are included.
+    With `telemetry`, metrics, the sampled log line and the record of recent decisions are included.
     """
     # Played once before, the same chats find the caches of the codec alike in every process.
     _played(size, telemetry=telemetry)
@@ -109,7 +109,7 @@ def calls_of_decision(*stages: str, endpoints: int = 1_000) -> int:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) with the number of function calls per chat."""
     rows = []
     for size in SIZES:
         for telemetry, how in ((False, "unobserved"), (True, "with telemetry and log")):

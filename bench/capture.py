@@ -1,7 +1,8 @@
-"""Cost of a capture and of a shadow profile per decision: `python -m bench.capture`.
+"""Cost of a capture (`--capture`) and of a shadow profile per decision: `python -m bench.capture`.
 
 A request is measured from parsing to its end: chains, decision, returned lease. The difference of a
-row from the first is the event loop's cost; the cost of the thread is shown separately.
+row from the first one is the cost on the event loop. The cost on the thread that writes the capture
+is shown separately.
 """
 
 import itertools
@@ -26,12 +27,14 @@ from epp.journal.frames import frame_of, framed, packed_frames
 
 ENDPOINTS = 32
 SIZES = {8: (500, 100), 440: (50, 20)}
-"""KB of a prompt -> (conversations, requests per batch)."""
+"""Sizes of the prompts: KB of a prompt -> (conversations, requests per batch)."""
 BATCHES = 30
 
 
 def requests(prompt_bytes: int, conversations: int) -> Iterator[tuple[bytes, ...]]:
-    """Yield prompts that share beginnings and have ends of their own."""
+    """Yield prompts of `prompt_bytes` bytes for ever; their first three quarters are shared, the
+    rest is their own.
+    """
     random = Random("bench:capture")
     heads = [random.randbytes(prompt_bytes * 3 // 4) for _ in range(conversations // 10)]
     prompts: list[tuple[bytes, ...]] = [
@@ -57,7 +60,9 @@ def ready(scheduler: Scheduler) -> Scheduler:
 
 
 def request_us(scheduler: Scheduler, prompts: Iterator[tuple[bytes, ...]], calls: int) -> float:
-    """Return the microseconds from the prompt to the end of the answer."""
+    """Return the microseconds that a request costs `scheduler`, from its prompt to the end of its
+    answer.
+    """
 
     def one(prompt: tuple[bytes, ...]) -> None:
         request = InferenceRequest(
@@ -77,12 +82,14 @@ def request_us(scheduler: Scheduler, prompts: Iterator[tuple[bytes, ...]], calls
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much)."""
+    """Return rows (what, how much) with the cost of a capture and of a shadow profile."""
     return [row for size_kb in SIZES for row in size_rows(size_kb)]
 
 
 def size_rows(size_kb: int) -> list[tuple[str, str]]:
-    """Return rows (what, how much) for prompts of one size."""
+    """Return rows (what, how much) with the cost of a capture and of a shadow profile, for prompts
+    of `size_kb` KB.
+    """
     conversations, calls = SIZES[size_kb]
     config = default_config(plugin_tables())
     settings: SchedulerSettings = build_settings(config)

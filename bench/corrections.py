@@ -1,8 +1,10 @@
-"""Worth of corrections of the approximate index: `python -m bench corrections`.
+"""Accuracy of the approximate index with and without corrections by the engine: `python -m bench
+corrections`.
 
-One request a second goes to one endpoint, whose engine counts found tokens. The picker's prediction
-of each is compared with the cached tokens, with and without `correctByEngine`. The engine reports
-its cache size or not, and prompts are token ids or text in which each byte is one token.
+One request a second goes to one endpoint, whose engine counts the tokens that it found cached. The
+picker's prediction for each request is compared with that count, with and without
+`correctByEngine`. The engine reports its cache size or not, and prompts are token ids or text in
+which each byte is one token.
 
 The first requests are 300 recorded from a real vLLM, which were used while the rule of correction
 was chosen. The others were not: chats of another kind, one seed for each pool size, for the model
@@ -34,19 +36,23 @@ from sim.truth.validate import RECORDINGS
 
 RECORDING: Final = RECORDINGS / "vllm-0.32-cpu"
 RECORDED_BLOCKS: Final = 200
-"""Blocks of the recorded engine's cache."""
+"""Number of blocks in the KV cache of the recorded engine."""
 BLOCK_TOKENS: Final = 32
-"""Tokens in a block of the engine."""
+"""Number of tokens in a block of the engine."""
 CHAT_BLOCKS: Final = (100, 150, 200, 300, 400)
-"""Cache sizes for the chats, in blocks; the position of each is its seed."""
+"""Sizes in blocks of the KV caches for which chats are generated; the position of each is
+its seed.
+"""
 CHAT_REQUESTS: Final = 600
 CHATS: Final = 24
-"""Concurrent conversations."""
+"""Number of concurrent conversations in the generated chats."""
 CHAT_TOKENS_MAX: Final = 1_500
 GAP_S: Final = 1.0
-"""Seconds between two requests."""
+"""Time in seconds between two requests to the endpoint."""
 JUDGED_FROM: Final = 100
-"""Number of requests before the first judged one; there is little to correct before."""
+"""Number of requests whose predictions are not compared, because the index has little to correct
+yet.
+"""
 DOCUMENT: Final = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -56,24 +62,26 @@ plugins:
 - type: prefix-cache-scorer
 """
 CAPACITY_TIMES: Final = 10
-"""Configured capacity, relative to the engine's, if the engine does not report it."""
+"""Configured capacity of the index as a multiple of the engine's cache, if the engine does not
+report its cache size.
+"""
 
 
 class Served(Struct, frozen=True):
-    """A request, and the tokens that its engine found cached."""
+    """A request, and the number of its prompt tokens that its engine found cached."""
 
     ids: Sequence[int]
     cached_tokens: int
 
 
 class Predicted(Struct, frozen=True, kw_only=True):
-    """Sums over the judged requests, in tokens."""
+    """Sums over the requests whose predictions are compared, in tokens."""
 
     predicted: int = 0
     cached: int = 0
     prompt: int = 0
     wrong: int = 0
-    """Sum of the absolute errors."""
+    """Sum of the absolute errors of the predictions, in tokens."""
 
     def __add__(self, other: "Predicted") -> "Predicted":
         return Predicted(
@@ -85,15 +93,17 @@ class Predicted(Struct, frozen=True, kw_only=True):
 
 
 def recorded() -> list[Served]:
-    """Return the requests of a real engine, with its found tokens."""
+    """Return the requests recorded from a real engine, with the tokens that it found cached."""
     rows = lines_of(RECORDING / "sequential.jsonl", Recorded)
     return [Served(row.prompt_token_ids, row.cached_tokens) for row in rows]
 
 
 @cache
 def chats(blocks_total: int, seed: int) -> list[Served]:
-    """Return conversations whose next turns come in any order, each behind one of eight system
-    prompts.
+    """Return the requests of conversations whose next turns come in any order, each behind one of
+    eight system prompts.
+
+    A simulated engine with `blocks_total` blocks determines the tokens found cached.
     """
     random = Random(f"{seed}:chats")
     opened = [_ids(random, 100, 400) for _ in range(8)]
@@ -129,8 +139,10 @@ def _ids(random: Random, least: int, most: int) -> list[int]:
 def predict(
     served: Sequence[Served], blocks_total: int, *, corrected: bool, told: bool, text: bool
 ) -> Predicted:
-    """Return the predictions. `told`: the engine reports its cache size. `text`: prompts are
-    bytes, one per token.
+    """Return the picker's predictions of cached tokens for the requests `served`, added up.
+
+    `corrected`: the index is corrected by the engine. `told`: the engine reports its cache size.
+    `text`: prompts are bytes, one per token.
     """
     own_blocks = blocks_total * BLOCK_TOKENS // 64
     document = DOCUMENT.format(
@@ -189,7 +201,7 @@ def _request(number: int, ids: Sequence[int], *, text: bool) -> InferenceRequest
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Yield rows (what, how much)."""
+    """Yield rows (what, how much) with predicted and found tokens, with and without corrections."""
     sources = {
         "recorded": [(recorded(), RECORDED_BLOCKS)],
         "chats": [(chats(blocks, seed), blocks) for seed, blocks in enumerate(CHAT_BLOCKS)],

@@ -1,4 +1,4 @@
-"""Cost of a decision: `schedule()` alone, and a chat from its bytes to serialised answers.
+"""Cost of a routing decision: `schedule()` alone, and a chat from its bytes to serialised answers.
 
 The scheduler is that of `epp serve` without a configuration. Its endpoints were all scraped just
 before, and none reports LoRA adapters. Every prompt is new: a shared system prompt, a history that
@@ -45,17 +45,17 @@ from epp.shell.operators.observation import Observation
 
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214
-"""Blocks of 16 tokens in the KV cache of an 8B model on an 80 GB GPU."""
+"""Number of blocks of 16 tokens in the KV cache of an 8B model on an 80 GB GPU."""
 _HASHING = {"seed": 1, "block_bytes": BLOCK_BYTES, "blocks_max": 2_048}
 _Hash: TypeAlias = Callable[..., bytes]
 _ROLES = ("decode", "prefill")
 """Roles of the endpoints, in turn; only profiles with stages read them."""
 BATCH = 100
-"""Decisions in a batch, of which the sampled log shows one."""
+"""Number of decisions in a batch, of which the sampled log shows one."""
 
 
 class Pool:
-    """A scheduler whose endpoints have different loads."""
+    """A scheduler and its endpoints, which have different loads."""
 
     def __init__(
         self, endpoints: int, config: PickerConfig | None = None, now: float = 1_000.0
@@ -95,7 +95,9 @@ class Pool:
 
 
 class Chats:
-    """Bodies of about `size_bytes`: a quarter system prompt, half history, a quarter question."""
+    """Generator of request bodies of about `size_bytes`: a quarter system prompt, half history, a
+    quarter question.
+    """
 
     def __init__(self, size_bytes: int, messages: int) -> None:
         self._random = Random("bench:chats")
@@ -111,14 +113,16 @@ class Chats:
         self._histories = [[self._text(each) for _ in range(messages - 2)] for _ in range(64)]
 
     def _text(self, size_bytes: int) -> str:
-        """Return words, with an occasional line break and quotation."""
+        """Return random words of `size_bytes` characters, with an occasional line break and
+        quotation.
+        """
         words = self._random.choices(self._words, k=size_bytes // 6)
         for at in range(0, len(words), 40):
             words[at] = f'\n"{words[at]}"'
         return " ".join(words)[:size_bytes]
 
     def body(self) -> bytes:
-        """Return the next body."""
+        """Return the body of the next chat request."""
         pick = self._random.randrange
         texts = [
             self._systems[pick(16)],
@@ -133,7 +137,7 @@ class Chats:
 
 
 class Silent:
-    """An observer that does nothing."""
+    """An observer of the scheduler's decisions that does nothing."""
 
     def ignore(self, *told: object) -> None:
         pass
@@ -144,8 +148,8 @@ class Silent:
 
 
 def telemetry_observer(pool: Pool) -> Observation:
-    """Return the observer of `epp serve`, including its sampled log lines, whose output is
-    discarded.
+    """Return the observer of decisions of `epp serve`, including its sampled log lines, whose
+    output is discarded.
     """
     logger = structlog.wrap_logger(
         structlog.PrintLogger(StringIO()),
@@ -158,7 +162,7 @@ def telemetry_observer(pool: Pool) -> Observation:
 
 
 class Decisions:
-    """Streams of one size of chat over one pool, one batch after the other."""
+    """Streams of chats of one size over one pool of endpoints, one batch after the other."""
 
     def __init__(self, pool: Pool, chats: Chats, observer: Observer, batch: int) -> None:
         self._pool = pool
@@ -172,7 +176,7 @@ class Decisions:
         self._open: list[Session] = []
 
     def new_session(self) -> Session:
-        """Return a session that `close` will close."""
+        """Return a new ext_proc session, which `close` will close."""
         session = Session(
             self._pool.scheduler, self._settings, self._gateway, self._observer, lambda: "id"
         )
@@ -180,7 +184,9 @@ class Decisions:
         return session
 
     def opened(self) -> Iterator[tuple[Session, list[Event]]]:
-        """Yield sessions that have received their headers, with the events of their bodies."""
+        """Yield the sessions of a batch, which have received their request headers, with the events
+        of their request bodies.
+        """
         self._pool.scrape()
         for _ in range(self._batch):
             session = self.new_session()
@@ -188,27 +194,29 @@ class Decisions:
             yield session, [self._decode(message) for message in body_messages(self._chats.body())]
 
     def messages(self) -> Iterator[list[bytes]]:
-        """Yield all messages of the request phase."""
+        """Yield all messages of the request phase for each chat of a batch."""
         self._pool.scrape()
         for _ in range(self._batch):
             yield [headers_message(), *body_messages(self._chats.body())]
 
     def decide(self, opened: tuple[Session, list[Event]]) -> None:
-        """Process a body into serialised answers."""
+        """Process the request body of a session into serialised answers."""
         session, events = opened
         for event in events:
             for answer in session.receive(event, self._pool.now):
                 encode(answer)
 
     def serve(self, messages: list[bytes]) -> None:
-        """Process the whole request phase of a stream, from bytes to bytes, and its end."""
+        """Process the whole request phase of a stream, from the gateway's messages to serialised
+        answers.
+        """
         session = self.new_session()
         for message in messages:
             for answer in session.receive(self._decode(message), self._pool.now):
                 encode(answer)
 
     def close(self) -> None:
-        """End the streams and requests."""
+        """End all streams and requests of the batch."""
         for session in self._open:
             session.closed(self._pool.now)
         self._open.clear()
@@ -218,12 +226,12 @@ CHATS = {
     "8 KB": (8_000, 5, BATCH),
     "450 KB": (450_000, 288, 10),
 }
-"""Size -> (bytes, messages, decisions per batch)."""
+"""Sizes of the chats: name -> (bytes of the body, number of messages, decisions per batch)."""
 
 
 def chat_rows() -> list[tuple[str, str]]:
-    """Return rows for a chat over 100 endpoints, from the bytes of its body to the serialised
-    answers.
+    """Return rows (what, how much) for a chat over 100 endpoints, from the bytes of its body to the
+    serialised answers.
     """
     rows = []
     for size, (size_bytes, messages, batch) in CHATS.items():
@@ -242,8 +250,10 @@ def chat_rows() -> list[tuple[str, str]]:
 
 
 def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None) -> float:
-    """Return microseconds of `schedule()` with prompts that share a quarter: hashing, index and
-    choice.
+    """Return the microseconds of one `schedule()`, which hashes the prompt, looks it up in the
+    index and chooses.
+
+    Prompts have `blocks` blocks, of which a quarter is shared with others.
     """
     pool = Pool(endpoints, config)
     scheduler = pool.scheduler
@@ -278,8 +288,8 @@ def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None)
 
 
 def hash_rows() -> list[tuple[str, str]]:
-    """Return rows for the chain of a 450 KB prompt: without memory, for a new and for a repeated
-    one.
+    """Return rows (what, how much) for hashing the blocks of a 450 KB prompt: without remembered
+    segments, with new ones, and with known ones.
     """
     random = Random("bench:hashes")
     known = KnownSegments(secret=1)
@@ -302,7 +312,9 @@ def hash_rows() -> list[tuple[str, str]]:
 
 
 def decode_rows() -> list[tuple[str, str]]:
-    """Return rows for decoding a gateway's messages: with protobuf, and with the fast parser."""
+    """Return rows (what, how much) for decoding a gateway's messages: with protobuf, and with the
+    fast parser.
+    """
     more = {f"x-client-{number}": f"value-{number}" * number for number in range(9)}
     messages = {
         "11 request headers": headers_message(),
@@ -320,7 +332,9 @@ def decode_rows() -> list[tuple[str, str]]:
 
 
 def strategy_rows() -> list[tuple[str, str]]:
-    """Return rows for the default's cost beside weighted scores, alternating."""
+    """Return a row (what, how much) with the cost of the default strategy relative to weighted
+    scores, measured alternately.
+    """
     weighted = load_config(STRATEGIES["weighted-scores"].config, "weighted", plugin_tables())
     turns = [(schedule_us(100, 128), schedule_us(100, 128, weighted)) for _ in range(3)]
     ratio = min(default for default, _ in turns) / min(other for _, other in turns)
@@ -328,7 +342,9 @@ def strategy_rows() -> list[tuple[str, str]]:
 
 
 def shadow_rows() -> list[tuple[str, str]]:
-    """Return rows for a shadow of the default, alternating with none."""
+    """Return rows (what, how much) with the cost of a shadow profile equal to the default, measured
+    alternately with none.
+    """
     document = yaml.safe_load(STRATEGIES["homing"].config)
     (profile,) = document["schedulingProfiles"]
     plugins = {plugin.get("name", plugin["type"]): plugin for plugin in document["plugins"]}
@@ -403,7 +419,7 @@ def stage_rows() -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) with the cost of routing decisions."""
     costs_us = {
         (endpoints, blocks): schedule_us(endpoints, blocks)
         for endpoints in (10, 100, 1_000)

@@ -1,4 +1,4 @@
-"""Proof that an injected fault happened.
+"""Proof that a fault injected by a test harness took effect.
 
 A harness that breaks a part on purpose measures nothing if the part is not broken. Each fault of
 `make chaos`, `make attack`, `make soak` and `make night` therefore observes its effect directly at
@@ -19,18 +19,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from epp.core.types import Seconds
 
 OBSERVED_S_MAX: Final = 10.0
-"""Longest wait for an effect that needs time, such as the next write to a disk."""
+"""Maximum time in seconds to wait for an effect that needs time, such as the next write
+to a disk.
+"""
 SIGNAL_S_MAX: Final = 2.0
-"""Longest wait until the kernel has stopped a process."""
+"""Maximum time in seconds to wait until the kernel has stopped a process."""
 POLL_S: Final = 0.1
 
 
 class NoEffectError(Exception):
-    """A fault was injected, and the broken part behaves as before."""
+    """The error of a fault that was injected although the broken part behaves as before."""
 
 
 def require_effect(happened: bool, fault: str, *, observed: str, expected: str) -> None:
-    """Raise `NoEffectError` unless `happened`.
+    """Raise `NoEffectError` unless the effect of `fault` has `happened`.
 
     `observed` and `expected` describe the effect at the broken part, with units.
     """
@@ -42,7 +44,9 @@ def require_effect(happened: bool, fault: str, *, observed: str, expected: str) 
 
 @contextlib.contextmanager
 def effects_alone() -> Iterator[None]:
-    """Raise a `NoEffectError` of a task group inside unchanged, without the surrounding group."""
+    """Raise a `NoEffectError` from a task group in the context unchanged, without the exception
+    group around it.
+    """
     problems: Sequence[BaseException] = ()
     try:
         yield
@@ -53,7 +57,7 @@ def effects_alone() -> Iterator[None]:
 
 
 class Effect(Protocol):
-    """Observes one part before and during its fault.
+    """Protocol of a proof that a fault takes effect at one part.
 
     `before` is called while the part is healthy, `during` just after the fault was injected.
     `during` raises `NoEffectError` if the part behaves as before.
@@ -64,7 +68,7 @@ class Effect(Protocol):
 
 
 class ClosedPort:
-    """Proof that no process listens at `port` any more."""
+    """Proof that no process listens at `port` after a fault."""
 
     def __init__(self, what: str, port: int, s_max: Seconds = OBSERVED_S_MAX) -> None:
         self._what = what
@@ -72,11 +76,13 @@ class ClosedPort:
         self._s_max = s_max
 
     async def before(self) -> None:
-        """Require that the healthy part listens."""
+        """Raise `AssertionError` unless the healthy part listens at the port."""
         assert await listens(self._port), f"the healthy {self._what} does not listen"
 
     async def during(self) -> None:
-        """Require a refused connection, at the latest after `s_max`."""
+        """Raise `NoEffectError` unless connections to the port are refused, at the latest after
+        `s_max`.
+        """
         require_effect(
             await within(self._s_max, lambda: negated(listens(self._port))),
             f"{self._what} at port {self._port}",
@@ -86,17 +92,19 @@ class ClosedPort:
 
 
 class StoppedProcess:
-    """Proof that the kernel reports the process `pid` as stopped."""
+    """Proof that the kernel reports the process `pid` as stopped after SIGSTOP."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     async def before(self) -> None:
-        """Require that it runs."""
+        """Raise `AssertionError` if the process is stopped already."""
         assert not is_stopped(self._pid), f"the healthy process {self._pid} is stopped"
 
     async def during(self) -> None:
-        """Require that it is stopped, at the latest after `SIGNAL_S_MAX`."""
+        """Raise `NoEffectError` unless the process is stopped, at the latest after
+        `SIGNAL_S_MAX`.
+        """
 
         async def stopped() -> bool:
             return is_stopped(self._pid)
@@ -110,7 +118,9 @@ class StoppedProcess:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's one-letter state of a process, or "" if it has ended (proc(5))."""
+    """Return the kernel's one-letter state of the process `pid`, or "" if it has ended
+    (proc(5)).
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -120,12 +130,12 @@ def process_state(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether the process was stopped by a signal."""
+    """Return True if the process `pid` is stopped by a signal."""
     return process_state(pid) == "T"
 
 
 async def listens(port: int) -> bool:
-    """Return whether a connection to `port` of loopback is accepted."""
+    """Return True if a connection to `port` of the loopback interface is accepted."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -135,12 +145,14 @@ async def listens(port: int) -> bool:
 
 
 async def negated(condition: Awaitable[bool]) -> bool:
-    """Return the opposite of `condition`."""
+    """Return True if the awaited `condition` is False."""
     return not await condition
 
 
 async def within(s_max: Seconds, condition: Callable[[], Awaitable[bool]]) -> bool:
-    """Return whether `condition` became true within `s_max`; it is checked at least once."""
+    """Return True if `condition` became true within `s_max` seconds; it is checked at
+    least once.
+    """
     until = time.monotonic() + s_max
     while not await condition():
         if time.monotonic() > until:
@@ -156,7 +168,8 @@ async def metric(
     *,
     absent: float | None = None,
 ) -> float:
-    """Return the sum of a metric of the page at `pages` over all series that have `labels`.
+    """Return the sum of the metric `name` over all series that have `labels`, on the metrics page
+    at the URL `pages`.
 
     If the page has no such series, return `absent`, or raise `KeyError` if that is None.
     """

@@ -1,4 +1,4 @@
-"""The real Envoy as a process before pickers, all on loopback."""
+"""The real Envoy as a process in front of pickers, all on the loopback interface."""
 
 import asyncio
 import sys
@@ -20,14 +20,14 @@ class EnvoyPorts(Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """URL to which clients send requests."""
+        """URL of Envoy to which clients send requests."""
         return f"http://127.0.0.1:{self.gateway}"
 
 
 async def write_bootstrap(
     file: Path, ports: EnvoyPorts, pickers: Sequence[str], flags: Sequence[str] = ()
 ) -> None:
-    """Write Envoy's configuration, the output of `epp envoy-config`, to `file`.
+    """Write the bootstrap configuration of Envoy, the output of `epp envoy-config`, to `file`.
 
     `pickers` are the addresses (ip:port) of the pickers, and `flags` are further flags of the
     command.
@@ -42,7 +42,8 @@ async def write_bootstrap(
 
 
 def running_envoy(bootstrap: Path, *, workers: int = 1) -> AbstractAsyncContextManager[Child]:
-    """Return a context in which Envoy runs with the configuration `bootstrap`.
+    """Return a context in which Envoy runs with the configuration file `bootstrap` and `workers`
+    threads.
 
     Its log is the file `envoy.log` beside the configuration.
     """

@@ -1,4 +1,4 @@
-"""Serialised messages of a gateway, as Envoy sends them on a stream in full duplex."""
+"""Serialised ext_proc messages of a gateway, as Envoy sends them on a stream in full duplex."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 
 CHUNK_BYTES = 32_768
-"""Size of Envoy's read buffer, which is the maximum size of a chunk of a body."""
+"""Size in bytes of Envoy's read buffer, which limits a chunk of a body."""
 CHAT_HEADERS = {
     ":authority": "llm.example.com",
     ":path": "/v1/chat/completions",
@@ -31,7 +31,8 @@ CHAT_HEADERS = {
 def headers_message(
     headers: Mapping[str, str] = CHAT_HEADERS, *, response_bodies: bool = False
 ) -> bytes:
-    """Return the first message of a stream, whose request body follows in chunks.
+    """Return the gateway's first message of a stream: the request headers. The request body follows
+    in chunks.
 
     With `response_bodies` the gateway also sends the response body, in chunks too.
     """
@@ -46,7 +47,7 @@ def headers_message(
 
 
 def body_messages(body: bytes) -> list[bytes]:
-    """Return the messages of a request body, one for each chunk."""
+    """Return the gateway's messages with a request body, one for each chunk."""
     pieces = [body[start : start + CHUNK_BYTES] for start in range(0, len(body), CHUNK_BYTES)]
     return [
         ProcessingRequest(
@@ -57,12 +58,12 @@ def body_messages(body: bytes) -> list[bytes]:
 
 
 def response_headers_message(headers: Mapping[str, str]) -> bytes:
-    """Return the message of the response headers."""
+    """Return the gateway's message with response headers."""
     return ProcessingRequest(response_headers=_headers(headers)).SerializeToString()
 
 
 def response_body_message(piece: bytes, *, last: bool = False) -> bytes:
-    """Return the message of one chunk of the response body."""
+    """Return the gateway's message with one chunk of a response body."""
     return ProcessingRequest(
         response_body=HttpBody(body=piece, end_of_stream=last)
     ).SerializeToString()

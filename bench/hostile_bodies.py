@@ -1,4 +1,4 @@
-"""Maximum cost of a body for the event loop, from its last byte to the decision.
+"""Maximum cost of a hostile request body for the event loop, from its last byte to the decision.
 
 Each attack repeats one piece. A flood of too many pieces is refused; the most pieces that are
 accepted, in a body of the same length, then cost more than the flood. The garbage collector runs as
@@ -21,9 +21,11 @@ from epp.shell.process.garbage import GARBAGE_THRESHOLDS
 
 MB: Final = 1_000_000
 SIZES: Final = ((1 * MB, 5), (32 * MB, 1))
-"""Bytes of a body and repetitions; the larger is about the default limit."""
+"""Bytes of a hostile body, and how often it is measured; the larger is about the default limit of
+`epp serve`.
+"""
 _WITHIN: Final = 0.05
-"""Relative precision of the search for the most accepted pieces."""
+"""Relative precision of the search for the largest number of pieces that the picker accepts."""
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES, _GENERATE = "/v1/responses", "/v1/messages", "/inference/v1/generate"
@@ -38,28 +40,28 @@ _PROMPT, _INPUT = b'{"model":"m","prompt":[', b'{"model":"m","input":['
 
 
 class Attack(NamedTuple):
-    """A body of `head`, any number of pieces, and `tail`, which closes the object that `head`
-    opens.
+    """A hostile body of `head`, any number of pieces, and `tail`, which closes the object that
+    `head` opens.
     """
 
     name: str
     path: str
     head: bytes
     piece: bytes | Callable[[int], bytes]
-    """The repeated piece, or a function of its number."""
+    """The repeated piece of the body, or a function that returns it for its number."""
     tail: bytes
     between: bytes = b","
     rewritten: bool = False
-    """True if the model is replaced by another."""
+    """True if the picker replaces the model name in the body by another one."""
 
     def pieces_max(self, size_bytes: int) -> int:
-        """Return how many pieces fit."""
+        """Return the number of pieces that fit into a body of `size_bytes`."""
         piece = self.piece if isinstance(self.piece, bytes) else self.piece(1_000_000)
         room = size_bytes - len(self.head) - len(self.tail)
         return max(1, room // (len(piece) + len(self.between)))
 
     def body(self, size_bytes: int, count: int) -> bytes:
-        """Return a body of `size_bytes` with `count` pieces; a long text fills the rest."""
+        """Return a body of `size_bytes` with `count` pieces; a long text fills what they leave."""
         piece = self.piece
         pieces = [piece] * count if isinstance(piece, bytes) else map(piece, range(count))
         body = self.head + self.between.join(pieces) + self.tail
@@ -72,7 +74,7 @@ def _numbered(form: bytes) -> Callable[[int], bytes]:
 
 
 def _new_prompt(number: int) -> bytes:
-    """Return one block of token ids that no other prompt has."""
+    """Return a prompt of one block of token ids that no other prompt has."""
     return b"[" + b",".join(b"%d" % digit for digit in map(int, f"{number:064}")) + b"]"
 
 
@@ -176,7 +178,7 @@ ATTACKS: Final = (
 
 
 def is_let_in(attack: Attack, body: bytes) -> bool:
-    """Return True if the body is read, and not refused."""
+    """Return True if the picker reads the body, False if it refuses it."""
     parsed = parse_request(
         path=attack.path,
         headers={},
@@ -188,8 +190,8 @@ def is_let_in(attack: Attack, body: bytes) -> bool:
 
 
 def most_let_in(attack: Attack, size_bytes: int) -> tuple[int, bytes]:
-    """Return about the most accepted pieces in a body of `size_bytes`, and that body; 0 if none
-    is.
+    """Return about the largest accepted number of pieces in a body of `size_bytes`, and that body;
+    the number is 0 if no body is accepted.
     """
     most, body = 0, b""
     refused = attack.pieces_max(size_bytes) + 1
@@ -206,7 +208,9 @@ def most_let_in(attack: Attack, size_bytes: int) -> tuple[int, bytes]:
 
 @contextmanager
 def serving_garbage_collector() -> Iterator[None]:
-    """Use the garbage collector as in `epp serve`: its thresholds, and almost no earlier objects."""
+    """Run the context with the garbage collector as in `epp serve`: its thresholds, and almost no
+    earlier objects.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -219,13 +223,13 @@ def serving_garbage_collector() -> Iterator[None]:
 
 
 class Loop:
-    """Streams of hostile bodies, one after the other, over one pool."""
+    """Streams of hostile bodies, one after the other, over one pool of endpoints."""
 
     def __init__(self) -> None:
         self._pool = Pool(8)
 
     def serve(self, attack: Attack, body: bytes) -> float:
-        """Return the seconds of CPU from the last byte of the body to the answers."""
+        """Return the CPU seconds that `body` costs, from its last byte to the answers."""
         settings = SessionSettings(rewrite=lambda _: "other" if attack.rewritten else None)
         session = Session(self._pool.scheduler, settings, Gateway(), Silent(), lambda: "id")
         self._pool.scrape()
@@ -240,12 +244,12 @@ class Loop:
         return elapsed_s
 
     def best_s(self, attack: Attack, body: bytes, repetitions: int) -> float:
-        """Return the best of `repetitions` times."""
+        """Return the lowest CPU seconds of `body` in `repetitions` measurements."""
         with serving_garbage_collector():
             return min(self.serve(attack, body) for _ in range(repetitions))
 
     def peak_bytes(self, attack: Attack, body: bytes) -> int:
-        """Return the maximum allocated memory while the body is served."""
+        """Return the maximum bytes of memory allocated while the picker processes `body`."""
         tracemalloc.start()
         try:
             self.serve(attack, body)
@@ -255,7 +259,7 @@ class Loop:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Yield rows (what, how much) for the table of `python -m bench`."""
+    """Yield rows (what, how much) with the CPU time and memory that each attack costs."""
     loop = Loop()
     ordinary = Attack("an ordinary chat", _CHAT, b"", b"", b"")
 

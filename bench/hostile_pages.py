@@ -1,7 +1,7 @@
-"""Maximum share of the event loop that a pod can take with its metrics page, in any form.
+"""Maximum share of the event loop that a pod can use with a hostile metrics page.
 
-Each row is one answer of a pod: the cost of receiving and reading it, in units of a usual page, and
-the pod's share of the loop in the long run if it answers so to every scrape.
+Each row is one response of a pod: the cost of receiving and reading it, in units of a usual page,
+and the pod's share of the loop in the long run if every scrape gets this response.
 """
 
 import time
@@ -57,7 +57,9 @@ def _names(count: int) -> bytes:
 
 
 def answers() -> Iterator[tuple[str, bytes, int]]:
-    """Yield (name, answer, bytes of it that arrive at once)."""
+    """Yield each hostile response as (name, bytes of the response, number of bytes that arrive at
+    once).
+    """
     whole = 256 * 1024
     for what, page in (
         ("as many wanted series as are read", _series(SERIES_MAX)),
@@ -82,7 +84,7 @@ def answers() -> Iterator[tuple[str, bytes, int]]:
 
 
 def _receive_and_read(reader: PageReader, memory: PageMemory, answer: bytes, at_once: int) -> int:
-    """Return in how many pieces the answer arrived until it was complete or refused."""
+    """Return the number of pieces in which `answer` arrived until it was complete or refused."""
     response = ResponseReader(_PAGE_BYTES_MAX)
     pieces = 0
     with suppress(BadResponseError, ExpositionError):
@@ -96,8 +98,8 @@ def _receive_and_read(reader: PageReader, memory: PageMemory, answer: bytes, at_
 
 
 def _long_run(answer_of: Callable[[int], tuple[bytes, int]]) -> tuple[float, float]:
-    """Return the seconds of the most expensive scrape, and the share of the loop in the second
-    half.
+    """Return the median seconds of a scrape, and the share of the event loop that scrapes use in
+    the second half of the run.
     """
     account = LoopShare(time.thread_time).open()
     reader, memory = PageReader(), PageMemory()
@@ -115,7 +117,7 @@ def _long_run(answer_of: Callable[[int], tuple[bytes, int]]) -> tuple[float, flo
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Yield rows (what, how much)."""
+    """Yield rows (what, how much) with the cost of each hostile response."""
     pages = [_plain(page) for page in live_pages("llama-3.1-8b")]
     usual_s, share = _long_run(lambda number: (pages[number % len(pages)], 256 * 1024))
     yield "a usual page", f"{usual_s * 1e3:.2f} ms, {share:.2%} of the loop"

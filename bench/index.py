@@ -1,7 +1,7 @@
 """Memory and time of the prefix index.
 
 `python -m bench.index` prints the table. Memory is the growth of the resident set of a fresh
-process per (block, endpoint) pair held; times are medians, hashing not included.
+process per (block, endpoint) pair in the index. Times are medians without hashing.
 """
 
 import gc
@@ -25,7 +25,7 @@ BLOCK_BYTES = 256
 
 
 def request_of(*chains: bytes) -> InferenceRequest:
-    """Return a request whose blocks are already hashed."""
+    """Return a request whose prompts are already hashed to `chains`."""
     return InferenceRequest(request_id="", chains={BLOCK_BYTES: chains})
 
 
@@ -36,9 +36,10 @@ def fill(
     random: Random,
     now: float = 0.0,
 ) -> None:
-    """Fill each endpoint: a quarter of the blocks on eight endpoints, the rest on one.
+    """Fill `index` completely: a quarter of the prompts are recorded at eight endpoints each, the
+    others at one.
 
-    All prompts are distinct and `run_blocks` (from, to) long, so nothing is saved by sharing
+    All prompts are distinct and `run_blocks` (from, to) blocks long, so nothing is saved by sharing
     within an endpoint.
     """
     turn = prompts = 0
@@ -51,13 +52,13 @@ def fill(
 
 
 def resident_bytes() -> int:
-    """Return the resident set of this process, in bytes."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def microseconds(call: Callable[[], object], calls: int) -> float:
-    """Return the median time of one call, in microseconds."""
+    """Return the median time in microseconds of one of `calls` calls of `call`."""
     times = []
     for _ in range(calls):
         started = time.perf_counter()
@@ -67,7 +68,11 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
 
 
 def full_index(shortest: int, longest: int) -> dict[str, float]:
-    """Fill an index in this process, weigh it, and time operations of a full index."""
+    """Fill an index in this process and return its memory in bytes, the times of its operations in
+    microseconds, and its size.
+
+    Prompts are `shortest` to `longest` blocks long.
+    """
     random = Random(1)
     index = PrefixIndex(PrefixIndexSettings(memory_max_bytes=1 << 40))
     gc.collect()
@@ -97,7 +102,9 @@ def full_index(shortest: int, longest: int) -> dict[str, float]:
 
 
 def full_rows() -> list[tuple[str, str]]:
-    """Return rows from one new process for each length of prompt."""
+    """Return rows (what, how much) about a full index, from one new process for each length of
+    prompts.
+    """
     rows = []
     for shortest, longest in ((32, 32), (128, 128), (4, 8)):
         command = [sys.executable, "-m", "bench.index", "full", str(shortest), str(longest)]
@@ -119,8 +126,9 @@ def full_rows() -> list[tuple[str, str]]:
 
 
 def chat(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list[bytes]]:
-    """Return a system prompt of a quarter of the blocks on all endpoints, and conversations on two
-    each.
+    """Return an index and the prompts of conversations in it.
+
+    A system prompt of a quarter of the blocks is at all endpoints, and each conversation is at two.
     """
     index = PrefixIndex(PrefixIndexSettings())
     system = random.randbytes(8 * (blocks // 4))
@@ -134,7 +142,9 @@ def chat(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list
 
 
 def spread(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list[bytes]]:
-    """Return the worst case: every endpoint has cached another depth of one prompt."""
+    """Return an index and its only prompt, the worst case: every endpoint has cached another number
+    of the prompt's blocks.
+    """
     index = PrefixIndex(PrefixIndexSettings())
     chain = random.randbytes(8 * blocks)
     for slot in range(endpoints):
@@ -143,8 +153,8 @@ def spread(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, li
 
 
 def decide(index: PrefixIndex, chains: list[bytes], endpoints: int) -> Callable[[], None]:
-    """Return a function that calls `match` and `record` for the next prompt and the next of eight
-    endpoints.
+    """Return a function that matches and records the next of the prompts `chains`, at the next of
+    eight endpoints.
     """
     turns = iter(range(10**9))
 
@@ -158,7 +168,9 @@ def decide(index: PrefixIndex, chains: list[bytes], endpoints: int) -> Callable[
 
 
 def decision_rows() -> list[tuple[str, str]]:
-    """Return rows for `match` and `record` of one request by length, endpoints and sharing."""
+    """Return rows (what, how much) with the time of `match` and `record` of one request, by length,
+    endpoints and sharing.
+    """
     rows = []
     for endpoints in (100, 1_000):
         for sharing, world in (("chat", chat), ("every endpoint another depth", spread)):
@@ -171,7 +183,7 @@ def decision_rows() -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) with the memory and the times of the prefix index."""
     return full_rows() + decision_rows()
 
 

@@ -1,8 +1,9 @@
-"""Share of the event loop that receiving KV events takes: `python -m bench kv_events`.
+"""Share of the event loop that receiving KV-cache events takes: `python -m bench kv_events`.
 
 Each step of an engine sends one message, as vLLM writes it: a run of stored blocks and as many
-removed, from a subscription's socket to the index. A hundred engines alternate, so that each finds
-its memory cold. A share of a core is the CPU time of a change times the changes.
+removed ones. It is measured from the subscription's socket to the index. A hundred engines
+alternate, so that the data of each is not in the processor's cache. A share of a core is the CPU
+time of one change (a stored or removed block) times the changes per second.
 """
 
 import itertools
@@ -23,19 +24,20 @@ from epp.core.types import Endpoint
 
 ENGINES = 100
 CHANGES_PER_S = 1_000
-"""Changes per second of each engine: the maximum in the published ladders, in blocks of 16 tokens.
+"""Stored and removed blocks (of 16 tokens) of each engine per second: the maximum in the published
+ladders.
 """
 KEPT_BLOCKS = 500
-"""Blocks of each engine, whose cache is full."""
+"""Number of blocks in the full cache of each engine."""
 MESSAGES = 400
-"""Messages in a batch."""
+"""Number of messages with KV-cache events in a measured batch."""
 BATCHES = 30
 SHAPES = {
     "a step of a prompt": (16, 13),
     "a step of a batch that decodes": (16, 3),
     "in blocks of 64": (64, 13),
 }
-"""Tokens in a block of the engine, and blocks that a message stores."""
+"""Shapes of messages: name -> (tokens in a block of the engine, blocks that a message stores)."""
 DOCUMENT = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -49,7 +51,7 @@ plugins:
 
 
 class Engine:
-    """An engine that continues one conversation for ever, and removes its oldest blocks."""
+    """An engine that continues one conversation for ever, and removes the oldest blocks."""
 
     def __init__(self, random: Random, block_tokens: int, blocks: int) -> None:
         self._random = random
@@ -60,7 +62,7 @@ class Engine:
         self.sequence = itertools.count()
 
     def message(self) -> bytes:
-        """Return the payload of its next step."""
+        """Return the payload of the engine's next message of KV-cache events."""
         hashes = [self._random.getrandbits(64) for _ in range(self._blocks)]
         self._held += hashes
         removed = self._held[: max(0, len(self._held) - KEPT_BLOCKS)]
@@ -90,7 +92,7 @@ class Engine:
 
 
 def subscriptions() -> list[Subscription]:
-    """Return one live subscription for each engine."""
+    """Return one live subscription to KV-cache events for each engine."""
     scheduler = Scheduler(build_settings(load_config(DOCUMENT, "bench", plugin_tables())), seed=1)
     pool = [
         Endpoint(endpoint_id=f"uid-{at}", name=f"pod-{at}", address=f"10.0.0.{at}:8000")
@@ -104,7 +106,7 @@ def subscriptions() -> list[Subscription]:
 
 
 def rows_of(name: str, block_tokens: int, blocks: int) -> list[tuple[str, str]]:
-    """Return rows (what, how much) for messages of one shape."""
+    """Return rows (what, how much) with the cost of messages of one shape."""
     random = Random(f"bench:{name}")
     heard = subscriptions()
     engines = [Engine(random, block_tokens, blocks) for _ in range(ENGINES)]
@@ -139,5 +141,5 @@ def rows_of(name: str, block_tokens: int, blocks: int) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much)."""
+    """Return rows (what, how much) with the cost of KV-cache events."""
     return [row for name, shape in SHAPES.items() for row in rows_of(name, *shape)]

@@ -1,17 +1,19 @@
-"""A hundred engines that send KV events at once, for ten seconds: `python -m bench kv_streams`.
+"""Cost of a hundred engines that send KV-cache events at once, for ten seconds: `python -m bench
+kv_streams`.
 
 The engines are one process that is not measured, each with a port of ZMTP at an address of its own.
 The receiver is that of `epp serve`, sockets included. Each engine sends one message per step, with
-as many blocks stored as removed; the steps are spread over time. The delay of the loop is sampled
-every five milliseconds. A period in which the engines send nothing shows the machine's own delay.
+as many blocks stored as removed; the steps are spread over time. The delay of the event loop is
+sampled every five milliseconds. A period in which the engines send nothing shows the machine's own
+delay.
 
 Engines that get no CPU send less than they should. The blocks that the picker has applied are
 therefore compared with those sent by then, and with those that were due.
 
-A processor that sleeps between turns is slow when it wakes, more so if other virtual machines use
-it: by a third in one minute and by nothing in the next. Everything is measured a second time while
-processes of the lowest priority keep every processor awake. That is the cost of a turn on a
-processor that also serves requests.
+A processor that sleeps between turns of the loop is slow when it wakes, more so if other virtual
+machines use it: by a third in one minute and by nothing in the next. Everything is measured a
+second time while processes of the lowest priority keep every processor awake. That is the cost of a
+turn on a processor that also serves requests.
 """
 
 import asyncio
@@ -45,29 +47,29 @@ from epp.shell.process.event_loop import loop_factory
 from epp.shell.process.garbage import (
     GARBAGE_THRESHOLDS,
     GarbageCollection,
-    spare_what_is_there,
+    exempt_existing_objects,
 )
 
 MEASURED_S: Final = 10.0
 QUIET_S: Final = 4.0
 BLOCK_TOKENS: Final = 16
 BLOCKS: Final = 13
-"""Blocks that a message stores, and removes."""
+"""Number of blocks that a message stores; it removes as many."""
 FILLED: Final = KEPT_BLOCKS // BLOCKS + 1
-"""Messages of an engine until its cache is full."""
+"""Number of messages of an engine until its cache is full."""
 MESSAGES: Final = int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS))
-"""Messages of an engine in each measurement."""
+"""Number of messages of an engine in each measurement."""
 ASKED_EVERY_S: Final = 0.005
 READY_S_MAX: Final = 240.0
 TIMES: Final = 2
-"""Measurements: with the machine as it is, and kept awake."""
+"""Number of measurements: one with the machine as it is, one with every processor kept awake."""
 _TOPIC: Final = b"kv@bench"
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY: Final = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
 
 
 def hosts() -> list[str]:
-    """Return an address of loopback for each engine."""
+    """Return an address of the loopback interface for each engine."""
     return [f"127.0.1.{at + 1}" for at in range(ENGINES)]
 
 
@@ -81,7 +83,9 @@ def _frame(part: bytes, more: int) -> bytes:
 
 
 def _messages(number: int, count: int) -> list[bytes]:
-    """Return the first `count` messages of one engine, as sent."""
+    """Return the first `count` messages of engine `number`, in the frames in which it
+    sends them.
+    """
     engine = Engine(Random(f"bench:kv_streams:{number}"), BLOCK_TOKENS, BLOCKS)
     found = []
     for sequence in range(count):
@@ -91,7 +95,7 @@ def _messages(number: int, count: int) -> list[bytes]:
 
 
 class _Publisher(asyncio.Protocol):
-    """One engine's end of the connection."""
+    """The engine's end of the connection to the picker, which sends the events."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -102,7 +106,7 @@ class _Publisher(asyncio.Protocol):
 
 
 def _itself(publisher: _Publisher) -> _Publisher:
-    """Return the publisher itself, because each engine has one connection."""
+    """Return `publisher`, as the protocol of an engine's only connection."""
     return publisher
 
 
@@ -145,7 +149,7 @@ def _engines(port: int, told: Connection, sent_messages: "Synchronized[int]") ->
 
 
 def _stay_awake(started: Semaphore) -> None:
-    """Use the processor until terminated."""
+    """Use one processor at the lowest priority until the process is terminated."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -180,7 +184,7 @@ def kept_awake() -> Iterator[None]:
 
 
 class Lateness:
-    """The delay of the loop."""
+    """A sampler of the event loop's delay in seconds."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -205,15 +209,17 @@ class Lateness:
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One measurement period of the picker."""
+    """The picker's CPU use and loop delays in one period of measurement."""
 
     cores: float
     blocks: int
-    """Blocks that were applied."""
+    """Number of stored and removed blocks that the picker applied."""
     late_s: Sequence[float]
 
     def late_ms(self) -> str:
-        """Return the median, the 99th percentile and the maximum."""
+        """Return the median, the 99th percentile and the maximum of the loop's delay in
+        milliseconds.
+        """
         return " / ".join(f"{1e3 * np.quantile(self.late_s, at):.1f}" for at in (0.5, 0.99, 1.0))
 
 
@@ -229,7 +235,7 @@ async def _measure(blocks: Callable[[], int], for_s: float) -> Measured:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Wait for `condition`. Raise `TimeoutError` if an engine or a picker is not ready in time."""
+    """Wait for `condition`. Raise `TimeoutError` if it is not true within `READY_S_MAX`."""
     async with asyncio.timeout(READY_S_MAX):
         while not condition():  # noqa: ASYNC110  it tells nobody
             await asyncio.sleep(0.01)
@@ -255,7 +261,7 @@ async def _hear(
 ) -> list[tuple[str, str]]:
     listener, pool = _listener(port)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-    spare_what_is_there()
+    exempt_existing_objects()
     running = asyncio.gather(listener.run(), GarbageCollection().run())
 
     def blocks() -> int:
@@ -288,8 +294,10 @@ async def _hear(
 def _rows_of(
     what: str, quiet: Measured, busy: Measured, said_meanwhile: int, said: int
 ) -> list[tuple[str, str]]:
-    """Return rows. `said_meanwhile`: blocks sent until the picker was asked; `said`: blocks that
-    were due.
+    """Return rows (what, how much) about one measurement.
+
+    `said_meanwhile` is the number of blocks that the engines had sent at its end, `said` the number
+    that was due.
     """
     per_change_us = busy.cores * MEASURED_S / busy.blocks * 1e6
     return [
@@ -309,7 +317,7 @@ def _rows_of(
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much)."""
+    """Return rows (what, how much) with the cost of a hundred engines' events."""
     (port,) = free_ports(1)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

@@ -3,8 +3,8 @@
 `python -m bench.loopback` prints the table. Server and client are processes of their own. The
 server is that of `epp serve` without TLS, with its metrics and its sampled log; CPU is the kernel's
 count for its process. There are two patterns: the request phase alone (headers and an 8 KB body in,
-headers and body out), and with response headers after it. The client opens one stream per request,
-as Envoy does, and keeps `STREAMS` of them open. The best of some rounds counts.
+headers and body out), and the request phase followed by response headers. The client opens one
+stream per request, as Envoy does, and keeps `STREAMS` of them open. The best of some rounds counts.
 """
 
 import asyncio
@@ -67,14 +67,17 @@ async def _serve(tell: Connection) -> None:
 
 
 def serve(tell: Connection) -> None:
-    """Run the server until it is sent None."""
+    """Run the picker's gRPC server until the pipe `tell` receives None."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(tell))
 
 
 @contextlib.contextmanager
 def served() -> Iterator[Connection]:
-    """Yield the pipe to a process that runs `serve`, whose first message is its port."""
+    """Yield the pipe to a process that runs `serve`.
+
+    The first message on the pipe is the server's port.
+    """
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     server = spawn.Process(target=serve, args=(theirs,), daemon=True)
@@ -90,7 +93,7 @@ def served() -> Iterator[Connection]:
 
 
 class _Client:
-    """A gateway that sends one request after the other on each of `STREAMS` streams."""
+    """A gateway that sends one request after the other on each of `STREAMS` concurrent streams."""
 
     def __init__(self, port: int) -> None:
         # An Envoy has one connection per worker thread.
@@ -107,7 +110,7 @@ class _Client:
         self._response_headers = _response_headers()
 
     async def round(self, *, responses: bool) -> None:
-        """Send `ROUND_REQUESTS` requests."""
+        """Send `ROUND_REQUESTS` requests to the server, and wait for their answers."""
         left = iter(self._bodies)
         await asyncio.gather(*(self._stream(left, number, responses) for number in range(STREAMS)))
 
@@ -153,7 +156,7 @@ async def _measure(server: Connection) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) with the cost of a request through grpcio."""
     with served() as server:
         return asyncio.run(_measure(server))
 

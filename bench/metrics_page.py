@@ -1,7 +1,7 @@
-"""Cost of a page of our own metrics: bytes, children, and CPU time of a scrape.
+"""Cost of the picker's own metrics page: bytes, children, and CPU time of a scrape.
 
-Models that clients choose can enlarge it: they share one child beyond a budget of bytes. The page
-is made as the server makes it, in slices between which the event loop decides.
+Models that clients choose can enlarge the page: they share one child beyond a budget of bytes. The
+page is made as the server makes it, in slices between which the event loop decides.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from epp.shell.operators.pages.metrics_server import encode_in_slices
 from epp.shell.process.pressure import MemoryPressure
 
 CASES = ((1, 10), (20, 100), (4_000, 100), (4_000, 1_000))
-"""Models and endpoints of each case."""
+"""Numbers of models and endpoints in each measured case."""
 _PAGES = 5
 
 
 def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]:
-    """Return a registry after some requests for each model, with all of their responses parsed.
+    """Return the metrics registry of a picker after requests for each of `models` models.
 
-    Each endpoint has answered.
+    Every endpoint has answered, and all responses were parsed.
     """
     pool = Pool(endpoints)
     scheduler = pool.scheduler
@@ -73,7 +73,7 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
 
 
 async def page_of(registry: CollectorRegistry) -> tuple[bytes, float, float]:
-    """Return the page, its CPU seconds, and those of its longest slice."""
+    """Return the metrics page, the CPU seconds of making it, and those of its longest slice."""
     slices: list[bytes] = []
     longest_s = 0.0
     started = before = time.thread_time()
@@ -85,13 +85,15 @@ async def page_of(registry: CollectorRegistry) -> tuple[bytes, float, float]:
 
 
 def named(page: bytes, name: str) -> int:
-    """Return how many models have this sample under their own name."""
+    """Return the number of models for which the page has the sample `name` under the model's own
+    name.
+    """
     lines = [line for line in page.splitlines() if line.startswith(name.encode() + b"{")]
     return len({line for line in lines if b'="other"' not in line})
 
 
 def run() -> Iterable[tuple[str, str]]:
-    """Yield rows (what, how much) for the table of `python -m bench`."""
+    """Yield rows (what, how much) with the size and the cost of the metrics page."""
     for models, endpoints in CASES:
         registry, _ = exported(models, endpoints)
         pages = [asyncio.run(page_of(registry)) for _ in range(_PAGES)]

@@ -1,7 +1,8 @@
-"""Memory and time of `sim replay` with a million synthetic requests, read as they are needed.
+"""Memory and time of `sim replay` for a million synthetic requests, which are read as they are
+needed.
 
 `python -m bench.million` prints the table. Each command runs in a process of its own, which reports
-the peak of its resident set. The trace is replayed twice, its beginning and all of it. The
+the peak of its resident set. The trace is replayed twice: its beginning, then all of it. The
 additional memory of the second run is what a request leaves behind, of which 64 bytes are the
 numbers for percentiles (`sim/measurement/measures.py`).
 """
@@ -23,14 +24,17 @@ from sim.traces.reading import ReadOptions
 
 REQUESTS = 1_000_000
 BEGINNING = 100_000
-"""Requests of the beginning: as many as are replayed without decisions by default."""
+"""Number of requests in the replayed beginning of the trace: as many as are replayed without
+decisions by default.
+"""
 RATE = 50
 PODS = 8
 
 
 def _measured(arguments: list[str]) -> dict[str, float]:
-    """Run one command of `sim` in this process. Return its seconds and its maximum memory in
-    bytes.
+    """Run the command `sim` with `arguments` in this process.
+
+    Return its wall and CPU seconds and its maximum memory in bytes.
     """
     started_s, cpu_s = perf_counter(), process_time()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -47,7 +51,10 @@ def _measured(arguments: list[str]) -> dict[str, float]:
 
 
 def _in_process(cache: Path, *arguments: object) -> dict[str, float]:
-    """Run the command in a new process, which stores traces in `cache`."""
+    """Run `sim` with `arguments` in a new process, which caches traces in `cache`.
+
+    Return its wall and CPU seconds and its maximum memory in bytes.
+    """
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "bench.million", *map(str, arguments)]
     answer = subprocess.run(
@@ -70,8 +77,9 @@ def _shown(told: dict[str, float]) -> str:
 
 
 def _reading_cpu_s(trace: Path, kept_in: Path | str = "") -> float:
-    """Return the CPU seconds of reading the trace in one process; it is stored in `kept_in` if
-    given.
+    """Return the CPU seconds of reading the trace in this process.
+
+    If `kept_in` is given, it is a cache folder for the read trace.
     """
     cpu_s = process_time()
     for _ in open_trace(trace, ReadOptions(kept_in=str(kept_in))):
@@ -80,7 +88,9 @@ def _reading_cpu_s(trace: Path, kept_in: Path | str = "") -> float:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Yield rows (what, how much) for the table of `python -m bench`, each as soon as it is known."""
+    """Yield rows (what, how much) with the memory and the time of the replay, each as soon as it is
+    known.
+    """
     yield "the rows below take together about", "12 minutes"
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "hot-spot.jsonl"

@@ -1,4 +1,6 @@
-"""Cost of reading a chat body: decoding and canonical bytes, without hashing."""
+"""Cost of reading a chat's request body: decoding and conversion to canonical bytes, without
+hashing.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,11 +12,13 @@ _MESSAGE = (
     'The quick brown fox jumps over the lazy dog; it says: "again".\nAnd so on, and on. ' * 19
 )
 _SIZES = ((1_900, 1), (8_000, 5), (34_000, 21), (272_000, 174), (450_000, 288))
-"""Bytes of the body, and messages in it; the first of them is the system prompt."""
+"""Sizes of the chats: bytes of the body, and number of messages; the first message is the system
+prompt.
+"""
 
 
 def chat_body(size_bytes: int, messages: int) -> bytes:
-    """Return a chat of about `size_bytes` with alternating roles."""
+    """Return the request body of a chat of about `size_bytes`, with alternating roles."""
     text = (_MESSAGE * 2)[: size_bytes // messages - 60]
     roles = ("system", *("user", "assistant") * messages)
     conversation = [{"role": role, "content": text} for role in roles[:messages]]
@@ -22,8 +26,8 @@ def chat_body(size_bytes: int, messages: int) -> bytes:
 
 
 def best_us(work: Callable[[], object], *, rounds: int = 100, budget_s: float = 0.2) -> float:
-    """Return the microseconds of one call: the best mean of `rounds`, each about `budget_s` /
-    `rounds`.
+    """Return the microseconds of one call of `work`: the lowest mean of `rounds` rounds, each about
+    `budget_s` / `rounds` long.
     """
     started = perf_counter()
     work()
@@ -38,7 +42,7 @@ def best_us(work: Callable[[], object], *, rounds: int = 100, budget_s: float = 
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows of the table: what, microseconds."""
+    """Return rows (what, how much) with the time of reading a chat's body."""
     rows = []
     for size_bytes, messages in _SIZES:
         body = chat_body(size_bytes, messages)

@@ -1,7 +1,8 @@
-"""A broken replica that floods until it is killed: `python -m bench.peer_flood PORT SECRET_FILE`.
+"""A broken replica that floods another one until it is killed: `python -m bench.peer_flood PORT
+SECRET_FILE`.
 
-It has the secret and opens twenty connections to the replica at 127.0.0.1:PORT, each with an origin
-of its own. It sends frames on all of them as fast as they are accepted, and reads nothing.
+It has the shared secret and opens twenty connections to the replica at 127.0.0.1:PORT, each with an
+origin of its own. It sends frames on all of them as fast as they are accepted, and reads nothing.
 """
 
 import socket
@@ -28,7 +29,7 @@ def _connected(port: int, identity: Identity) -> Connection:
 
 
 def main(port: int, secret_file: Path) -> None:
-    """Flood until killed."""
+    """Flood the replica at the port with frames until this process is killed."""
     identities = [identity_of(secret_file.read_bytes().strip()) for _ in range(CONNECTIONS)]
     connections = [_connected(port, identity) for identity in identities]
     number = 0

@@ -1,8 +1,8 @@
-"""Cost of a frame between replicas: sockets that are read once a beat, or asyncio's streams.
+"""Cost of a frame between replicas: sockets that are read once every 20 ms, or asyncio's streams.
 
-Seven senders and one receiver run in this process, with one frame each every 20 ms. The figure is
-the CPU of the whole process minus that of the same beat with nothing to send. Callbacks read a
-stream, with a length before each frame.
+Seven senders and one receiver run in this process, and each sender sends one frame every 20 ms. The
+figure is the CPU of the whole process minus that of the same run with nothing to send. With
+asyncio, callbacks read a stream with a length before each frame.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ _LENGTH_BYTES = 4
 
 
 class Line:
-    """A transport: `send` gives a frame to every connection, `receive` counts received ones."""
+    """A transport between replicas: `send` sends a frame on every connection, `receive` returns the
+    number of frames received since its last call.
+    """
 
     def __init__(self, send: Callable[[bytes], None], receive: Callable[[], int]) -> None:
         self.send = send
@@ -39,7 +41,9 @@ class Line:
 
 @asynccontextmanager
 async def _polled(*, encrypted: bool) -> AsyncIterator[Line]:
-    """Open connections as `epp/shell/peers/mesh` does, without its housekeeping."""
+    """Open connections as `epp/shell/peers/mesh` does, without its housekeeping, and yield them as
+    a transport.
+    """
 
     def identity() -> Identity:
         return identity_of(b"x" * 32) if encrypted else stranger()
@@ -151,7 +155,7 @@ async def _streams(*, encrypted: bool) -> AsyncIterator[Line]:
 
 
 async def _cost_us(line: Line, size_bytes: int) -> float:
-    """Return the CPU of a frame at both ends together, in microseconds."""
+    """Return the CPU time in microseconds that one frame costs both ends together."""
     frame = bytes(size_bytes)
     spent_s: list[float] = []
     came = 0
@@ -176,7 +180,7 @@ async def _measured(*, polled: bool, encrypted: bool, size_bytes: int) -> float:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Yield rows (what, how much)."""
+    """Yield rows (what, how much) with the cost of a frame between replicas."""
     for size_bytes, encrypted in product(SIZES_BYTES, (False, True)):
         polled, streams = (
             asyncio.run(_measured(polled=kind, encrypted=encrypted, size_bytes=size_bytes))

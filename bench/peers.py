@@ -1,8 +1,10 @@
-"""Cost of peers: sending a decision, learning one, and taking over a peer's whole state.
+"""Cost of sharing state between replicas: sending a decision, learning one, and taking over a
+peer's whole state.
 
 Prompts have 112 blocks, of which 94 are one of 150 preambles, over 100 endpoints, with 40 decisions
-every 20 ms: the published B2B workload at 2,000 requests a second. Times are those of the best such
-turn, as in `bench/timing.py`, and of the whole for the takeover. Transport is not included.
+every 20 ms: the published B2B workload at 2,000 requests a second. Times are those of the best
+period of 20 ms, as in `bench/timing.py`, and of the whole for the takeover. Transport is not
+included.
 """
 
 import time
@@ -129,6 +131,6 @@ def _snapshot() -> list[tuple[str, str]]:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Yield rows (what, how much)."""
+    """Yield rows (what, how much) with the cost of sharing state."""
     yield from _live()
     yield from _snapshot()

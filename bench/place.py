@@ -1,4 +1,4 @@
-"""Processes for measurements: pods, `epp serve` and optionally the real Envoy.
+"""Processes for measurements: simple pods, `epp serve` and optionally the real Envoy.
 
 The pods are plain HTTP servers (`python -m bench.place PORT`), because they are not measured. Each
 answers a completion with its port, after the seconds in the header `x-takes-s`. Its metrics page is
@@ -32,12 +32,15 @@ vllm:kv_cache_usage_perc 0.1
 
 
 def client_session(timeout_s: float) -> ClientSession:
-    """Return a session with any number of connections. A request may take `timeout_s` seconds."""
+    """Return an HTTP session with any number of connections.
+
+    A request may take `timeout_s` seconds.
+    """
     return ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=timeout_s))
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports of loopback; they are drawn together, so all are different."""
+    """Return `count` different free ports of the loopback interface."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [one.getsockname()[1] for one in held]
     for one in held:
@@ -46,13 +49,13 @@ def free_ports(count: int) -> list[int]:
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """The addresses of all processes."""
+    """The addresses of the processes under measurement: picker, Envoy and pods."""
 
     folder: Path
     picker: str
-    """Address of ext_proc as "host:port", in plaintext."""
+    """Address of the picker's ext_proc service as "host:port", without TLS."""
     gateway: str
-    """URL of Envoy; "" if there is none."""
+    """URL of Envoy to which clients send requests, or "" if Envoy does not run."""
     pages: str
     """URL of the picker's metrics and debug pages."""
     pods: "Pods"
@@ -67,7 +70,7 @@ class Place(Struct, frozen=True, kw_only=True):
         return self.folder / "config.yaml"
 
     def resident_bytes(self) -> int:
-        """Return the present resident memory of the picker."""
+        """Return the resident memory of the picker in bytes."""
         for line in Path(f"/proc/{self.picker_pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
@@ -75,7 +78,7 @@ class Place(Struct, frozen=True, kw_only=True):
 
 
 def write_endpoints(file: Path, ports: Sequence[int]) -> None:
-    """Replace the endpoints file by one with pods at `ports`, atomically."""
+    """Replace the endpoints file atomically by one with pods at `ports`."""
     rows = [{"name": f"pod-{port}", "address": "127.0.0.1", "port": port} for port in ports]
     beside = file.with_suffix(".new")
     beside.write_text(json.dumps({"endpoints": rows}))
@@ -83,9 +86,10 @@ def write_endpoints(file: Path, ports: Sequence[int]) -> None:
 
 
 class Pods:
-    """Async context manager that runs a pod at each of `ports`.
+    """Async context manager that runs a pod process at each of `ports`.
 
-    `module` is run with a port as its argument. A pod may be ended earlier.
+    The Python module `module` is run with a port as its argument. A pod may be killed within the
+    context.
     """
 
     def __init__(self, folder: Path, ports: Sequence[int], module: str = "bench.place") -> None:
@@ -105,7 +109,7 @@ class Pods:
             await stack.aclose()
 
     async def start(self, port: int) -> None:
-        """Run the pod at `port`."""
+        """Start the process of the pod at `port`."""
         command = (sys.executable, "-m", self._module, str(port))
         stack = self._running[port] = contextlib.AsyncExitStack()
         child = Child.running(f"pod {port}", command, self._folder / f"pod-{port}.log")
@@ -116,7 +120,7 @@ class Pods:
         return self._children[port].pid
 
     def send_signal(self, port: int, number: signal.Signals) -> None:
-        """Send `number` to the pod at `port`."""
+        """Send the signal `number` to the pod at `port`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._children[port].pid, number)
 
@@ -130,7 +134,10 @@ class Pods:
 async def running(
     folder: Path, *, pods: int, envoy: bool, flags: Sequence[str] = (), config: str = ""
 ) -> AsyncIterator[Place]:
-    """Start everything; stop it at the end of the context."""
+    """Start the pods, the picker and, with `envoy`, Envoy, and yield their addresses.
+
+    They are stopped at the end of the context.
+    """
     drawn = free_ports(6 + pods)
     gateway = EnvoyPorts(*drawn[:3])
     picker, health, metrics, *ports = drawn[3:]
@@ -257,7 +264,7 @@ PAGES: Mapping[str, Callable[[], bytes]] = {
     "adapters": _adapters,
     "drip": lambda: PAGE.format(waiting=0).encode() * 200,
 }
-"""Kinds of pages that no engine has."""
+"""Kinds of metrics pages that no real engine serves, by the KIND of `POST /page/KIND`."""
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):

@@ -22,7 +22,9 @@ class _Counter(Protocol):
 
 
 class Pages(Struct, frozen=True):
-    """The addresses and process of the pages, and how many were sent."""
+    """The addresses and the process of the served metrics pages, and the number of pages sent so
+    far.
+    """
 
     port: int
     pid: int
@@ -30,7 +32,7 @@ class Pages(Struct, frozen=True):
 
 
 class _Pod(asyncio.Protocol):
-    """A connection that answers each request with the next of the answers, cyclically."""
+    """A connection that answers each request with the next of the given responses, cyclically."""
 
     def __init__(self, answers: Sequence[bytes], first: int, sent: _Counter) -> None:
         self._answers = islice(cycle(answers), first % len(answers), None)
@@ -49,7 +51,7 @@ class _Pod(asyncio.Protocol):
 
 
 def _answer(page: bytes) -> bytes:
-    """Return an answer like that of vLLM's web server."""
+    """Return an HTTP response with a metrics page, like that of vLLM's web server."""
     return (
         b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jun 2026 12:00:00 GMT\r\nserver: uvicorn\r\n"
         b"content-length: %d\r\ncontent-type: text/plain; version=0.0.4; charset=utf-8\r\n\r\n%s"
@@ -76,7 +78,9 @@ def _serve(
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files; many shells allow fewer than a thousand kept connections."""
+    """Raise this process's limit of open files, because many shells allow fewer than a thousand
+    open connections.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
@@ -84,8 +88,8 @@ def allow_open_files() -> None:
 
 @contextmanager
 def served(pages: Sequence[bytes], cores: Collection[int] | None = None) -> Iterator[Pages]:
-    """Run a process on `cores` that serves `pages`; it uses this process's cores if `cores` is
-    None.
+    """Run a process on the processors `cores` that serves `pages`, during the context; it may use
+    all of this process's if `cores` is None.
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

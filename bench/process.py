@@ -1,4 +1,4 @@
-"""Memory of the whole process: `epp serve` with 100 endpoints and a full index.
+"""Memory of the whole picker process: `epp serve` with 100 endpoints and a full index.
 
 `python -m bench.process` prints the row. A new process creates the picker as the command does and
 fills its index: every endpoint has all blocks that it may have unless its engine reports less. The
@@ -35,7 +35,9 @@ async def _weigh(picker: EndpointPicker) -> int:
 
 
 def full_picker() -> dict[str, int]:
-    """Return the bytes of this process, and the (block, endpoint) pairs in its index."""
+    """Return the resident memory of a picker in this process in bytes, and the number of (block,
+    endpoint) pairs in its index.
+    """
     endpoints = [
         {"name": f"pod-{number}", "address": f"127.0.1.{number}", "port": 9, "metrics": False}
         for number in range(ENDPOINTS)
@@ -62,7 +64,7 @@ def full_picker() -> dict[str, int]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for the table of `python -m bench`."""
+    """Return a row (what, how much) with the memory of the picker process."""
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "bench.process", "full"]
     answer = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""An HTTP/2 client that can send what a hostile or hurried gateway sends, cheaper than a gRPC
-client.
+"""An HTTP/2 client for tests that can send what a hostile or hurried gateway sends, at less cost
+than a gRPC client.
 
 A `RawConnection` opens thousands of streams, each with the messages of an ext_proc request, or
 resets them as soon as they are open (rapid reset). It honours flow control, and records how each
@@ -40,7 +40,10 @@ def _literal(name: str, value: str) -> bytes:
 
 
 def header_block(**fields: str) -> bytes:
-    """Encode headers. Pseudo headers are named without the colon; "_" in other names means "-"."""
+    """Return the HTTP/2 header block of `headers`.
+
+    Pseudo headers are named without the colon; "_" in other names means "-".
+    """
     pseudo = ("method", "scheme", "path", "authority")
     return b"".join(
         _literal(f":{name}" if name in pseudo else name.replace("_", "-"), value)
@@ -59,12 +62,15 @@ EXT_PROC: Final = header_block(
 
 
 def grpc_message(message: bytes) -> bytes:
-    """Return `message` in gRPC framing, uncompressed."""
+    """Return `message` in gRPC framing, without compression."""
     return struct.pack(">BI", 0, len(message)) + message
 
 
 class RawConnection:
-    """One connection. `answered`: streams that got data; `ended`: streams that are over."""
+    """One HTTP/2 connection of the test client.
+
+    `answered` holds the data received on each stream, and `ended` the streams that are over.
+    """
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: bytes
@@ -75,14 +81,14 @@ class RawConnection:
         self._next = 1
         self._window_bytes = WINDOW_BYTES
         self.stream_window_bytes = WINDOW_BYTES
-        """Initial window of each stream, from the peer's settings."""
+        """Initial flow-control window of each stream in bytes, from the server's settings."""
         self._waiting: deque[bytes] = deque()
         self.answered: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.resets: dict[int, int] = {}
-        """Stream -> error code of its RST_STREAM."""
+        """Error code of RST_STREAM by stream."""
         self.goaways: list[int] = []
-        """Last served stream of each GOAWAY."""
+        """Last served stream that each received GOAWAY names."""
         self.answers_pings = True
         self._pings: list[bytes] = []
         self.closed = False
@@ -93,9 +99,10 @@ class RawConnection:
     async def open(
         cls, port: int, headers: bytes = EXT_PROC, *, stream_window_bytes: int = WINDOW_BYTES_MAX
     ) -> "RawConnection":
-        """Connect in plaintext on loopback.
+        """Return a connection without TLS to `port` on the loopback interface.
 
-        Every stream has the block `headers`, and may be answered with `stream_window_bytes`.
+        Every stream sends the header block `headers`, and lets the server send
+        `stream_window_bytes`.
         """
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, stream_window_bytes)
@@ -104,14 +111,15 @@ class RawConnection:
         return cls(reader, writer, headers)
 
     async def close(self) -> None:
-        """Close the connection without a GOAWAY."""
+        """Close the connection without sending a GOAWAY."""
         self._reading.cancel()
         self._writer.close()
         with suppress(asyncio.CancelledError, OSError):
             await self._reading
 
     def open_streams(self, count: int, messages: Sequence[bytes] = ()) -> list[int]:
-        """Open `count` streams at once and send `messages` and a half-close on each.
+        """Open `count` streams at once, and send `messages` and a half-close on each. Return the
+        streams.
 
         The headers of all streams precede the first message of any. Streams without messages stay
         open.
@@ -126,24 +134,27 @@ class RawConnection:
         return streams
 
     def send(self, stream: int, messages: Sequence[bytes]) -> None:
-        """Send `messages` and a half-close on an open stream."""
+        """Send `messages` and a half-close on the open stream `stream`."""
         payload = b"".join(map(grpc_message, messages))
         self._waiting.append(frame(DATA, END_STREAM, stream, payload))
         self._send_data()
 
     def send_open(self, stream: int, messages: Sequence[bytes]) -> None:
-        """Send `messages` on a stream that stays open."""
+        """Send `messages` on the stream `stream`, which stays open."""
         self.pour(stream, b"".join(map(grpc_message, messages)))
 
     async def changed(self) -> None:
-        """Wait until a window has grown, a stream got something, or the connection is over."""
+        """Wait until the connection's window has grown, a stream received something, or the
+        connection is over.
+        """
         self._changed.clear()
         await self._changed.wait()
 
     def pour(self, stream: int, payload: bytes, *, end: bool = False) -> None:
-        """Send `payload` in full frames as the connection's window allows.
+        """Send `payload` on a stream in full frames, as far as the connection's window allows; the
+        rest follows when it grows.
 
-        The caller observes the window of the stream.
+        The caller must observe the window of the stream.
         """
         for start in range(0, len(payload), FRAME_BYTES_MAX):
             piece = payload[start : start + FRAME_BYTES_MAX]
@@ -153,15 +164,15 @@ class RawConnection:
 
     @property
     def stuck(self) -> bool:
-        """Return True if there is data that the connection's window does not allow to send."""
+        """True if data waits until the connection's window allows to send it."""
         return bool(self._waiting)
 
     def write(self, frames: bytes) -> None:
-        """Send `frames` unchanged."""
+        """Send the bytes `frames` unchanged, without regard to windows."""
         self._writer.write(frames)
 
     def open_and_reset(self, count: int) -> None:
-        """Open `count` streams and reset each at once."""
+        """Open `count` HTTP/2 streams and reset each immediately."""
         code = struct.pack(">I", CANCEL)
         parts = []
         for _ in range(count):
@@ -171,17 +182,20 @@ class RawConnection:
         self._writer.write(b"".join(parts))
 
     def answer_pings(self) -> None:
-        """Acknowledge waiting PINGs, from which a server learns when we had read how much."""
+        """Acknowledge the PINGs received so far, from which a server learns how much the client had
+        read by then.
+        """
         self._writer.write(b"".join(frame(PING, ACK, 0, payload) for payload in self._pings))
         self._pings.clear()
 
     async def flushed(self) -> None:
-        """Wait until the peer has taken most of the written data."""
+        """Wait until the server has received most of the written data."""
         await self._writer.drain()
 
     async def all_ended(self, streams: Sequence[int], timeout_s: float) -> None:
-        """Wait until all of `streams`, or the connection, are over. Raise `TimeoutError` if it
-        takes longer.
+        """Wait until all of `streams`, or the connection, are over.
+
+        Raise `TimeoutError` if that takes longer than `timeout_s`.
         """
         async with asyncio.timeout(timeout_s):
             while not self.closed and not self.ended.issuperset(streams):
@@ -189,7 +203,7 @@ class RawConnection:
                 await self._changed.wait()
 
     def lost(self, streams: Sequence[int]) -> int:
-        """Return how many of `streams` ended, or were cut, without an answer."""
+        """Return the number of `streams` that ended, or were cut off, without a complete answer."""
         return sum(not (stream in self.answered and stream in self.ended) for stream in streams)
 
     def _send_data(self) -> None:

@@ -1,10 +1,10 @@
-"""Change weights under load, through a real Envoy: delay and cost.
+"""Delay and cost of a change of scorers' weights under load, through a real Envoy.
 
 `python -m bench.reload` prints the rows. Envoy as `epp envoy-config` configures it, `epp serve` and
 two HTTP servers as pods are processes of their own. One pod has cached the prompt and the other has
-the shorter queue, so the weights decide. `REQUESTS_PER_S` are sent whatever the answers are. The
-configuration is changed after `SWAP_AFTER_S` as the kubelet changes it, by one rename of a link.
-The answering pod shows which weights decided.
+the shorter queue, so the weights decide. `REQUESTS_PER_S` requests a second are sent, whatever the
+answers are. The configuration is changed after `SWAP_AFTER_S` as the kubelet changes it, by one
+rename of a link. The answering pod shows which weights decided.
 """
 
 import asyncio
@@ -28,18 +28,21 @@ LASTS_S = 10
 SWAP_AFTER_S = 3
 READY_S_MAX = 30.0
 WAITING = 10
-"""Waiting requests that the busier pod reports."""
+"""Number of waiting requests that the busier of the two pods reports."""
 BODY = json.dumps({"model": "m", "prompt": "once upon a time in a land far away " * 100}).encode()
 
 
 def _config(*, prefix: float, queue: float) -> str:
-    """Return a configuration with these weights of the prefix scorer and the queue scorer."""
+    """Return a configuration with the weights `prefix` of the prefix scorer and `queue` of the
+    queue scorer.
+    """
     return config_of(step("prefix-cache-scorer", prefix), step("queue-scorer", queue))
 
 
 async def _pod(port: int) -> None:
-    """Run a server that returns its port, and reports as many waiting requests as the last
-    /waiting/N said.
+    """Run a pod at `port` that answers every request with its port.
+
+    Its metrics page reports N waiting requests after a request to /waiting/N.
     """
     waiting = 0
 
@@ -73,7 +76,7 @@ async def _pod(port: int) -> None:
 
 
 class _Answered:
-    """The result of one request."""
+    """The result of one request: times, the answering pod, and a problem."""
 
     def __init__(self, asked_s: float, answered_s: float, pod: str, problem: str) -> None:
         self.asked_s = asked_s
@@ -95,7 +98,7 @@ async def _ask(session: ClientSession, url: str) -> _Answered:
 
 
 async def _load(session: ClientSession, url: str) -> list[_Answered]:
-    """Send `REQUESTS_PER_S` for `LASTS_S`."""
+    """Send `REQUESTS_PER_S` requests a second for `LASTS_S` seconds, and return their results."""
     started_s = time.monotonic()
     asked = []
     for number in range(REQUESTS_PER_S * LASTS_S):
@@ -107,7 +110,7 @@ async def _load(session: ClientSession, url: str) -> list[_Answered]:
 
 
 def _mount(folder: Path, version: int, text: str) -> Path:
-    """Return the file of a mounted ConfigMap, now with `text`."""
+    """Write `text` to the file of a ConfigMap as the kubelet does, and return the file."""
     data = folder / f"..{version}"
     data.mkdir()
     (data / "config.yaml").write_text(text)
@@ -121,8 +124,9 @@ def _mount(folder: Path, version: int, text: str) -> Path:
 
 @contextlib.asynccontextmanager
 async def _running(folder: Path, config: Path) -> AsyncIterator[tuple[str, list[str], str]]:
-    """Yield (URL of the gateway, ports of the pods, URL of the picker's pages) of serving
-    processes.
+    """Run Envoy, the picker and two pods.
+
+    Yield the URL of Envoy, the ports of the pods, and the URL of the picker's pages.
     """
     drawn = free_ports(8)
     gateway = EnvoyPorts(*drawn[:3])
@@ -157,7 +161,10 @@ async def _running(folder: Path, config: Path) -> AsyncIterator[tuple[str, list[
 
 
 async def _until_waiting(session: ClientSession, pages: str, expected: list[int]) -> None:
-    """Wait until the picker has scraped this. Raise `TimeoutError` if it takes too long."""
+    """Wait until the picker has scraped the numbers `expected` of waiting requests.
+
+    Raise `TimeoutError` if that takes longer than `READY_S_MAX`.
+    """
     async with asyncio.timeout(READY_S_MAX):
         while True:
             with contextlib.suppress(ClientError):
@@ -169,7 +176,10 @@ async def _until_waiting(session: ClientSession, pages: str, expected: list[int]
 
 
 async def _until_answered(session: ClientSession, gateway: str) -> None:
-    """Wait until Envoy and the picker are connected. Raise `TimeoutError` if it takes too long."""
+    """Wait until a request through Envoy and the picker succeeds.
+
+    Raise `TimeoutError` if that takes longer than `READY_S_MAX`.
+    """
     async with asyncio.timeout(READY_S_MAX):
         while True:
             if not (await _ask(session, gateway)).problem:
@@ -178,7 +188,7 @@ async def _until_answered(session: ClientSession, gateway: str) -> None:
 
 
 async def _measure() -> list[_Answered | float]:
-    """Return the time at which the weights were changed, then every answer."""
+    """Return the time at which the weights were changed, then the result of every request."""
     with tempfile.TemporaryDirectory(prefix="homing-reload-") as name:
         folder = Path(name)
         mounted = folder / "mounted"
@@ -212,7 +222,7 @@ def _p99_ms(answers: list[_Answered]) -> float:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) with the delay and the cost of the change of weights."""
     swapped_s, *answers = asyncio.run(_measure())
     assert isinstance(swapped_s, float)
     told = [answer for answer in answers if isinstance(answer, _Answered)]

@@ -1,8 +1,8 @@
-"""Speed of the simulator: the Mooncake conversation hour, eight pods, the default scheduler.
+"""Speed of the simulator for the Mooncake conversation hour, eight pods, and the default scheduler.
 
-The hour is replayed alternately without decisions, with them, and with hit ceilings too, as `sim
-replay` does with `--no-decisions`, `--decisions --no-ceilings` and `--decisions`. The cost of these
-is a ratio of the least CPU of each.
+The hour is replayed alternately without decisions, with decisions, and with decisions and hit
+ceilings, as `sim replay` does with `--no-decisions`, `--decisions --no-ceilings` and `--decisions`.
+The cost of decisions and ceilings is a ratio of the least CPU times.
 """
 
 import os
@@ -29,7 +29,10 @@ _TURNS = 8
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much). The trace is looked up as in the tests."""
+    """Return rows (what, how much) with the speed of the simulator.
+
+    The trace is looked up in the same folder as in the tests; without it, the only row says so.
+    """
     beside = Path(__file__).parents[2] / "shared"
     trace = Path(os.environ.get("HOMING_SHARED", beside)) / _TRACE
     if not trace.is_file():

@@ -1,4 +1,4 @@
-"""Cost of one plugin: `python -m bench.scoring`."""
+"""Cost of one call of each built-in plugin: `python -m bench.scoring`."""
 
 from collections.abc import Callable, Mapping
 from random import Random
@@ -32,7 +32,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
         "algorithm": {"type": "linear_lower_is_better"},
     },
 }
-"""Required parameters of plugins."""
+"""Parameters that plugins require, by type."""
 DEFAULT_WEIGHTS = {
     "prefix-cache-scorer": 3.0,
     "queue-scorer": 2.0,
@@ -43,7 +43,7 @@ DEFAULT_WEIGHTS = {
 
 
 def pool(*, adapters: bool) -> Candidates:
-    """Return busy endpoints, all scraped just before, some of which have cached some of the
+    """Return busy candidates, all scraped just before, some of which have cached some of the
     prompt.
     """
     random = np.random.default_rng(1)
@@ -87,7 +87,11 @@ def pool(*, adapters: bool) -> Candidates:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return microseconds per call by plugin, each alone and warm; a decision takes twice as long."""
+    """Return rows (what, how much) with the microseconds per call of each plugin, alone and with
+    warm caches.
+
+    Within a decision, a call takes twice as long.
+    """
     request = InferenceRequest(
         request_id="one",
         model="adapter-1",

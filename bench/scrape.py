@@ -1,4 +1,5 @@
-"""Cost of scraping: the scraper's CPU share at two pool sizes, and the cost of reading one page.
+"""Cost of scraping endpoints: the scraper's CPU share at two pool sizes, and the cost of reading
+one page.
 
 The pods are one process that is not measured. They send the pages of a simulated engine under load,
 in the layout of vLLM 0.32, one for every half second of its time. Gauges, counters, histograms and
@@ -38,7 +39,7 @@ _IDLE = re.compile(rb"(?m)^(vllm:num_requests_(?:waiting|running){[^}]*}) .*$")
 
 
 def live_pages(model: str) -> list[bytes]:
-    """Return the pages that one busy engine shows, scrape after scrape."""
+    """Return the metrics pages that one busy engine shows at successive scrapes."""
     random = Random(1)
     settings = EngineSettings(blocks_total=27_214, block_size_tokens=16)
     engine = Engine(settings, find_profile(DEFAULT_PROFILE))
@@ -79,7 +80,9 @@ def live_pages(model: str) -> list[bytes]:
 
 
 def _cpu_share(port: int, endpoints: int, *, adaptive: bool = False) -> str:
-    """Return the CPU share on the event loop of `epp serve`."""
+    """Return a phrase with the share of a processor that scraping `endpoints` endpoints takes on
+    the event loop of `epp serve`.
+    """
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_scrape(port, endpoints, adaptive=adaptive))
 
@@ -125,8 +128,8 @@ def _read_us(pages: Sequence[bytes]) -> float:
 
 
 def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Return one row for reading, and one for each of `pools`: endpoints, and milliseconds between
-    scrapes.
+    """Return rows (what, how much) for reading a page, and for scraping each of `pools`: number of
+    endpoints, and milliseconds between scrapes.
     """
     pages = live_pages(model)
     size = f"pages of {len(pages[0]) / 1000:.0f} KB"
@@ -149,7 +152,7 @@ def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much)."""
+    """Return rows (what, how much) with the cost of scraping."""
     allow_open_files()
     return [
         *_rows(_SHORT_NAME, [(100, 200), (1000, 500)]),

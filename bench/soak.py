@@ -3,11 +3,14 @@
 The command is `python -m bench.soak [--minutes M] [--rate-per-s R]`. Pods are killed and return,
 their metrics pages become invalid, and the configuration and the endpoints file are replaced by
 valid and invalid ones, while requests continue. Losses are split by cause. An empty 500 or a
-refusal is the picker's; 502, 503 and 504 of Envoy and broken answers belong to pods that died
-during a request. The exit code is 1 if the picker lost a request, if its memory grew by 3 % or more
-after the first minute, or if it still counts a request or a stream when all have ended.
+refusal is the picker's fault; 502, 503 and 504 of Envoy and broken answers belong to pods that died
+during a request.
 
-It is an hour of three pickers that are killed and frozen with `--peers`: `bench/soak_peers`.
+The exit code is 1 if the picker lost a request, if its memory grew by 3 % or more after the first
+minute, or if it still counts a request or a stream when all have ended.
+
+With `--peers`, the command instead soaks three pickers that are killed and frozen, for an hour:
+`bench/soak_peers`.
 """
 
 import argparse
@@ -48,17 +51,21 @@ GROWTH_MAX = 0.03
 WARM_S = 60.0
 ASK_S_MAX = 30.0
 SETTLE_S_MAX = 20.0
-"""Seconds after the last answer until remaining counts are reported as stuck."""
+"""Seconds after the last answer until requests and streams that the picker still counts are
+reported as stuck.
+"""
 TRUE_PAGE = PAGE.format(waiting=0).encode()
 _OPEN = {
     "homing_inflight_requests": "requests in flight by the picker's count",
     "homing_extproc_streams_inflight": "ext_proc streams open",
 }
-"""Gauge -> description of its remainder once all load has ended."""
+"""Gauges of the picker that must be 0 once all load has ended: name -> description of a
+remainder.
+"""
 
 
 def _config(prefix_weight: float) -> str:
-    """Return a configuration with this weight of the prefix scorer."""
+    """Return a configuration whose prefix scorer has the weight `prefix_weight`."""
     return config_of(
         step("prefix-cache-scorer", prefix_weight),
         step("queue-scorer"),
@@ -67,7 +74,7 @@ def _config(prefix_weight: float) -> str:
 
 
 class Soak:
-    """The state of a soak, and its results."""
+    """The state of a soak test: the load, the changes, and the results so far."""
 
     def __init__(self, place: Place, seed: int) -> None:
         self.place = place
@@ -78,7 +85,7 @@ class Soak:
         self._prompts = prompts(self._random, CONVERSATIONS, PROMPT_WORDS)
 
     async def ask(self, session: ClientSession) -> None:
-        """Send one request, and record the cause if it fails."""
+        """Send one request, and count its result by cause."""
         prompt = self._random.choice(self._prompts)
         url = f"{self.place.gateway}/v1/completions"
         headers = {"x-takes-s": f"{self._random.expovariate(1 / 0.1):.3f}"}
@@ -92,14 +99,16 @@ class Soak:
             self.told[f"pods: {type(error).__name__}"] += 1
 
     async def every(self, mean_s: float, name: str, change: Callable[[], Awaitable[None]]) -> None:
-        """Change something repeatedly, until cancelled."""
+        """Call `change` about every `mean_s` seconds, and count the calls under `name`, until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(self._random.uniform(0.5, 1.5) * mean_s)
             await change()
             self.changes[name] += 1
 
     async def kill(self) -> None:
-        """Kill a pod and start it again three seconds later."""
+        """Kill a random pod and start it again three seconds later."""
         port = self._random.choice(self.place.pods.ports)
         await self.place.pods.kill(port)
         await ClosedPort("killed pod", port).during()
@@ -107,7 +116,7 @@ class Soak:
         await self.place.pods.start(port)
 
     async def turn(self, session: ClientSession) -> None:
-        """Make a pod's metrics page invalid for five seconds."""
+        """Make the metrics page of a random pod invalid for five seconds."""
         port = self._random.choice(self.place.pods.ports)
         for kind, wait_s in ((self._random.choice(list(PAGES)), 5.0), ("usual", 0.0)):
             try:
@@ -121,7 +130,9 @@ class Soak:
             await asyncio.sleep(wait_s)
 
     async def reconfigure(self) -> None:
-        """Change the weights; every fourth document is invalid."""
+        """Replace the configuration by one with another weight, or, at a quarter of the calls, by
+        an invalid document.
+        """
         text = _config(self._random.randint(1, 5))
         good = self._random.random() < 0.75
         text = text if good else text[:-40]
@@ -141,7 +152,9 @@ class Soak:
         )
 
     async def rearrange(self) -> None:
-        """Remove one endpoint and restore it; every fourth file is invalid."""
+        """Remove one endpoint from the endpoints file for three seconds, or, at a quarter of the
+        calls, make the file invalid.
+        """
         file, ports = self.place.endpoints_file, self.place.pods.ports
         if self._random.random() < 0.25:
             refused = self._refused_endpoints()
@@ -165,13 +178,15 @@ class Soak:
         write_endpoints(file, ports)
 
     async def _reloads(self, good: bool) -> float:
-        """Return how many configurations the picker has applied, or has rejected."""
+        """Return the number of configurations that the picker has applied (`good`) or rejected
+        since its start.
+        """
         labels = {"result": "success" if good else "failure"}
         name = "homing_config_reloads_total"
         return await metric(self.place.pages, name, labels, absent=0.0)
 
     async def _known_endpoints(self) -> int:
-        """Return how many endpoints the picker knows."""
+        """Return the number of endpoints that the picker knows."""
         async with (
             ClientSession() as session,
             session.get(f"{self.place.pages}/debug/endpoints?format=json") as response,
@@ -179,7 +194,9 @@ class Soak:
             return len((await response.json())["endpoints"])
 
     def _refused_endpoints(self) -> int:
-        """Return how often the picker's log says that it rejected the endpoints file."""
+        """Return the number of lines of the picker's log that say that it rejected the endpoints
+        file.
+        """
         log = self.place.folder / "epp.log"
         return log.read_text().count("endpoints rejected")
 
@@ -188,7 +205,9 @@ class Soak:
 
 
 async def _require_other_page(session: ClientSession, port: int, kind: str) -> None:
-    """Require that a pod's metrics page differs from the true one. Raise `NoEffectError` if not."""
+    """Raise `NoEffectError` unless the metrics page of the pod at `port` differs from the
+    true one.
+    """
     page = b""
     async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
         async for chunk in response.content.iter_any():
@@ -204,7 +223,7 @@ async def _require_other_page(session: ClientSession, port: int, kind: str) -> N
 
 
 async def soak(minutes: float, rate_per_s: float, transport: str) -> int:
-    """Soak for `minutes`, print the results and return the exit code.
+    """Run the soak test for `minutes`, print the results and return the exit code.
 
     Raise `NoEffectError` if a change has no effect at the changed part.
     """
@@ -221,7 +240,9 @@ async def soak(minutes: float, rate_per_s: float, transport: str) -> int:
 
 
 async def _open_at_the_end(place: Place) -> dict[str, int]:
-    """Return the values of `_OPEN` on the metrics page: 0 each, or the remainder after some time."""
+    """Return the values of the gauges `_OPEN`, by description, as soon as all are 0, or after
+    `SETTLE_S_MAX`.
+    """
     deadline_s = time.monotonic() + SETTLE_S_MAX
     async with ClientSession() as session:
         while True:
@@ -233,7 +254,8 @@ async def _open_at_the_end(place: Place) -> dict[str, int]:
 
 
 def open_on(page: str) -> dict[str, int]:
-    """Return open requests and streams on a metrics page, all endpoints together.
+    """Return the numbers of open requests and streams on a metrics page, all endpoints together, by
+    description.
 
     Raise `KeyError` if the page does not contain them.
     """
@@ -300,7 +322,7 @@ def _tell(soak: Soak, left: Mapping[str, int], log: Path) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Soak and print the results."""
+    """Run the soak test that the command line names; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, help="default: 10, with --peers 60")
     parser.add_argument(

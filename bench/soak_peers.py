@@ -69,11 +69,14 @@ _COUNTED: Final = {
     "homing_peer_records_total": "records learnt",
     "homing_peer_claims_cut_total": "claims cut",
 }
-"""Counter -> name in the table; for records those that were applied."""
+"""Counters of the picker and their names in the table of results.
+
+Only records of peers that were applied are counted.
+"""
 
 
 class Ports(Struct, frozen=True):
-    """The ports of one picker."""
+    """The ports on which one picker listens."""
 
     grpc: int
     health: int
@@ -82,7 +85,7 @@ class Ports(Struct, frozen=True):
 
 
 class Picker:
-    """One `epp serve`, started again after each kill."""
+    """One picker of the soak test: a process of `epp serve`, started again after each kill."""
 
     def __init__(self, number: int, ports: Ports, command: Sequence[str], folder: Path) -> None:
         self.number = number
@@ -90,16 +93,18 @@ class Picker:
         self.log = folder / f"picker-{number}.log"
         self.resident: list[tuple[float, int]] = []
         self.counted: Counter[str] = Counter()
-        """Counts over all its processes, as far as its page showed them before each end."""
+        """Increase of each counter over all processes of this picker, as far as its metrics page
+        showed it before each end.
+        """
         self.failures: list[str] = []
-        """Ways in which it ended by itself."""
+        """Sentences about processes of this picker that ended by themselves."""
         self.lives = 0
         self._command = tuple(command)
         self._seen: Counter[str] = Counter()
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._ours = False
-        """True while the harness kills it."""
+        """True while the harness ends the process, so that its end is no failure."""
 
     @property
     def pages(self) -> str:
@@ -107,7 +112,7 @@ class Picker:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the present process, which must have started."""
+        """Process id of the picker's present process, which must have been started."""
         assert self._process is not None, "the picker was started"
         return self._process.pid
 
@@ -141,14 +146,14 @@ class Picker:
                 os.killpg(self._process.pid, number)
 
     async def end(self, number: signal.Signals) -> None:
-        """End the picker on purpose."""
+        """End the picker's process on purpose, with the signal `number`."""
         self._ours = self._ours or self.runs
         self.send_signal(number)
         if self._watch is not None:
             await self._watch
 
     def weigh(self) -> None:
-        """Read its present memory."""
+        """Record the resident memory of the picker's process, if it runs."""
         if self._process is None or not self.runs:
             return
         with contextlib.suppress(OSError):
@@ -157,7 +162,9 @@ class Picker:
                     self.resident.append((time.monotonic(), int(line.split()[1]) * 1024))
 
     def count(self, page: str) -> None:
-        """Add the increase of the counters on `page` since the last one of this process."""
+        """Add the increase of the counters on the metrics page `page` since the last page of the
+        same process.
+        """
         seen = _counters(page)
         self.counted.update({what: n - self._seen[what] for what, n in seen.items()})
         self._seen = seen
@@ -174,7 +181,9 @@ def _counters(page: str) -> Counter[str]:
 
 
 class PeerSoak:
-    """The state of a soak with peers, and its results."""
+    """The state of a soak test with several pickers: the load, the faults, and the
+    results so far.
+    """
 
     def __init__(
         self, gateway: str, pods: Pods, pickers: Sequence[Picker], secret: Path, seed: int
@@ -192,7 +201,7 @@ class PeerSoak:
     # Load.
 
     async def load(self, session: ClientSession, lasts_s: float) -> None:
-        """Send requests at an even rate."""
+        """Send `RATE_PER_S` requests a second for `lasts_s` seconds."""
         started_s = time.monotonic()
         for number in itertools.count():
             due_s = started_s + number / RATE_PER_S
@@ -202,7 +211,9 @@ class PeerSoak:
             self.ask(session)
 
     def burst(self, session: ClientSession) -> None:
-        """Send many requests at once, so that messages of pickers wait on every side."""
+        """Send `BURST_REQUESTS` requests at once, so that messages between pickers wait on every
+        side.
+        """
         for _ in range(BURST_REQUESTS):
             self.ask(session)
 
@@ -226,15 +237,16 @@ class PeerSoak:
             self.told[f"gateway: {type(error).__name__}"] += 1
 
     async def answered(self) -> None:
-        """Wait until every request has ended."""
+        """Wait until every request has an answer or has failed."""
         while self._asking:
             await asyncio.wait(tuple(self._asking))
 
     # Faults.
 
     async def trouble(self, session: ClientSession, stop: asyncio.Event) -> None:
-        """Play one fault after the other, each just after a burst, until `stop`; the last is
-        undone too.
+        """Inject one random fault after the other, each just after a burst, until `stop`.
+
+        The last fault is undone too.
         """
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "picker killed": self._kill_picker,
@@ -267,7 +279,7 @@ class PeerSoak:
             await asyncio.sleep(STALL_S)
 
     async def _stop_and_kill(self) -> None:
-        """Kill a peer whose frames wait at a stopped picker."""
+        """Stop a picker, and kill another one whose frames wait at the stopped picker."""
         victim = self._random.choice(self._pickers)
         async with _stopped(victim.pid, victim.send_signal):
             await asyncio.sleep(self._random.uniform(0.1, 1.0))
@@ -314,7 +326,7 @@ class PeerSoak:
             await flood.wait()
 
     async def _flood_stopped(self) -> None:
-        """Let a broken replica flood a stopped picker and leave."""
+        """Let a broken replica flood a picker, stop the picker meanwhile, and end the flood."""
         victim = self._random.choice(self._pickers)
         flooding = asyncio.create_task(self._flood(victim))
         await asyncio.sleep(FLOOD_S)
@@ -323,7 +335,9 @@ class PeerSoak:
             await asyncio.sleep(STALL_S)
 
     async def _strangers(self) -> None:
-        """Open connections that send nothing, invalid data, or close at once."""
+        """Open connections to a picker's peer port that send nothing, send invalid data, or close
+        at once.
+        """
         victim = self._random.choice(self._pickers)
         writers: list[asyncio.StreamWriter] = []
         for number in range(STRANGERS):
@@ -345,7 +359,7 @@ class PeerSoak:
             writer.transport.abort()
 
     async def watch(self, session: ClientSession) -> None:
-        """Measure the pickers' memory and read their counters, until cancelled."""
+        """Record the pickers' memory and counters once a second, until cancelled."""
         while True:
             await asyncio.gather(*(self.look_at(session, picker) for picker in self._pickers))
             await asyncio.sleep(WEIGH_S)
@@ -360,14 +374,18 @@ class PeerSoak:
 
 
 def prompts(random: Random, count: int, words: int) -> list[str]:
-    """Return prompts that begin with the same `words` words and end with as many of their own."""
+    """Return `count` prompts that begin with the same `words` words and end with as many words of
+    their own.
+    """
     known = [f"word{number}" for number in range(1000)]
     beginning = " ".join(random.choices(known, k=words))
     return [beginning + " ".join(random.choices(known, k=words)) for _ in range(count)]
 
 
 def fault(status: int, text: str) -> str:
-    """Return the cause of an answer."""
+    """Return the cause to which a response with `status` and `text` is counted: "served", the
+    picker or the pods.
+    """
     if status == 200:
         return "served"
     if '"code"' in text:
@@ -379,7 +397,10 @@ def fault(status: int, text: str) -> str:
 
 @contextlib.asynccontextmanager
 async def _stopped(pid: int, send: Callable[[signal.Signals], None]) -> AsyncIterator[None]:
-    """Stop a process during the context. Raise `NoEffectError` on entry if it continues."""
+    """Stop the process `pid` during the context, by signals given to `send`.
+
+    Raise `NoEffectError` on entry if the process does not stop.
+    """
     send(signal.SIGSTOP)
     try:
         await StoppedProcess(pid).during()
@@ -389,7 +410,8 @@ async def _stopped(pid: int, send: Callable[[signal.Signals], None]) -> AsyncIte
 
 
 def connections_from(pid: int, port: int) -> int:
-    """Return how many established connections to `port` of loopback the process `pid` has.
+    """Return the number of established connections of the process `pid` to `port` of the loopback
+    interface.
 
     Source: proc_pid_fd(5) and the table of sockets in proc_pid_net(5).
     """
@@ -448,9 +470,10 @@ async def _everything(folder: Path, seed: int) -> AsyncIterator[tuple[PeerSoak, 
 async def _settled(
     session: ClientSession, gateway: str, pickers: Sequence[Picker], wait_s: float
 ) -> list[str]:
-    """Wait until the gateway serves and each picker has all pods and receives all others.
+    """Wait until Envoy serves requests, and each picker has all pods and receives all other
+    pickers.
 
-    Return what is still missing.
+    Return sentences about what is missing after `wait_s` seconds; empty if nothing is.
     """
     deadline_s = time.monotonic() + wait_s
     while True:
@@ -490,7 +513,9 @@ async def _unsettled(session: ClientSession, picker: Picker) -> str:
 
 
 async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
-    """Run the soak; its files are in `folder`."""
+    """Run the soak test of several pickers for `minutes`, with its files in `folder`, and return
+    the results.
+    """
     async with (
         _everything(folder, seed) as (running, pickers),
         client_session(ASK_S_MAX) as session,
@@ -514,24 +539,27 @@ async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """The results of a soak."""
+    """The results of a soak test of several pickers."""
 
     seconds: float
     requests: dict[str, int]
-    """Number of requests by cause, including "served"."""
+    """Number of requests by their result, which is "served" or the cause of a loss."""
     trouble: dict[str, int]
     lives: list[int]
-    """Number of processes of each picker."""
+    """Number of processes that each picker had."""
     aborts: list[str]
-    """Pickers that ended by themselves, and log lines about assertions."""
+    """Sentences about processes of pickers that ended by themselves, and lines of their logs about
+    failed assertions.
+    """
     unsettled: list[str]
     resident_mb: list[tuple[float, float, float]]
-    """Memory of each picker: at first, at last, maximum."""
+    """Resident memory of each picker in MB: first, last, maximum."""
     growth: float
-    """Growth of the memory of the picker that is never killed, after the first fifth of the time.
+    """Relative growth of the memory of the picker that is never killed, after the first fifth of
+    the time.
     """
     peers: dict[str, int]
-    """Numbers of frames and records by result, of all pickers together."""
+    """Numbers of frames and records between pickers by result, of all pickers together."""
 
     @property
     def held(self) -> bool:
@@ -563,14 +591,16 @@ def _outcome(
 
 
 def _growth(resident: Sequence[float]) -> float:
-    """Return the mean of the last tenth over that of the first, after a fifth of the time."""
+    """Return the relative growth of the memory `resident`: the mean of the last tenth over that of
+    the first, after a fifth of the time.
+    """
     warm = resident[len(resident) // 5 :]
     share = max(1, len(warm) // 10)
     return sum(warm[-share:]) / sum(warm[:share]) - 1 if warm else 0.0
 
 
 def table(outcome: Outcome) -> str:
-    """Return the results as a readable table."""
+    """Return the results of the soak test as a table for people."""
     total = sum(outcome.requests.values())
     lines = [
         f"{outcome.seconds / 60:.1f} minutes, {PICKERS} pickers, {total:,} requests",
@@ -593,7 +623,11 @@ def table(outcome: Outcome) -> str:
 
 
 def run(minutes: float, seed: int, report: Path | None) -> int:
-    """Soak, print a table and write JSON to `report`. Return the exit code."""
+    """Run the soak test, print its table and write its results as JSON to `report`. Return the exit
+    code.
+
+    If `report` is None, the JSON is printed.
+    """
     with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
         outcome = asyncio.run(soak(minutes, seed, Path(name)))
         if not outcome.held:

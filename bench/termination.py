@@ -1,4 +1,4 @@
-"""Orderly exit on SIGTERM of a program that has started others in sessions of their own."""
+"""Orderly exit on SIGTERM of a program that has started other programs in sessions of their own."""
 
 import signal
 import sys
@@ -7,5 +7,5 @@ _EXIT = 128 + signal.SIGTERM
 
 
 def end_in_order() -> None:
-    """Turn SIGTERM into an ordinary exit, which closes all open contexts."""
+    """Make SIGTERM exit this program in the ordinary way, which closes all open contexts."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT))

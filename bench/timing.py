@@ -1,8 +1,8 @@
-"""Timing of the other modules: the best of many small batches.
+"""Timing for the benchmarks: the best of many small batches.
 
-Other programs often use the machine. A batch is short enough that some of them run undisturbed, so the
-best one shows the cost of the code; the mean would also show other programs. Times are CPU time of the
-thread, which excludes waiting for a core.
+Other programs often use the machine. A batch is short enough that some of them run undisturbed, so
+the best one shows the cost of the code; the mean would also show other programs. Times are CPU time
+of the thread, which excludes waiting for a core.
 """
 
 import gc
@@ -21,7 +21,8 @@ def best_us(
     batches: int = BATCHES,
     after: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return microseconds of one `work(item)`: the best mean of `batches`, each over `items()`.
+    """Return the microseconds of one call `work(item)`: the lowest mean of `batches` batches, each
+    over `items()`.
 
     `items` and `after` are called once per batch, and are not timed. The garbage collector runs
     between batches and not in them; its cost is a row of its own.

@@ -1,9 +1,9 @@
-"""Cost of tokens: `python -m bench tokens`.
+"""Cost of converting prompts to token ids: `python -m bench tokens`.
 
-The rows are: ids of texts by each library and by the backend `local` as a request sees it; a growing
-conversation with and without kept parts; and the time for which the event loop stops while a long prompt
-becomes ids, in a thread and in the process. The tokenizers are those of `make tokenizers`; there are no
-rows without them.
+The rows are: the conversion of texts by each library, and by the backend `local` as a request sees
+it; a growing conversation with and without remembered parts; and the time for which the event loop
+stops while a long prompt is converted, in a thread and in another process. The tokenizers are those
+of `make tokenizers`; there are no rows without them.
 """
 
 import asyncio
@@ -60,7 +60,9 @@ def run() -> Iterator[tuple[str, str]]:
 
 
 def _conversation(model: str, encoder: TextEncoder, text: str) -> Iterator[tuple[str, str]]:
-    """Yield rows for the last turn of a conversation of `TURNS` KB."""
+    """Yield rows (what, how much) for the last turn of a conversation of `TURNS` KB, with and
+    without remembered parts.
+    """
     turns = [text[at * 1024 : (at + 1) * 1024] for at in range(TURNS)]
     cut = "<|eot_id|>" if "llama" in model else "<|im_end|>"
     before, whole = cut.join(turns[:-1]), cut.join(turns)
@@ -77,7 +79,9 @@ def _conversation(model: str, encoder: TextEncoder, text: str) -> Iterator[tuple
 
 @asynccontextmanager
 async def _local(model: str) -> AsyncIterator[LocalWorker]:
-    """Run the backend `local` with its process during the context, with a loaded tokenizer."""
+    """Run the backend `local`, whose process has loaded the tokenizer of `model`, during the
+    context.
+    """
     worker = LocalWorker(LocalTokenizers(model_tokenizer_map={model: str(FOLDER / model)}), "")
     running = asyncio.create_task(worker.run())
     while worker.refuses(_question(model, "")) is not None:  # noqa: ASYNC110  it tells nobody
@@ -98,7 +102,9 @@ def _question(model: str, text: str) -> Question:
 
 
 async def _backend(model: str, text: str) -> list[tuple[str, str]]:
-    """Return rows for the whole wait of a request with a new text: pipe, JSON, template and ids."""
+    """Return rows (what, how much) for the wait of a request with a new text: pipe, JSON, template
+    and token ids.
+    """
     rows: list[tuple[str, str]] = []
     async with _local(model) as worker:
         for size_kb in SIZES_KB:
@@ -114,7 +120,7 @@ async def _backend(model: str, text: str) -> list[tuple[str, str]]:
 
 
 def _answers() -> Iterator[tuple[str, str]]:
-    """Yield rows for reading a renderer's answer on the event loop."""
+    """Yield rows (what, how much) for reading a renderer's answer on the event loop."""
     answer = json.dumps({"token_ids": list(range(100_000, 200_000))}).encode()
     (prompt,) = rendered_prompts(answer, 1)
     taken_us = best_us(lambda whole: rendered_prompts(whole, 1), lambda: [answer], batches=BATCHES)
@@ -124,7 +130,11 @@ def _answers() -> Iterator[tuple[str, str]]:
 
 
 async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
-    """Return the time for which the loop stopped while `LONG_KB` became ids; the best of `TRIALS`."""
+    """Return rows (what, how much) with the time for which the event loop stopped while `LONG_KB`
+    of text became token ids.
+
+    Each is the best of `TRIALS` trials.
+    """
     encoder = TextEncoder(FOLDER / model / "tokenizer.json")
     loop = asyncio.get_running_loop()
     rows: list[tuple[str, str]] = []
@@ -161,7 +171,9 @@ async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
 
 
 async def _held_s(make: Callable[[int], Awaitable[None]], number: int) -> tuple[float, float]:
-    """Return the longest time between two turns of the loop, and the whole duration."""
+    """Return the longest time in seconds between two turns of the event loop while `make` runs, and
+    the whole duration.
+    """
     longest = 0.0
     ended = False
 

@@ -1,8 +1,9 @@
-"""Measure statements of other projects about their prompt caches: `python -m docs.reference`.
+"""Check published statements of other projects about their prompt caches with the simulator:
+`python -m docs.reference`.
 
-The tables are in docs/caches.md. Each cache gets requests one after another, either directly or in
-an engine, whose times are then measured. Settings that a source leaves open are chosen here, named
-in the table, and varied.
+The tables are in docs/caches.md. Each simulated cache gets requests one after another, either
+directly or in an engine, whose times are then measured. Settings that a source leaves open are
+chosen here, named in the table, and varied.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,17 +30,19 @@ PROFILE: Final = find_profile(DEFAULT_PROFILE)
 SETTINGS: Final = EngineSettings(blocks_total=PROFILE.kv_tokens // 16 + 1)
 
 Message = tuple[int, int]
-"""Id and number of tokens of a message."""
+"""A message of a prompt, as (id, number of tokens)."""
 Prompt = tuple[Message, ...]
 
 MLX_COLD_S: Final = (2.9054, 12.3068, 28.7878, 141.1421)
-"""Seconds of whole prefills of `MEASURED_TOKENS` without a cache, from the same table."""
+"""Published times in seconds of mlx-lm for prefills of `MEASURED_TOKENS` without a cache."""
 MLX_STATED: Final = (1477, 2078, 1811, 4585)
-"""Published speed-up of restoring."""
+"""Published speed-ups of mlx-lm when it restores a prompt from the disk, for `MEASURED_TOKENS`."""
 
 
 class HitRates(Struct, frozen=True):
-    """Shares of the look-ups, and of the prompt tokens."""
+    """Hit rates of a cache: `exact` and `partial` are shares of the look-ups, `tokens` is a share
+    of the prompt tokens.
+    """
 
     exact: float
     partial: float
@@ -47,12 +50,12 @@ class HitRates(Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """Share of look-ups that found anything."""
+        """Share of look-ups that found at least one token."""
         return self.exact + self.partial
 
 
 def request_of(prompt: Prompt, *, index: int = 0, answer: int | None = None) -> EngineRequest:
-    """Return a request whose answer has one token."""
+    """Return an engine request for `prompt`, with an answer of one token."""
     hashes = PromptHashes(
         Arrival(
             index=index,
@@ -76,15 +79,19 @@ def request_of(prompt: Prompt, *, index: int = 0, answer: int | None = None) -> 
 
 
 def opened(name: str, before: PromptCache | None = None) -> PromptCache:
-    """Return the cache of a pod with the default profile."""
+    """Return the simulated cache `name` of a pod with the default profile.
+
+    `before` is the cache before a restart, or None.
+    """
     behaviour = cache_named(name)
     assert behaviour is not None, "vLLM's needs no opening"
     return behaviour.open(PROFILE, SETTINGS, before)
 
 
 def served(cache: PromptCache, prompt: Prompt, index: int) -> int:
-    """Return the tokens of a prompt that the cache finds; the prompt is then computed and
-    answered.
+    """Return how many tokens of a prompt the cache finds.
+
+    The prompt is then computed and answered, so that the cache stores it.
     """
     request = request_of(prompt, index=index)
     found = cache.fetch(request, 0, float(index))
@@ -96,13 +103,15 @@ def served(cache: PromptCache, prompt: Prompt, index: int) -> int:
 
 
 def found_tokens(name: str, prompts: Sequence[Prompt]) -> list[int]:
-    """Return the found tokens of each prompt, in order, beginning with an empty cache."""
+    """Return how many tokens of each prompt the cache `name` finds, in order, beginning with an
+    empty cache.
+    """
     cache = opened(name)
     return [served(cache, prompt, at) for at, prompt in enumerate(prompts)]
 
 
 def hit_rates(name: str, prompts: Sequence[Prompt]) -> HitRates:
-    """Return the hit rates of a cache for these prompts."""
+    """Return the hit rates of the cache `name` for these prompts, sent in order."""
     found = found_tokens(name, prompts)
     lengths = [sum(tokens for _, tokens in prompt) for prompt in prompts]
     exact = sum(tokens >= length for tokens, length in zip(found, lengths, strict=True))
@@ -111,7 +120,10 @@ def hit_rates(name: str, prompts: Sequence[Prompt]) -> HitRates:
 
 
 def ttft_s(name: str, prompts: Sequence[Prompt], profile: Profile = PROFILE) -> list[Seconds]:
-    """Return the times from the queue to the first token, of requests that do not overlap."""
+    """Return the time to first token in seconds of each prompt in an engine with the cache `name`.
+
+    Requests do not overlap.
+    """
     behaviour = cache_named(name)
     cache = None if behaviour is None else behaviour.open(profile, SETTINGS, None)
     engine, now = Engine(SETTINGS, profile, cache), 0.0
@@ -129,7 +141,9 @@ def ttft_s(name: str, prompts: Sequence[Prompt], profile: Profile = PROFILE) -> 
 
 
 def flat_profile(s_per_token: Seconds, pair_s: Seconds = 0.0) -> Profile:
-    """Return a profile in which a prompt takes a fixed time per token and nothing else takes time."""
+    """Return a profile in which a prompt takes a fixed time per token (and per pair of tokens), and
+    nothing else takes time.
+    """
     return replace(
         PROFILE,
         weight_read_s=0.0,
@@ -146,15 +160,15 @@ def flat_profile(s_per_token: Seconds, pair_s: Seconds = 0.0) -> Profile:
 
 
 def chat(requests: int, *, system_tokens: int = 200, message_tokens: int = 20) -> list[Prompt]:
-    """Return prompts with one system prompt and another message each time."""
+    """Return chat prompts: the same system prompt each time, followed by a different message."""
     return [((1, system_tokens), (100 + at, message_tokens)) for at in range(requests)]
 
 
 def rag(
     chunks: int, *, corpus: int = 100, skew: float = 1.0, requests: int = 1_000
 ) -> list[Prompt]:
-    """Return prompts of a template's head of 2 tokens, chunks of 1,000 by Zipf's law, and a
-    question of 20.
+    """Return RAG prompts: 2 tokens of a template, chunks of 1,000 tokens by Zipf's law, and a
+    question of 20 tokens.
 
     The chunks of a prompt differ and stand in the order in which they were drawn.
     """
@@ -171,8 +185,8 @@ def rag(
 
 
 def mixed(share: float, *, system_prompts: int = 10, requests: int = 1_000) -> list[Prompt]:
-    """Return prompts of which `share` begin with a system prompt of 200 tokens; the others share
-    nothing.
+    """Return prompts of which `share` begin with one of several system prompts of 200 tokens; the
+    others share nothing.
     """
     random = Random("mixed")
     return [
@@ -187,7 +201,7 @@ def mixed(share: float, *, system_prompts: int = 10, requests: int = 1_000) -> l
 
 
 def repeated(prompts: Sequence[Prompt], share: float) -> list[Prompt]:
-    """Replace a share of the prompts by exact repetitions of earlier ones."""
+    """Return the prompts with a share of them replaced by exact repetitions of earlier ones."""
     random = Random("repeated")
     out: list[Prompt] = []
     for prompt in prompts:
@@ -196,10 +210,10 @@ def repeated(prompts: Sequence[Prompt], share: float) -> list[Prompt]:
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """A row of the proposal's table of hit rates, with our interpretation."""
+    """A row of RuvLLM's published table of hit rates, with our interpretation as prompts."""
 
     stated: str
-    """Published exact, partial and total hits, in percent."""
+    """Published exact, partial and total hits, in per cent; "" for a variation of the row above."""
     name: str
     min_cache_tokens: int
     prompts: Callable[[], list[Prompt]]
@@ -232,7 +246,7 @@ WORKLOADS: Final = (
 
 
 def budget_used(name: str) -> float:
-    """Return the used share of a budget of 1 % of the KV cache.
+    """Return the used share of the cache's memory budget, which is 1 % of the KV cache.
 
     The cache has stored 40 prompts of 105 tokens and then one of 4,000.
     """
@@ -246,7 +260,9 @@ def budget_used(name: str) -> float:
 
 
 def hit_rate_table() -> str:
-    """Return the table of RuvLLM's expected hit rates, and both interpretations of them."""
+    """Return the Markdown table of RuvLLM's published hit rates, with those of both simulated
+    versions of its cache.
+    """
     rows: list[tuple[str, ...]] = [
         ("published: exact, partial, total %", "our workload", "as written", "repaired", "repaired: tokens"),
         ("---",) * 5,
@@ -263,7 +279,9 @@ def hit_rate_table() -> str:
 
 
 def salvaged(shared_tokens: int, prompt_tokens: int) -> int:
-    """Return the tokens that a slot's conversation shares with another of the same beginning."""
+    """Return how many tokens Kronk's cache finds of a prompt of which only the first
+    `shared_tokens` equal the prompt before.
+    """
     tail = prompt_tokens - shared_tokens
     first = ((1, shared_tokens), (2, tail - 100), (3, 100))
     second = ((1, shared_tokens), (4, tail - 100), (5, 100))
@@ -271,7 +289,9 @@ def salvaged(shared_tokens: int, prompt_tokens: int) -> int:
 
 
 def salvage_table() -> str:
-    """Return the table of Kronk's 77 to 80 %, which is the share of the head for any cache."""
+    """Return the Markdown table about Kronk's statement that 77 to 80 % are salvaged, which is the
+    share of the common beginning for any cache.
+    """
     rows = [("shared head, tokens", "prompt, tokens", "salvaged", "share"), ("---:",) * 4]
     for shared, prompt in (
         (6_800, 8_400), (6_800, 8_500), (6_800, 8_830), (6_800, 13_600), (2_000, 8_400), (80, 8_400),
@@ -284,9 +304,10 @@ def salvage_table() -> str:
 def agents_taking_turns(
     slots: int, agents: int, *, turns: int = 12, common_tokens: int = 0
 ) -> float:
-    """Return the share of prompt tokens that a slot has, after each agent's first prompt.
+    """Return the share of prompt tokens that Kronk's cache finds when agents alternate, after each
+    agent's first prompt.
 
-    Each agent has a system prompt of its own, behind a common head of `common_tokens`. Their
+    Each agent has a system prompt of its own, behind a common beginning of `common_tokens`. Their
     conversations grow by one message per turn.
     """
     head: Prompt = ((999_999, common_tokens),) if common_tokens else ()
@@ -300,7 +321,9 @@ def agents_taking_turns(
 
 
 def agent_table() -> str:
-    """Return the table of Kronk's slots and the agents that alternate in them."""
+    """Return the Markdown table of the tokens that Kronk's cache finds, by number of slots and of
+    alternating agents.
+    """
     numbers = (1, 2, 3, 4, 6)
     rows = [("slots", *(f"agents: {agents}" for agents in numbers)), ("---:",) * (len(numbers) + 1)]
     for slots, common_tokens in ((1, 0), (3, 0), (4, 0), (3, 99), (3, 100), (6, 100)):
@@ -315,7 +338,9 @@ def agent_table() -> str:
 
 
 def spc_restore_s(tokens: int, bytes_per_s: float) -> Seconds:
-    """Return the time that a system prompt costs each request that begins with it."""
+    """Return the time in seconds that Kronk needs to restore a system prompt, for each request that
+    begins with it.
+    """
     cache = opened(f"kronk-spc:bytes_per_s={bytes_per_s}")
     served(cache, ((1, tokens), (2, 10)), 0)
     found = cache.fetch(request_of(((1, tokens), (3, 10))), 0, 1.0)
@@ -325,8 +350,8 @@ def spc_restore_s(tokens: int, bytes_per_s: float) -> Seconds:
 
 
 def spc_table() -> str:
-    """Return the table of Kronk's 10 to 30 ms, by the size of the system prompt and the speed of
-    the copy.
+    """Return the Markdown table about Kronk's statement of 10 to 30 ms, by the size of the system
+    prompt and the speed of the copy.
     """
     sizes = (100, 500, 2_000, 8_000, 16_000)
     rows = [("bytes a second", *(f"{tokens:,} tokens" for tokens in sizes))]
@@ -338,7 +363,8 @@ def spc_table() -> str:
 
 
 def prefill_law(times_s: Sequence[Seconds], tokens: Sequence[int]) -> tuple[Seconds, Seconds]:
-    """Return (seconds per token, seconds per pair) of a law through the first and last point.
+    """Return (seconds per token, seconds per pair) of the law of prefill times through the first
+    and the last point.
 
     The law is tokens * first + tokens**2 / 2 * second.
     """
@@ -348,8 +374,8 @@ def prefill_law(times_s: Sequence[Seconds], tokens: Sequence[int]) -> tuple[Seco
 
 
 def mlx_times_s(tokens: int) -> tuple[Seconds, Seconds]:
-    """Return the times (without the disk, with it after a restart) of a prompt that is on the disk
-    except one token.
+    """Return the prefill times in seconds of a prompt (without a disk cache, with one after a
+    restart). The disk has all tokens of the prompt but the last.
     """
     profile = replace(flat_profile(*prefill_law(MLX_COLD_S, MEASURED_TOKENS)), kv_tokens=10**6)
     settings = EngineSettings(blocks_total=10**6 // 16, max_num_batched_tokens=10**6)
@@ -368,7 +394,9 @@ def mlx_times_s(tokens: int) -> tuple[Seconds, Seconds]:
 
 
 def mlx_table() -> str:
-    """Return the table of mlx-lm's times with a disk."""
+    """Return the Markdown table of mlx-lm's published prefill times with a disk cache, beside the
+    simulated ones.
+    """
     rows = [
         ("tokens", "stated: cold, restored, faster", "cold, by two of the points", "restored and one token computed", "faster"),
         ("---:",) * 5,
@@ -389,9 +417,9 @@ def mlx_table() -> str:
 
 
 def survivors() -> tuple[list[float], list[int]]:
-    """Insert 148 MB four times into 400 MB.
+    """Insert 148 MB four times into mlx-lm's disk cache of 400 MB.
 
-    Return the GB on the disk after each insert, and the remaining entries.
+    Return the GB on the disk after each insert, and the numbers of the entries that remain.
     """
     disk = Disk(400_000_000)
     prompts = [request_of(((number, MEASURED_TOKENS[0]),)).parts for number in range(1, 5)]
@@ -404,7 +432,9 @@ def survivors() -> tuple[list[float], list[int]]:
 
 
 def _statements() -> Iterator[tuple[str, str, str, str]]:
-    """Yield (statement, source, our measurement or computation, verdict)."""
+    """Yield the rows of the table of statements: (statement, source, our measurement or
+    computation, verdict).
+    """
     yield from _of_ruvllm()
     yield from _of_kronk()
     yield from _of_mlx()
@@ -604,7 +634,7 @@ def _of_mlx() -> Iterator[tuple[str, str, str, str]]:
 
 
 def statement_table() -> str:
-    """Return the table of all statements."""
+    """Return the Markdown table of all statements and their verdicts."""
     head = ("statement", "source", "here", "verdict")
     return _table([head, ("---",) * 4, *_statements()])
 

@@ -1,7 +1,8 @@
-"""Write the Grafana dashboards of the chart: `python -m docs.dashboards`.
+"""Write the Grafana dashboards of the Helm chart: `python -m docs.dashboards`.
 
-A dashboard consists of rows of panels; a panel has a title, a description, a unit and queries. All other
-settings of Grafana are the same for all. `tests/chart/test_monitoring.py` fails if a file is stale.
+A dashboard consists of rows of panels; a panel has a title, a description, a unit and queries. All
+other settings of Grafana are the same for all. `tests/chart/test_monitoring.py` fails if a
+dashboard file is stale.
 """
 
 import sys
@@ -15,7 +16,7 @@ from docs.row_lines import row_lines
 
 FOLDER: Final = Path(__file__).parents[1] / "charts/homing/files/dashboards"
 COLUMNS: Final = 24
-"""Columns of Grafana's grid."""
+"""Number of columns of Grafana's panel grid."""
 JOB: Final = 'job=~"$job"'
 POD: Final = 'job=~"$job", endpoint_name=~"$endpoint"'
 BY_ENDPOINT: Final = "endpoint_name, port"
@@ -23,18 +24,20 @@ SOURCE: Final = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 
 
 class Panel(Struct, frozen=True):
-    """A panel: a time series, unless `kind` names another type."""
+    """A panel of a dashboard: a time series, unless `kind` names another type."""
 
     title: str
     description: str
     unit: str
     queries: tuple[tuple[str, str], ...]
-    """Expression and legend of each query."""
+    """PromQL expression and legend of each query of the panel."""
     kind: str = "timeseries"
     width: int = 8
     height: int = 8
     steps: tuple[tuple[str, float], ...] = ()
-    """Colours and the values from which on they apply; green is below the first."""
+    """Colours of the panel's values, each with the value from which on it applies; values below the
+    first are green.
+    """
 
 
 class Row(Struct, frozen=True):
@@ -48,7 +51,7 @@ class Dashboard(Struct, frozen=True):
     description: str
     rows: tuple[Row, ...]
     variables: tuple[tuple[str, str, str], ...] = ()
-    """Name, label and query of each variable besides the data source and the job."""
+    """Name, label and query of each dashboard variable, besides data source and job."""
 
     @property
     def file(self) -> Path:
@@ -61,7 +64,9 @@ def rate(name: str, by: str = "", *, select: str = JOB) -> str:
 
 
 def quantiles(name: str, *shown: str, select: str = JOB) -> tuple[tuple[str, str], ...]:
-    """Return one query for each of `shown`, such as "p50" or "p99"."""
+    """Return one query for each quantile in `shown`, such as "p50" or "p99". `name` is the
+    histogram.
+    """
     buckets = rate(f"{name}_bucket", "le", select=select)
     return tuple((f"histogram_quantile(0.{p[1:]}, {buckets})", p) for p in shown)
 
@@ -79,7 +84,9 @@ def share(part: str, whole: str, by: str, *, select: str = JOB) -> str:
 
 
 def engine_share(by: str, *, select: str = JOB) -> str:
-    """Return the query of the engines' own hit rate; every picker reads the same counters."""
+    """Return the PromQL expression of the hit rate that engines count; every picker exports the
+    same counters.
+    """
     grouped = f"sum by ({by}) " if by else "sum"
     hits, queried = (
         f"{grouped}(max by ({BY_ENDPOINT}) "
@@ -90,7 +97,9 @@ def engine_share(by: str, *, select: str = JOB) -> str:
 
 
 def engine_ttft(*, select: str = JOB, ago: str = "") -> str:
-    """Return the query of the engines' own mean TTFT; every picker reads the same histogram."""
+    """Return the PromQL expression of the mean TTFT that engines measure; every picker exports the
+    same histogram.
+    """
     total, count = (
         f"max by ({BY_ENDPOINT}) (rate(homing_per_endpoint_engine_ttft_seconds_{what}"
         f"{{{select}}}[$__rate_interval]{ago}))"
@@ -100,7 +109,7 @@ def engine_ttft(*, select: str = JOB, ago: str = "") -> str:
 
 
 def query(expression: str, legend: str = "") -> tuple[tuple[str, str], ...]:
-    """Return the queries of a panel that has one."""
+    """Return the queries of a panel with a single expression."""
     return ((expression, legend),)
 
 
@@ -110,7 +119,7 @@ def each_endpoint(expression: str) -> tuple[tuple[str, str], ...]:
 
 
 def ttft_panel(*, select: str = JOB) -> Panel:
-    """Return the panel of the TTFT that this picker measured."""
+    """Return the panel with the TTFT that the pickers measure."""
     return Panel(
         "Time to first token",
         "Time from the request headers to the first part of the answer. It needs a gateway that shows response bodies.",
@@ -120,7 +129,9 @@ def ttft_panel(*, select: str = JOB) -> Panel:
 
 
 def against_median(name: str) -> tuple[tuple[str, str], ...]:
-    """Return queries of each endpoint's mean, and of the median of these means."""
+    """Return queries for the mean of each endpoint, and for the median of these means. `name` is
+    the histogram.
+    """
     each = mean(name, BY_ENDPOINT)
     shown = mean(name, BY_ENDPOINT, select=POD)
     return (shown, "{{endpoint_name}}:{{port}}"), (f"quantile(0.5, {each})", "median of all")
@@ -1079,7 +1090,7 @@ DASHBOARDS: Final = (OVERVIEW, ENDPOINTS, TUNING, CAPACITY)
 
 
 def text_of(dashboard: Dashboard) -> str:
-    """Return the content of the dashboard's file."""
+    """Return the JSON text of a dashboard's file."""
     return row_lines(_board(dashboard))
 
 
@@ -1153,7 +1164,7 @@ def _variable(name: str, label: str, query: str) -> dict[str, Any]:
 
 
 def _panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the panels placed in rows of the grid, from left to right and down."""
+    """Return the panels of a dashboard, placed in the grid row by row, from left to right."""
     placed: list[dict[str, Any]] = []
     y = 0
     for row in rows:
@@ -1207,7 +1218,7 @@ def _panel(panel: Panel, number: int, place: Mapping[str, int]) -> dict[str, Any
 
 
 def main() -> int:
-    """Write every dashboard that changed, and print its name."""
+    """Write every dashboard file that changed, and print its name."""
     for dashboard in DASHBOARDS:
         text = text_of(dashboard)
         if not dashboard.file.is_file() or dashboard.file.read_text(encoding="utf-8") != text:

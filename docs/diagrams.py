@@ -1,7 +1,7 @@
 """Draw the pictures of docs/scoring.md: `python -m docs.diagrams`.
 
-Both show the formula of `added-time-scorer` with its defaults; tests/test_docs.py compares the
-formula with the scorer.
+Both pictures show the formula of `added-time-scorer` with its defaults; tests/test_docs.py compares
+the formula with the scorer.
 """
 
 import math
@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 from msgspec import Struct
 
+from docs import frontier
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.plugins.added_time import ATTENTION_TOKENS, DECODE_SHARE, HALF_WEIGHT_S, AddedTime
 
@@ -25,17 +26,17 @@ STYLE: Final = (
 
 
 class Pod(Struct, frozen=True, kw_only=True):
-    """The picker's state of one endpoint, as far as the formula needs it."""
+    """The picker's state of one endpoint, as far as the formula of `added-time-scorer` needs it."""
 
     name: str
     cached_tokens: int
-    """Cached tokens of the prompt that is placed."""
+    """Number of tokens of the new prompt that the endpoint has cached."""
     pending_tokens: float = 0.0
-    """Prompt tokens sent there and not yet prefilled."""
+    """Number of prompt tokens that were sent to the endpoint and are not yet prefilled."""
     requests: int = 0
-    """Requests in flight there."""
+    """Number of requests in flight at the endpoint."""
     context_tokens: int = 0
-    """Prompt tokens of these requests."""
+    """Number of prompt tokens of the requests in flight at the endpoint."""
 
 
 PROMPT_TOKENS: Final = 6_400
@@ -60,9 +61,10 @@ PODS: Final = (
 
 
 def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
-    """Return the prefill tokens that a request adds at `pod`, by cause.
+    """Return the cost of a new request at `pod` by cause, in prefill tokens.
 
-    The engine has no queue, enough memory and no adapter; these terms are then 0.
+    The engine is assumed to have no queue, enough memory and no adapter; the formula's terms for
+    them are then 0.
     """
     compute = prompt_tokens - pod.cached_tokens
     prefill = compute * (1 + (prompt_tokens - compute / 2) / ATTENTION_TOKENS)
@@ -82,12 +84,12 @@ def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
 
 
 def added_s(pod: Pod, prompt_tokens: int, rule: AddedTime) -> float:
-    """Return the seconds that a request adds at `pod`."""
+    """Return the cost in seconds of a new request at `pod`."""
     return sum(terms(pod, prompt_tokens, rule).values()) / PREFILL_TOKENS_PER_S
 
 
 def bars() -> str:
-    """Return the picture of the seconds that one request adds at three pods, term by term."""
+    """Return an SVG picture of the cost of one request at three pods, term by term."""
     rule = AddedTime()
     left, top, high, apart = 20, 70, 24, 62
     most = max(added_s(pod, PROMPT_TOKENS, rule) for pod in PODS)
@@ -118,8 +120,8 @@ def bars() -> str:
 
 
 def lines() -> str:
-    """Return the picture of a wait at the pod with the prefix, compared with computing the prompt
-    elsewhere.
+    """Return an SVG picture that compares the wait at a pod with the cached prefix with computing
+    the prompt elsewhere.
     """
     rule = AddedTime()
     longest = 60_000.0
@@ -177,7 +179,9 @@ def lines() -> str:
 
 
 def _wait_s(cost_s: float, weight: float) -> float:
-    """Return the wait f in seconds that alone costs `cost_s` = f + weight f^2 / (f + `HALF_WEIGHT_S`)."""
+    """Return the wait f in seconds whose cost is `cost_s` = f + weight f^2 / (f + `HALF_WEIGHT_S`),
+    if there are no other costs.
+    """
     over = cost_s - HALF_WEIGHT_S
     root = math.sqrt(over * over + 4 * (1 + weight) * cost_s * HALF_WEIGHT_S)
     return (over + root) / (2 * (1 + weight))
@@ -191,11 +195,15 @@ def _svg(height: int, label: str, parts: Sequence[str]) -> str:
     )
 
 
-DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {"added-time": bars, "worth-a-wait": lines}
+DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {
+    "added-time": bars,
+    "worth-a-wait": lines,
+    "frontier": frontier.picture,
+}
 
 
 def main() -> None:
-    """Draw both pictures."""
+    """Draw both pictures and write them to docs/scoring."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in DIAGRAMS.items():
         (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tables of docs/estimates.md, of what `python -m docs.estimates` has measured."""
+"""The Markdown tables of docs/estimates.md, made of the results of `python -m docs.estimates`."""
 
 from docs.estimates import Results, published
 from sim.estimation.gpus import gpus
@@ -7,7 +7,7 @@ from sim.reports.report import markdown_table
 
 
 def error_table(results: Results) -> str:
-    """The published errors."""
+    """Return the table of the published errors of estimated profiles."""
     rows = [("model", "GPU", "prefill", "decode")]
     for name, says in (("measured", "measured with other models"), ("unmeasured", "not measured")):
         for kind, error in published(results)[name].items():
@@ -23,7 +23,9 @@ def error_table(results: Results) -> str:
 
 
 def left_table(results: Results) -> str:
-    """Each model without itself, and without its GPU."""
+    """Return the table of errors when a measured model is estimated without its own measurement, or
+    without all of its GPU.
+    """
     rows = [("measured", "without", "prefill", "decode")]
     told = {"model": "this model", "gpu": "this GPU"}
     ordered = sorted(results.left, key=lambda one: (one.kind != "dense", one.kind, one.what))
@@ -35,7 +37,7 @@ def left_table(results: Results) -> str:
 
 
 def built_in_table(results: Results) -> str:
-    """Built-in profiles, whole steps."""
+    """Return the table of errors of estimates of the built-in profiles, over whole engine steps."""
     rows = [("built-in profile", "without", "prefill", "decode")]
     told = {"model": "this model", "gpu": "this GPU"}
     rows += [
@@ -46,7 +48,9 @@ def built_in_table(results: Results) -> str:
 
 
 def cache_table(results: Results) -> str:
-    """KV caches, by what the others tell."""
+    """Return the table of measured KV-cache sizes and their estimates without measurements on the
+    same GPU.
+    """
     rows = [("KV cache of each GPU", "measured", "estimated", "error, of the GPU's memory")]
     rows += [
         (one.what, f"{one.measured_gb:.2f} GB", f"{one.estimated_gb:.2f} GB", f"{one.error:+.1%}")
@@ -56,7 +60,7 @@ def cache_table(results: Results) -> str:
 
 
 def judged_table(results: Results) -> str:
-    """Whole runs."""
+    """Return the table of simulated runs with estimated profiles beside recordings of real runs."""
     rows = [("recording", "what", "recorded", "simulated", "error", "published error")]
     rows += [
         (
@@ -73,7 +77,9 @@ def judged_table(results: Results) -> str:
 
 
 def gpu_table(results: Results) -> str:
-    """The GPUs, and what was found of each that was measured."""
+    """Return the table of known GPUs: their data sheet figures, and whether kernels were measured
+    on them.
+    """
     rows = [
         ("GPU", "memory", "bandwidth", "16 bits", "FP8", "interconnect", "kernels", "source"),
     ]
@@ -94,7 +100,7 @@ def gpu_table(results: Results) -> str:
 
 
 def efficiency_table(results: Results) -> str:
-    """The shares of the peaks that kernels reach."""
+    """Return the table of the shares of a GPU's peak performance that kernels reach."""
     fields = (
         ("linear_bandwidth", "products, reading"), ("linear_compute", "products, arithmetic"),
         ("fp8_compute", "the same in FP8"), ("prefill_compute", "attention, prompts"),

@@ -1,15 +1,16 @@
-"""Fits the efficiencies of `sim profile estimate`, and measures how far its estimates are off.
+"""Fit the efficiencies of `sim profile estimate`, and measure the errors of its estimates.
 
     python -m docs.estimates --truth DIR
 
 The command fits to docs/kernel_times.json, and writes sim/estimation/efficiencies.toml and
-docs/estimates.json. With --truth it also judges estimates by the recordings in DIR, as `sim validate
---profile` does; without it, the earlier judgements are kept. `python -m docs.reference` then writes the
-tables of docs/estimates.md.
+docs/estimates.json. With --truth it also compares estimates with the recordings in DIR, as `sim
+validate --profile` does; without it, earlier comparisons are kept. `python -m docs.reference` then
+writes the tables of docs/estimates.md.
 
-Each measured model is left out twice. First only that model is left out: the efficiencies of its GPU
-come from the other models that were measured there. Then the whole GPU is left out: its efficiencies
-are means over the other GPUs. The error of an estimate is its worst over steps of several sizes.
+Each measured model is left out twice. First only that model is left out: the efficiencies of its
+GPU come from the other models that were measured there. Then the whole GPU is left out: its
+efficiencies are means over the other GPUs. The error of an estimate is its worst over steps of
+several sizes.
 """
 
 import argparse
@@ -54,9 +55,11 @@ START: Final = Efficiency(
     decode_launch_s=1e-5, all_reduce_share=0.6, all_reduce_launch_s=5e-6,
     elementwise_bandwidth=1.0, mixed_decode_factor=1.0,
 )  # fmt: skip
-"""Efficiencies from which the fit starts."""
+"""Efficiencies with which the fit starts."""
 CACHED_BYTES: Final = 1.5e8
-"""Keys and values of one layer that may lie in a GPU's cache, where the bandwidth is another."""
+"""Size in bytes up to which keys and values, or experts, of one layer may lie in a GPU's cache, so that the
+bandwidth of its memory does not apply. The fit ignores smaller ones.
+"""
 PROMPTS: Final = (512, 2048, 8192)
 BATCHES: Final = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (32, 4096), (8, 8192))
 BUILT_IN: Final = (
@@ -67,11 +70,13 @@ BUILT_IN: Final = (
     ("llama-3.1-8b-rtx-4090-tp1", "llama-3.1-8b", "rtx-4090", 1),
     ("llama-3.1-8b-rtx-pro-6000-tp1", "llama-3.1-8b", "rtx-pro-6000", 1),
 )
-"""Built-in profiles that were measured, and configuration, GPU and degree of each."""
+"""Built-in profiles that were measured, as (profile, model configuration, GPU, degree of tensor
+parallelism).
+"""
 
 
 class MeasuredCache(Struct, frozen=True, kw_only=True):
-    """A KV cache whose size an engine reported."""
+    """A KV cache whose size an engine reported, and the settings of that engine."""
 
     model: str
     gpu: str
@@ -80,9 +85,11 @@ class MeasuredCache(Struct, frozen=True, kw_only=True):
     batched: int
     kv_tokens: int = 0
     kv_bytes: float = 0.0
-    """Bytes on each GPU; used if the engine reported bytes and no tokens."""
+    """Size of the KV cache in bytes on each GPU, if the engine reported bytes; 0 if it reported
+    `kv_tokens`.
+    """
     memory_share: float = 0.9
-    """`--gpu-memory-utilization`: the default of vLLM before 0.20."""
+    """Value of `--gpu-memory-utilization`; 0.9 is the default of vLLM before 0.20."""
     source: str
 
 
@@ -135,48 +142,62 @@ RECORDED: Final[Mapping[str, tuple[str, EstimateSettings]]] = {
         ),
     ),
 }  # fmt: skip
-"""Recordings of `sim validate` with times: model, and how its engine ran. Nothing of its GPU is used."""
+"""Recordings of `sim validate` with times, by name: the model, and the settings of its engine for
+an estimate that uses no measurement of its GPU.
+"""
 _Floats = npt.NDArray[np.float64]
 Residuals = Callable[[Efficiency], list[float]]
 
 
 class Left(Struct, frozen=True, kw_only=True):
-    """The worst errors of an estimate made without its own measurement, as shares; None if not measured."""
+    """The worst errors of an estimate that was made without its own measurement, as shares; None
+    for a phase that was not measured.
+    """
 
     what: str
     kind: str
     without: str
-    """`model` or `gpu`: what was left out."""
+    """Measurements without which the estimate was made: `model` (those of the model on this GPU) or
+    `gpu` (all on this GPU).
+    """
     prefill: float | None
     decode: float | None
 
 
 class LeftCache(Struct, frozen=True, kw_only=True):
-    """A KV cache that was estimated without measurements on its GPU; bytes on each GPU."""
+    """The size of a KV cache on each GPU, measured and estimated without measurements on the same
+    GPU.
+    """
 
     what: str
     experts: bool
     measured_gb: float
     estimated_gb: float
     error: float
-    """The error of the estimate, as a share of the GPU's memory."""
+    """Estimated minus measured size, as a share of the GPU's memory."""
 
 
 class Results(Struct, frozen=True, kw_only=True):
-    """docs/estimates.json."""
+    """The content of docs/estimates.json."""
 
     left: list[Left]
     built_in: list[Left]
     caches: list[LeftCache]
     efficiencies: dict[str, Efficiency]
     judged: list[Judgement] = []
-    """Comparisons with recordings of whole runs, without measurements of their GPU."""
+    """Comparisons of estimated profiles with recordings of whole runs. The estimates use no
+    measurement of the recording's GPU.
+    """
 
 
 def main() -> int:
-    """Fit, leave out, judge, write."""
+    """Fit the efficiencies, measure the errors of estimates, and write both files. Return the exit
+    code.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--truth", type=Path, metavar="DIR", help="folder of the recordings")
+    parser.add_argument(
+        "--truth", type=Path, metavar="DIR", help="folder of recordings for `sim validate`"
+    )
     truth: Path | None = parser.parse_args().truth
     measured = kernel_times.read()
     efficiencies = {gpu: rounded(one) for gpu, one in fit_all(measured).items()}
@@ -200,7 +221,7 @@ def main() -> int:
 
 
 def read() -> Results:
-    """Return the results that were written last."""
+    """Return the content of docs/estimates.json from the last run."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Results)
 
 
@@ -208,13 +229,16 @@ def read() -> Results:
 
 
 def fit_all(measured: Sequence[KernelTimes]) -> dict[str, Efficiency]:
-    """The efficiencies of each GPU; what was not measured on it is the mean over the others."""
+    """Return the fitted efficiencies of each GPU.
+
+    An efficiency that was not measured on a GPU is the mean over the others.
+    """
     partial = {gpu: fit_gpu(measured, gpu) for gpu in dict.fromkeys(one.gpu for one in measured)}
     return {gpu: completed(gpu, partial) for gpu in partial}
 
 
 def fit_gpu(measured: Iterable[KernelTimes], gpu: str) -> dict[str, float]:
-    """The efficiencies of one GPU that its measurements tell, by field."""
+    """Return those efficiencies of a GPU that follow from its own measurements, by field."""
     here = [one for one in measured if one.gpu == gpu]
     found: dict[str, float] = {}
     for fields, residuals in _parts(here):
@@ -227,7 +251,11 @@ def fit_gpu(measured: Iterable[KernelTimes], gpu: str) -> dict[str, float]:
 
 
 def completed(gpu: str, partial: Mapping[str, Mapping[str, float]]) -> Efficiency:
-    """Return the efficiencies, with the geometric mean of the other GPUs for missing ones."""
+    """Return all efficiencies of a GPU.
+
+    Missing ones are the geometric mean over the other GPUs, or the starting value if no GPU has
+    them.
+    """
     means = {}
     for field in Efficiency.__struct_fields__:
         known = [
@@ -247,7 +275,9 @@ def completed(gpu: str, partial: Mapping[str, Mapping[str, float]]) -> Efficienc
 
 
 def _parts(here: Sequence[KernelTimes]) -> list[tuple[tuple[str, ...], Residuals]]:
-    """Fields, and the errors that depend on them alone: logarithms of estimate over measurement."""
+    """Return groups of efficiency fields, each with a function that returns the errors which depend
+    on this group: logarithms of estimate over measurement.
+    """
     plain = [one for one in here if not one.attention_has_products]
 
     def of(
@@ -341,13 +371,15 @@ def _shape(model: str, quantization: str = "") -> ModelShape:
 
 
 def _prefill_s(at: Roofline, tokens: int) -> float:
-    """Attention of a whole prompt."""
+    """Return the estimated seconds of attention for a whole prompt of `tokens`, in all layers."""
     launches = at.shape.layers * at.efficiency.prefill_launch_s
     return launches + replace(at, context_tokens=tokens).pair_s * tokens * tokens / 2
 
 
 def _decode_s(at: Roofline, requests: int, context: int) -> float:
-    """Attention of requests that decode."""
+    """Return the estimated seconds of attention for one decode step of `requests` with `context`
+    tokens each, in all layers.
+    """
     launches = at.shape.layers * at.efficiency.decode_launch_s
     return (
         launches
@@ -362,7 +394,9 @@ def _log(estimate: float, measured: float) -> float:
 def _least_squares(
     fields: Sequence[str], residuals: Residuals, found: Mapping[str, float]
 ) -> dict[str, float]:
-    """The fields with the least squares of `residuals`: Levenberg and Marquardt's, in logarithms."""
+    """Return the values of `fields` with the least squares of `residuals`, by the method of
+    Levenberg and Marquardt in logarithms.
+    """
     start = replace(START, **found)
 
     def errors(logs: _Floats) -> _Floats:
@@ -390,18 +424,20 @@ def _least_squares(
 
 
 def rounded(efficiency: Efficiency) -> Efficiency:
-    """Return the efficiencies rounded to three digits, as the file has them."""
+    """Return the efficiencies rounded to three significant digits, as the TOML file has them."""
     return Efficiency(
         **{name: float(f"{value:.3g}") for name, value in msgspec.to_builtins(efficiency).items()}
     )
 
 
 def fit_memory(caches: Sequence[MeasuredCache]) -> MemoryModel:
-    """Fit the memory that the sampler takes to the KV caches of dense models that engines reported.
+    """Fit the memory model of engines to the reported KV caches of dense models; only the memory of
+    the sampler is fitted.
 
-    The rest are assumptions: `fixed_bytes` and `communication_bytes` what inference-sim has for a driver
-    and for NCCL (0.15 and 0.6 GiB) and half a GiB of kernels and fragments; `expert_bytes` what it has
-    for activations of models with experts, 8 GiB in steps of 8,192 tokens.
+    The other constants are assumptions: `fixed_bytes` and `communication_bytes` are those of
+    inference-sim for a driver and for NCCL (0.15 and 0.6 GiB) plus half a GiB of kernels and
+    fragments; `expert_bytes` is that of inference-sim for activations of models with experts, 8 GiB
+    in steps of 8,192 tokens.
     """
     model = MemoryModel(
         fixed_bytes=0.65 * 2**30, communication_bytes=0.45 * 2**30, sampler_bytes=0.0,
@@ -420,7 +456,7 @@ def fit_memory(caches: Sequence[MeasuredCache]) -> MemoryModel:
 
 
 def _kept_bytes(one: MeasuredCache) -> float:
-    """Bytes of a measured KV cache on each GPU."""
+    """Return the size of a measured KV cache in bytes on each GPU."""
     at = _cache_roofline(one)
     return one.kv_bytes or one.kv_tokens * at.kv_bytes_a_layer * at.shape.reach(at.context_tokens)
 
@@ -440,7 +476,9 @@ def _cache_roofline(one: MeasuredCache) -> Roofline:
 def left_out(
     measured: Sequence[KernelTimes], efficiencies: Mapping[str, Efficiency]
 ) -> Iterable[Left]:
-    """Each measured model without itself, then without its GPU."""
+    """Yield the errors of estimates of each measured model: without all of its GPU, and without
+    this model if others were measured there.
+    """
     for one in measured:
         yield _errors(one, pooled(efficiencies, gpus()[one.gpu]), "gpu")
         others = without_model(measured, one.gpu, one.model)
@@ -454,7 +492,9 @@ def _fit_without(gpu: str, model: str) -> dict[str, float]:
 
 
 def without_model(measured: Sequence[KernelTimes], gpu: str, model: str) -> Efficiency | None:
-    """The efficiencies of a GPU without one model; None if no other was measured there."""
+    """Return the efficiencies of a GPU that follow from all measurements but those of one model;
+    None if no other model was measured on it.
+    """
     if not any(one.gpu == gpu and one.model != model for one in measured):
         return None
     partial: dict[str, Mapping[str, float]] = {
@@ -465,7 +505,11 @@ def without_model(measured: Sequence[KernelTimes], gpu: str, model: str) -> Effi
 
 
 def _errors(one: KernelTimes, efficiency: Efficiency, without: str) -> Left:
-    """Steps of kernels alone: what is the same for all engines (host, front end) would only hide errors."""
+    """Return the errors of an estimate for one measured model.
+
+    They cover kernels only, because the host and the front end, which all engines share, would hide
+    errors.
+    """
     at = _roofline(one, efficiency)
     return Left(
         what=f"{one.name} ({one.source.partition(',')[0].rpartition('/')[2]})",
@@ -477,7 +521,7 @@ def _errors(one: KernelTimes, efficiency: Efficiency, without: str) -> Left:
 
 
 def _prefill_logs(one: KernelTimes, at: Roofline) -> list[float]:
-    """Errors of steps that compute a prompt."""
+    """Return the errors of steps that compute a prompt, as logarithms of estimate over measurement."""
     return [
         _log(
             _layers_s(one, at, tokens) + _prefill_s(at, tokens),
@@ -489,7 +533,10 @@ def _prefill_logs(one: KernelTimes, at: Roofline) -> list[float]:
 
 
 def _decode_logs(one: KernelTimes, at: Roofline) -> list[float]:
-    """Errors of steps in which requests decode; of none whose experts a benchmark had in its cache."""
+    """Return the errors of decode steps, as logarithms of estimate over measurement.
+
+    Steps whose experts fit into the GPU's cache are left out.
+    """
     return [
         _log(
             _layers_s(one, at, requests) + _decode_s(at, requests, context),
@@ -503,7 +550,9 @@ def _decode_logs(one: KernelTimes, at: Roofline) -> list[float]:
 
 
 def _layers_s(one: KernelTimes, at: Roofline, tokens: int) -> float:
-    """Return the seconds of a step without attention, as far as they were measured."""
+    """Return the estimated seconds of a step without attention, for those kernels that were
+    measured.
+    """
     reduces = at.all_reduce_s(tokens) if _reduces(one, at) else 0.0
     return at.products_s(tokens) + at.experts_s(tokens) + reduces
 
@@ -517,20 +566,26 @@ def _measured_s(one: KernelTimes, at: Roofline, tokens: int) -> float:
 
 
 def _reduces(one: KernelTimes, at: Roofline) -> dict[int, float]:
-    """Return the times of all-reduces that vLLM uses: none among more than two GPUs without links."""
+    """Return the measured times of all-reduces by tokens; none for more than two GPUs without
+    links, where vLLM uses another kind.
+    """
     used = at.gpu.peer_to_peer == "link" or one.tensor_parallel == 2
     return dict(one.all_reduces) if used else {}
 
 
 def _worst(logs: Sequence[float]) -> float | None:
-    """The largest error, as the share that is added to the smaller of estimate and measurement."""
+    """Return the largest of the errors `logs`, as the relative difference of the larger to the
+    smaller of estimate and measurement. None if there are none.
+    """
     return float(f"{math.exp(max(map(abs, logs))) - 1:.3g}") if logs else None
 
 
 def built_in_left_out(
     measured: Sequence[KernelTimes], efficiencies: Mapping[str, Efficiency]
 ) -> Iterable[Left]:
-    """Each built-in profile that was measured, whole steps with host and output layer."""
+    """Yield the errors of estimates of the built-in profiles, over whole steps with host and output
+    layer.
+    """
     for name, model, gpu, degree in BUILT_IN:
         known = find_profile(name)
         for without, efficiency in (
@@ -577,7 +632,7 @@ def _caches_without(gpu: str) -> list[MeasuredCache]:
 
 
 def caches_left_out() -> Iterable[LeftCache]:
-    """Each measured KV cache, by what those on other GPUs tell."""
+    """Yield each measured KV cache with its estimate from caches on other GPUs."""
     for one in CACHES:
         at = _cache_roofline(one)
         fit = roofline.memory_fit(
@@ -599,7 +654,9 @@ def caches_left_out() -> Iterable[LeftCache]:
 
 
 def judged_by(truth: Path) -> Iterable[Judgement]:
-    """Estimates beside recordings of whole runs: what `sim validate --profile` judges."""
+    """Yield comparisons of simulated runs with recordings in the folder `truth`. Each run has an
+    estimated profile.
+    """
     for name, (model, settings) in RECORDED.items():
         profile = estimated_profile(_shape(model), settings)
         for judgement in judge(truth / name, lambda _: None, profile):
@@ -611,7 +668,9 @@ def judged_by(truth: Path) -> Iterable[Judgement]:
 
 
 def published(results: Results) -> dict[str, dict[str, StepError]]:
-    """`measured` and `unmeasured`, by the kind of a model: the worst errors that were found."""
+    """Return the published errors: the worst of `measured` and of `unmeasured` GPUs, by kind of
+    model.
+    """
     return {
         name: {
             kind: StepError(
@@ -625,7 +684,7 @@ def published(results: Results) -> dict[str, dict[str, StepError]]:
 
 
 def with_errors(memory: MemoryModel, caches: Iterable[LeftCache]) -> MemoryModel:
-    """The memory model, with the worst errors that were found."""
+    """Return the memory model with the largest errors of the estimated KV caches, rounded up."""
     worst = {False: 0.0, True: 0.0}
     for one in caches:
         worst[one.experts] = max(worst[one.experts], abs(one.error))
@@ -634,7 +693,7 @@ def with_errors(memory: MemoryModel, caches: Iterable[LeftCache]) -> MemoryModel
 
 
 def _highest(results: Results, kind: str, without: str, field: str) -> float:
-    """Return the largest error, rounded up to a hundredth."""
+    """Return the largest error of one kind of model in one phase, rounded up to a hundredth."""
     errors = [
         getattr(one, field) or 0.0
         for one in (*results.left, *results.built_in)
@@ -644,7 +703,7 @@ def _highest(results: Results, kind: str, without: str, field: str) -> float:
 
 
 def as_toml(results: Results) -> str:
-    """sim/estimation/efficiencies.toml."""
+    """Return the content of sim/estimation/efficiencies.toml."""
     memory = with_errors(fit_memory(CACHES), results.caches)
     lines = ["# Written by `python -m docs.estimates`; what a field means is said in roofline.py."]
     tables: dict[str, object] = {"memory": memory}

@@ -44,9 +44,11 @@ from docs.inventory import (
 from sim.output import write_whole
 
 LOGS: Final = "evidence"
-"""Folder of logs, of files that commands write, and of figures that wait for a person."""
+"""Folder of logs, of files that measuring commands write, and of figures that a person has not yet
+copied to a page.
+"""
 GRACE_S: Final = 20.0
-"""Time that an interrupted command has to end after each signal."""
+"""Time in seconds that an interrupted command has to end after each signal."""
 _EXIT_INTERRUPTED: Final = 130
 
 
@@ -67,11 +69,13 @@ _HAS: Final[Mapping[str, Callable[[], bool]]] = {
     "kube-apiserver": partial(_exits_with_0, "-c", _API_SERVER),
     **{name: partial(_has_program, name) for name in ("chromium", "envoy", "go", "npm")},
 }
-"""Need -> whether this machine has it. A quiet machine and a network are not looked for."""
+"""Functions that return whether this machine has what a command needs, by need. The needs "quiet"
+and "network" are not checked.
+"""
 
 
 class Measurement(Struct, frozen=True):
-    """The tree that was measured, and when."""
+    """A measurement: the commit and the digest of the measured sources, its date and its duration."""
 
     commit: str
     date: date
@@ -80,7 +84,7 @@ class Measurement(Struct, frozen=True):
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Do what was typed, and return the exit code."""
+    """Run the command line of `python -m docs.evidence`, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.evidence",
         description=__doc__,
@@ -146,7 +150,9 @@ def _today() -> date:
 
 
 def _measure(root: Path, options: argparse.Namespace) -> int:
-    """Measure stale entries, the shortest first. Return 1 if one of them failed."""
+    """Measure stale entries of the inventory, the shortest first. Return 1 if a measurement failed,
+    else 0.
+    """
     began_s = time.monotonic()
     names = options.only.split(",") if options.only else []
     entries = [entry_named(root, name) for name in names] or read(root).evidence
@@ -178,7 +184,7 @@ def _measure(root: Path, options: argparse.Namespace) -> int:
 
 
 def _hindrance(root: Path, entry: Entry, *, force: bool) -> str:
-    """Return why the entry is not measured on this machine now. "" if it can be."""
+    """Return the reason why an entry cannot be measured on this machine now, or "" if it can."""
     if not entry.command:
         return f"it has no command: repeat it by hand, edit the page, run {_typed(entry)}"
     for need in entry.needs:
@@ -202,7 +208,10 @@ def _log(root: Path, entry: Entry) -> Path:
 
 
 def _now(root: Path, entry: Entry) -> Measurement:
-    """Return what would be recorded now. Raise `EvidenceError` if a source is not committed."""
+    """Return what a measurement of the present tree would record.
+
+    Raise `EvidenceError` if a source is not committed.
+    """
     ids = objects(root, [f"HEAD:{one}" for one in entry.sources])
     if ids is None:
         raise EvidenceError("no git repository: nothing tells which sources are measured")
@@ -215,7 +224,9 @@ def _now(root: Path, entry: Entry) -> Measurement:
 
 
 def _measure_entry(root: Path, entry: Entry) -> None:
-    """Run the command and record its tree. Raise `EvidenceError` if it fails."""
+    """Run the command of an entry, and record the measured tree. Raise `EvidenceError` if the
+    command fails.
+    """
     before, log = _now(root, entry), _log(root, entry)
     folder = log.with_suffix("")
     begun = folder / ".digest"
@@ -249,7 +260,9 @@ def _measure_entry(root: Path, entry: Entry) -> None:
 
 
 def _waiting(root: Path, entry: Entry) -> Measurement | None:
-    """Return the measurement that a person has not copied to the page yet. None if there is none."""
+    """Return a measurement of the entry that a person has not yet copied to its page, or None if
+    there is none.
+    """
     with suppress(FileNotFoundError):
         content = _log(root, entry).with_suffix(".json").read_bytes()
         return msgspec.json.decode(content, type=Measurement)
@@ -264,7 +277,9 @@ def _record(root: Path, name: str) -> None:
 
 
 def _run(words: Sequence[str], root: Path, output: int) -> int:
-    """Run a command in a process group of its own, which Ctrl-C ends. Return its exit code."""
+    """Run a command in a process group of its own, which Ctrl-C ends. Return the command's exit
+    code.
+    """
     process = subprocess.Popen(  # noqa: S603 - the commands of the inventory
         words,
         cwd=root,
@@ -284,7 +299,10 @@ def _run(words: Sequence[str], root: Path, output: int) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process group: interrupt, terminate, kill. A second Ctrl-C kills it at once."""
+    """End a process group by the signals interrupt, terminate and kill, with a pause after each.
+
+    A second Ctrl-C kills it at once.
+    """
     with suppress(ProcessLookupError):  # raised when none of the group is left
         try:
             for number in (signal.SIGINT, signal.SIGTERM):

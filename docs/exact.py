@@ -1,9 +1,10 @@
 """Measure the figures of docs/kv-events.md: `python -m docs.exact`, some minutes of one core.
 
-The same generated traffic is routed with different indexes: by pickers' decisions and by KV events.
-Everything else is equal: the default scorer, the pods and the times. The figures of each run go to
-docs/exact.json, cell by cell. Existing cells are not measured again, so another arm costs only its
-own column. `python -m docs.reference` makes the tables of the page.
+The same generated traffic is routed with different prefix indexes: one learns from the picker's
+decisions, another from KV events. Everything else is equal: the default scorer, the pods and the
+times. The figures of each run go to docs/exact.json, cell by cell. Existing cells are not measured
+again, so another arm costs only its own column. `python -m docs.reference` makes the tables of the
+page.
 """
 
 import argparse
@@ -41,7 +42,7 @@ RESULTS: Final = FOLDER / "exact.json"
 SEEDS: Final = 3
 PODS: Final = 4
 CACHE_TOKENS: Final = 60_000
-"""KV cache of a pod in tokens; small, because the traffic is short."""
+"""Size of each pod's KV cache in tokens; it is small, because the traffic is short."""
 PREFIX_TOKENS: Final = 3_000
 RATE_PER_S: Final = 28.0
 DURATION_S: Final = 30.0
@@ -49,18 +50,21 @@ WARM_UP_S: Final = 8.0
 PEER_DELAY_S: Final = 0.005
 LEARNING_DURATION_S: Final = 200.0
 LEARNING_WARM_UP_S: Final = 80.0
-"""Times of runs with a corrected estimate. A window has at least 20 s: three end before the
-figures, six within.
+"""Start of the measured part, in seconds, of runs with a corrected estimate; `LEARNING_DURATION_S`
+is their length. The correction works in windows of at least 20 s: three of them end before the
+measured part, six within it.
 """
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A source of the index's data: one column of the tables."""
+    """One column of the tables: a configuration whose prefix index learns from decisions or from KV
+    events.
+    """
 
     name: str
     config: str
     told: bool = False
-    """True if engines send KV events to pickers."""
+    """True if engines send KV events to the pickers."""
 
     @property
     def policy(self) -> PolicySource:
@@ -75,35 +79,41 @@ EXACT: Final = Arm(
     name="exact", config=(FOLDER / "examples" / "exact.yaml").read_text(encoding="utf-8"), told=True
 )
 ARMS: Final = (APPROXIMATE, EXACT)
-"""Arms of the tables; the first is the reference of the others."""
+"""Arms of the tables without a corrected estimate; the first is the reference."""
 LEARNING_ARMS: Final = (APPROXIMATE, CORRECTED, EXACT)
-"""Arms of the tables with enough time to learn."""
+"""Arms of the table with a corrected estimate; their runs are longer, so that the estimate can
+learn.
+"""
 
 
 class Condition(Struct, frozen=True, kw_only=True):
-    """The conditions of a run: one row of the tables."""
+    """The conditions of a run: one row of a table."""
 
     pressure: float = 1.2
-    """Size of all prefixes, relative to the caches of all pods."""
+    """Total size of all prefixes, relative to the caches of all pods."""
     pickers: int = 4
     peers: bool = True
-    """True if pickers share their decisions."""
+    """True if pickers share their decisions with each other."""
     adapters: int = 0
-    """Number of adapters among which the prefixes are divided evenly; 0 means the base model."""
+    """Number of adapters among which the prefixes are divided evenly; 0 if all requests use the
+    base model.
+    """
     delay_s: float = 0.01
     loss: float = 0.0
-    """Share of the frames with KV events that is lost; `delay_s` is their delay."""
+    """Share of the KV-event frames that are lost; `delay_s` is the delay of the others."""
     told_times: float = 1.0
-    """Cache size that pods report, relative to the real one."""
+    """Cache size that pods report to pickers, relative to the real one."""
     duration_s: float = DURATION_S
     warm_up_s: float = WARM_UP_S
 
     def of(self, arm: Arm) -> "Condition":
-        """Return this condition without the settings that `arm` cannot notice."""
+        """Return this condition without the settings that have no effect on `arm`: those of KV
+        events.
+        """
         return self if arm.told else replace(self, delay_s=0.0, loss=0.0)
 
     def workload(self) -> Workload:
-        """Return the traffic, with prefixes of skewed popularity like those of tenants."""
+        """Return the workload: requests with prefixes of skewed popularity, like those of tenants."""
         prefixes = round(self.pressure * PODS * CACHE_TOKENS / PREFIX_TOKENS)
         names = tuple((f"adapter-{number}", 1.0) for number in range(self.adapters))
         return Workload(
@@ -120,7 +130,7 @@ class Condition(Struct, frozen=True, kw_only=True):
         )
 
     def cluster(self, arm: Arm) -> ClusterSettings:
-        """Return the pods and pickers."""
+        """Return the settings of the pods and pickers for `arm`."""
         kind = PodKind.of(find_profile(DEFAULT_PROFILE), max_loras=self.adapters)
         blocks = CACHE_TOKENS // kind.engine.block_size_tokens + 1
         engine = replace(kind.engine, blocks_total=blocks)
@@ -134,17 +144,17 @@ class Condition(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """The figures of one run."""
+    """The figures of one run of an arm under a condition."""
 
     hit_rate: float | None
     ttft_mean_s: float | None
     ttft_p90_s: float | None
     off_tokens: float | None
-    """Mean absolute error of the predicted cached tokens."""
+    """Mean absolute error of the picker's estimates of cached tokens, in tokens."""
 
 
 class Cell(Struct, frozen=True, kw_only=True):
-    """One arm under one condition, with every seed."""
+    """The figures of one arm under one condition: one run for each seed."""
 
     arm: str
     condition: Condition
@@ -155,11 +165,13 @@ class Measured(Struct, frozen=True, kw_only=True):
     """The content of docs/exact.json."""
 
     under: dict[str, float]
-    """Settings common to all runs; figures of other settings are dropped."""
+    """Settings that all runs have in common. If they change, all figures are measured again."""
     cells: list[Cell]
 
     def of(self, arm: Arm, condition: Condition) -> list[Figures]:
-        """Return the figures by seed. Raise `LookupError` if they were not measured."""
+        """Return the figures of `arm` under `condition` by seed. Raise `LookupError` if they were
+        not measured.
+        """
         wanted = (arm.name, condition.of(arm))
         for cell in self.cells:
             if (cell.arm, cell.condition) == wanted:
@@ -168,7 +180,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 def under() -> dict[str, float]:
-    """Return the settings that every run has in common."""
+    """Return the settings that all runs have in common, by name."""
     return {
         "pods": PODS,
         "cache_tokens": CACHE_TOKENS,
@@ -196,9 +208,11 @@ KNOWN: Final[Mapping[str, Condition]] = {
     for pressure in pressures
     for _sharing in (("yes" if peers else "no") if pickers > 1 else "",)
 }
-"""Row -> condition: fullness of the caches and number of pickers."""
+"""Conditions of the table of cache sizes and pickers, by the first cells of their row: size of the
+prefixes relative to the caches, number of pickers, and whether they share decisions.
+"""
 ALONE: Final = Condition(peers=False)
-"""Condition in which KV events make a difference."""
+"""Four pickers that share nothing: the condition in which KV events improve hits."""
 ADAPTERS: Final[Mapping[str, Condition]] = {
     "the model": ALONE,
     "16 adapters": replace(ALONE, adapters=16),
@@ -219,7 +233,9 @@ LEARNT: Final[Mapping[str, Condition]] = {
     f"1.2 {_TIMES} | the true size | 8 | no": replace(_LEARNING, pickers=8),
     f"1.2 {_TIMES}, of 16 adapters | the true size | 4 | no": replace(_LEARNING, adapters=16),
 }
-"""Row -> condition: fullness of the caches, their reported size, and number of pickers."""
+"""Conditions of the table of corrected estimates, by the first cells of their row: size of the
+prefixes, cache size that pods report, number of pickers, and whether they share decisions.
+"""
 DELAYS: Final[Mapping[str, Condition]] = {
     **{
         f"{_delay}, no loss": replace(ALONE, delay_s=delay_s)
@@ -233,7 +249,7 @@ DELAYS: Final[Mapping[str, Condition]] = {
 
 
 def cells() -> list[tuple[Arm, Condition]]:
-    """Return everything that is measured, each once."""
+    """Return all pairs of arm and condition that the tables need, each once."""
     wanted = [(EXACT, condition) for condition in DELAYS.values()]
     for conditions in (ADAPTERS, KNOWN):
         wanted += [(arm, one.of(arm)) for one, arm in product(conditions.values(), ARMS)]
@@ -244,7 +260,10 @@ def cells() -> list[tuple[Arm, Condition]]:
 def measure(
     wanted: Sequence[tuple[Arm, Condition]], seeds: Sequence[int], *, workers: int = 1
 ) -> Iterator[Cell]:
-    """Yield these cells as they end; each seed draws traffic that is the same for every arm."""
+    """Yield the figures of each wanted pair of arm and condition when its runs have ended.
+
+    Each seed draws the same traffic for every arm.
+    """
     with tempfile.TemporaryDirectory(prefix="docs-exact-") as name:
         folder = Path(name)
         traces: dict[tuple[Workload, int], str] = {}
@@ -275,7 +294,9 @@ def measure(
 
 
 def _drawn(workload: Workload, seed: int, path: Path) -> str:
-    """Write the requests that `seed` draws to `path`, and return its name."""
+    """Write the generated requests of `workload` with `seed` to the file `path`, and return its
+    name.
+    """
     with path.open("wb") as file:
         writer = CaptureWriter(file, source=f"docs/exact.py, seed {seed}")
         for arrival in arrivals(workload, seed):
@@ -297,24 +318,26 @@ def _figures(result: Result) -> Figures:
 
 
 def known_table(measured: Measured) -> str:
-    """Return the table by fullness of the caches and number of pickers."""
+    """Return the table of hits and TTFT by size of the prefixes and number of pickers."""
     head = ["prefixes, relative to all caches", "pickers", "sharing"]
     return _compared(measured, head, KNOWN, ARMS)
 
 
 def adapter_table(measured: Measured) -> str:
-    """Return the table of the same prefixes, each of one of several adapters."""
+    """Return the table that compares prefixes of the base model with the same prefixes divided
+    among adapters.
+    """
     return _compared(measured, ["requests name"], ADAPTERS, ARMS)
 
 
 def learnt_table(measured: Measured) -> str:
-    """Return the table of the corrected estimate beside KV events."""
+    """Return the table that compares the estimate, the corrected estimate and KV events."""
     head = ["prefixes, relative to all caches", "pods report", "pickers", "sharing"]
     return _compared(measured, head, LEARNT, LEARNING_ARMS)
 
 
 def delay_table(measured: Measured) -> str:
-    """Return the table of late and lost KV events, after a row without events."""
+    """Return the table of delayed and lost KV events; its first row has no KV events."""
     head = ["KV events", "hits", "TTFT mean", "TTFT p90", "error, tokens"]
     rows = [["none, approximate index", *_told(measured.of(APPROXIMATE, ALONE))]]
     rows += [[name, *_told(measured.of(EXACT, one))] for name, one in DELAYS.items()]
@@ -336,9 +359,9 @@ def _compared(
     conditions: Mapping[str, Condition],
     arms: Sequence[Arm],
 ) -> str:
-    """Return rows with hits, TTFT and error of every arm.
+    """Return a table with a row for each condition: hits, TTFT and error of every arm.
 
-    The rows also contain the additional hits of all arms except the first.
+    The rows also contain the difference in hits between each arm and the first one.
     """
     reference, *others = arms
     head = [*names, *(f"hits, {arm.name}" for arm in arms)]
@@ -358,8 +381,8 @@ def _compared(
 
 
 def _more(reference: Sequence[Figures], other: Sequence[Figures]) -> str:
-    """Return the hits of `other` less those of `reference`, in points, with the 95 % interval of
-    the mean.
+    """Return the hits of `other` minus those of `reference`, in percentage points, with the 95 %
+    confidence interval.
     """
     found = hits_more(reference, other)
     if found.low is None or found.high is None:
@@ -368,7 +391,7 @@ def _more(reference: Sequence[Figures], other: Sequence[Figures]) -> str:
 
 
 def hits_more(reference: Sequence[Figures], other: Sequence[Figures]) -> Estimate:
-    """Return the difference of the hit rates; both have the same traffic, seed by seed."""
+    """Return the difference of the mean hit rates. Both arms have the same traffic, seed by seed."""
     differences = [
         (after.hit_rate or 0.0) - (before.hit_rate or 0.0)
         for before, after in zip(reference, other, strict=True)
@@ -386,7 +409,7 @@ def _tokens(value: float) -> str:
 
 
 def read() -> Measured:
-    """Return the figures of the last measurement."""
+    """Return the content of docs/exact.json from the last measurement."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Measured)
 
 
@@ -395,9 +418,9 @@ def _write(measured: Measured) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and store missing cells. Return the exit code."""
+    """Measure missing figures and store them in docs/exact.json. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.exact", description=__doc__)
-    parser.add_argument("--anew", action="store_true", help="measure also what is there")
+    parser.add_argument("--anew", action="store_true", help="measure stored figures again")
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")
     options = parser.parse_args(arguments)
     wanted = cells()

@@ -1,9 +1,10 @@
-"""Hold the answers of `sim size` to more traffic: `python -m docs.how_many_pods TRACES --out DIR`.
+"""Test the answers of `sim size` on further traffic: `python -m docs.how_many_pods TRACES --out
+DIR`.
 
 TRACES is a folder with azure_2023_code.csv and mooncake_conversation.jsonl. The command writes two
 tables into docs/capacity.md: the number of pods at 1, 1.3 and 2 times the traffic, by the search
-and by every number of pods, and how many of 20 fresh draws meet the SLO with the answered number. The
-same command continues where it was stopped.
+and by every number of pods, and how many of 20 new draws of the traffic meet the SLO with the
+answered number. If it was stopped, the same command continues.
 """
 
 import argparse
@@ -32,27 +33,31 @@ PAGE: Final = Path(__file__).with_name("capacity.md")
 LOADS: Final = (1.0, 1.3, 2.0)
 SEEDS: Final = 4
 STRETCH_S: Final = 120.0
-"""Every number of pods takes a run a seed at each load: longer stretches of the recordings would be hours."""
+"""Length in seconds of the period of a recording that is sized for. Every number of pods takes one
+run per seed at each load, so longer periods would take hours.
+"""
 DRAWS: Final = 20
 FRESH_SEED: Final = 1_001
-"""The first of the seeds of the fresh draws, none of which a sizing uses."""
+"""First seed of the new draws of the traffic; no sizing uses these seeds."""
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """A trace, and what is asked of the pods."""
+    """A trace to size for, and the SLO that the pods must meet."""
 
     generate: str = ""
     """Arguments of `sim trace generate`; "" if the trace is recorded."""
     recorded: str = ""
-    """File name of a recording, of which the busiest `STRETCH_S` are sized for."""
+    """File name of a recorded trace, of which the busiest `STRETCH_S` are sized for; "" if the
+    trace is generated.
+    """
     slo: str
     pods_max: int
     fresh: bool = False
-    """True if fresh draws are simulated."""
+    """True if the answer is also tested on new draws of the traffic."""
 
     @property
     def name(self) -> str:
-        """Return what tells it from the others."""
+        """Arguments of the generator or name of the recording, which identify the case."""
         return self.generate or self.recorded
 
 
@@ -68,7 +73,7 @@ CASES: Final = (
 
 
 class Sized(Struct, frozen=True, kw_only=True):
-    """The used part of a sizing's summary.json."""
+    """Those parts of a sizing's summary.json that the tables need."""
 
     conditions: dict[str, Any]
     warm_up: WarmUpSummary
@@ -76,7 +81,7 @@ class Sized(Struct, frozen=True, kw_only=True):
 
 
 class Fresh(Struct, frozen=True, kw_only=True):
-    """Results of fresh draws of one generator with the answered number of pods."""
+    """How many new draws of one generator's traffic met the SLO with the answered number of pods."""
 
     case: Case
     pods: int
@@ -84,10 +89,12 @@ class Fresh(Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: the tables are written. Else the exit code of the sizing that did not end."""
+    """Run the sizings and write both tables. Return 0, or the exit code of a sizing that failed."""
     parser = argparse.ArgumentParser(prog="python -m docs.how_many_pods", description=__doc__)
     parser.add_argument("traces", type=Path, metavar="TRACES", help="folder of the recordings")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="runs are kept here")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the results of runs"
+    )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -120,13 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_table(page: str, name: str, rows: list[list[str]]) -> str:
-    """Return the page with the table between the marks of `name` replaced."""
+    """Return the page with the table between the marks of `name` replaced by `rows`."""
     begin, end = f"<!-- {name}, by `python -m docs.how_many_pods` -->", f"<!-- end of {name} -->"
     return with_rows(page, begin, end, rows)
 
 
 def load_rows(cases: Sequence[Case], answers: Sequence[Sequence[Sized]]) -> list[list[str]]:
-    """A row a trace: pods by the search and by every number, for each load."""
+    """Return the rows of the first table, one for each trace: the number of pods by the search and
+    by every number, for each load.
+    """
     heads = [f"load {load:g}" for load in LOADS]
     rows = [["trace", "SLO", *heads, *(f"{head}, every number" for head in heads)]]
     for case, sized in zip(cases, answers, strict=True):
@@ -137,7 +146,9 @@ def load_rows(cases: Sequence[Case], answers: Sequence[Sequence[Sized]]) -> list
 
 
 def draw_rows(fresh: Sequence[Fresh]) -> list[list[str]]:
-    """A row a generator: how many fresh draws meet the SLO, all of the traffic and its busiest part."""
+    """Return the rows of the second table, one for each generator: how many new draws meet the SLO,
+    both on all traffic and on its busiest part.
+    """
     rows = [["traffic", "SLO", "pods", "fresh draws", "draws that meet the SLO"]]
     rows += [
         [f"`{one.case.name}`", f"`{one.case.slo}`", f"{one.pods}", f"{DRAWS}", f"{one.met}"]
@@ -147,14 +158,18 @@ def draw_rows(fresh: Sequence[Fresh]) -> list[list[str]]:
 
 
 def meets(slo: str, run: RunSummary) -> bool:
-    """Return whether a run keeps each bound, on all of the traffic and on its busiest part."""
+    """Return whether a run is within each SLO bound, both on all of its traffic and on its busiest
+    part.
+    """
     assert run.busiest is not UNSET, "a run with `busiest_s` tells its busiest part"
     parts = (run, run.busiest)
     return all(bound.kept_by(bound.value_of(part)) for bound in bounds_in(slo) for part in parts)
 
 
 def _trace(case: Case, recordings: Path, out: Path, seed: int = 1) -> Path:
-    """Return the trace of a case, which is generated if it is not there yet."""
+    """Return the path of the trace of a case. A generated trace is generated if the file does not
+    exist yet.
+    """
     if not case.generate:
         return recordings / case.name
     path = out / f"{_file_name(case)}-seed-{seed}.jsonl"
@@ -166,7 +181,7 @@ def _trace(case: Case, recordings: Path, out: Path, seed: int = 1) -> Path:
 
 
 def _fresh(case: Case, sized: Sized, out: Path, workers: int) -> Fresh:
-    """Simulate fresh draws of a generator with the number of pods that was found."""
+    """Simulate new draws of a generator's traffic with the number of pods that the sizing found."""
     pods = sized.options[0].pods
     assert pods is not None, case.name
     kinds = (PodKind.of(find_profile(DEFAULT_PROFILE)),) * pods

@@ -1,5 +1,5 @@
-"""The inventory docs/evidence.toml: the command and the sources of each figure of the
-documentation.
+"""The inventory docs/evidence.toml: for each measured figure of the documentation, its command and
+its sources.
 
 `docs.evidence` measures by it, and `docs.reference` makes the table of docs/evidence.md from it.
 """
@@ -30,7 +30,9 @@ SUFFIXES: Final = frozenset({".md", ".svg", ".json", ".png", ".webp"})
 NEEDS: Final = frozenset(
     {"6-gb", "chromium", "cluster", "envoy", "go", "kube-apiserver", "network", "npm", "quiet"}
 )
-"""Needs of a command; `docs.evidence` looks for those that it can detect on this machine."""
+"""Names of what a measuring command may need. `docs.evidence` checks those that it can detect on
+this machine.
+"""
 _FENCE: Final = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _RULE: Final = re.compile(r"^([a-z0-9-]+):(?!=).*\n(?:\t.*\n)*", re.MULTILINE)
 _FIGURES: Final = re.compile(r"docs/[\w-]+\.(?:md|json)")
@@ -39,45 +41,49 @@ _MISSING: Final = "missing"
 
 
 class EvidenceError(Exception):
-    """An error of the inventory; its text is one sentence for the user."""
+    """An error in the inventory; its text is one sentence for the user."""
 
 
 class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measurement, and the pages that show its figures."""
+    """One entry of the inventory: a measurement, and the pages that show its figures."""
 
     name: str
     shows: str
     pages: list[str]
-    """Paths from the root, with `#anchor` where only this part of the page is measured."""
+    """Paths of pages relative to the repository, with `#anchor` if only this section shows the
+    figures.
+    """
     command: str = ""
-    """Steps with ` && ` between: `make TARGET` or `python -m MODULE`; "" if no command exists."""
+    """Command that measures the figures: steps `make TARGET` or `python -m MODULE` with ` && `
+    between them; "" if there is no command.
+    """
     duration_s: int = 0
     by_hand: bool = False
-    """A person copies the figures from the output to the page."""
+    """True if a person copies the figures from the command's output to the page."""
     needs: list[str] = []
     sources: list[str] = []
-    """Files and folders that the figures depend on."""
+    """Files and folders on which the figures depend."""
     stale_after_days: int = 0
-    """Age in days from which a reading of other projects is stale; 0 if only its sources make it
+    """Age in days from which a reading of other projects is stale; 0 if age does not make the entry
     stale.
     """
     commit: str
-    """The commit whose tree was measured."""
+    """Commit whose tree was measured."""
     date: date
     digest: str = ""
-    """Digest of the sources in that tree."""
+    """Digest of `sources` in the measured tree."""
 
 
 class Inventory(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the inventory."""
+    """The content of docs/evidence.toml."""
 
     unmeasured: list[str]
-    """Pages without measured figures."""
+    """Paths of pages that show no measured figures."""
     evidence: list[Entry]
 
 
 def read(root: Path = ROOT) -> Inventory:
-    """Return the inventory of the tree at `root`. Raise `EvidenceError` if it cannot be read."""
+    """Return the inventory of the tree at `root`. Raise `EvidenceError` if the file cannot be read."""
     try:
         return msgspec.toml.decode((root / INVENTORY).read_bytes(), type=Inventory)
     except (OSError, ValueError) as problem:
@@ -85,7 +91,9 @@ def read(root: Path = ROOT) -> Inventory:
 
 
 def entry_named(root: Path, name: str) -> Entry:
-    """Return the entry as the file has it now. Raise `EvidenceError` if there is none."""
+    """Return the entry `name` as the file has it now. Raise `EvidenceError` if the inventory has
+    none.
+    """
     for entry in read(root).evidence:
         if entry.name == name:
             return entry
@@ -93,7 +101,9 @@ def entry_named(root: Path, name: str) -> Entry:
 
 
 def write_entry(root: Path, entry: Entry) -> None:
-    """Replace the entry of this name in the file, and write the table of its page anew."""
+    """Replace the entry of the same name in docs/evidence.toml, and rewrite the table of
+    docs/evidence.md.
+    """
     path = root / INVENTORY
     head = path.read_text(encoding="utf-8").partition("[[evidence]]")[0]
     entries = [entry if one.name == entry.name else one for one in read(root).evidence]
@@ -106,7 +116,7 @@ def write_entry(root: Path, entry: Entry) -> None:
 
 
 def as_toml(entry: Entry) -> str:
-    """Return the entry as the file has it: a line for each value, a line for each of many sources."""
+    """Return an entry as TOML: one line for each value; a long list has one line for each item."""
     lines = ["[[evidence]]"]
     defaults = {
         "command": "",
@@ -126,7 +136,9 @@ def as_toml(entry: Entry) -> str:
 
 
 def steps(command: str) -> list[list[str]]:
-    """Return the words of each step. Raise `ValueError` if it is neither `make` nor `python -m`."""
+    """Return the words of each step of a command. Raise `ValueError` if a step is neither `make`
+    nor `python -m`.
+    """
     found = [shlex.split(step) for step in command.split(" && ")] if command else []
     for words in found:
         match words:
@@ -140,7 +152,7 @@ def steps(command: str) -> list[list[str]]:
 
 
 def table(entries: Iterable[Entry]) -> str:
-    """Return the table of docs/evidence.md, which does not change unless an entry does."""
+    """Return the table of docs/evidence.md. Equal entries give equal text."""
     lines = ["| evidence | figures | command | takes | commit | date |", "| --- " * 6 + "|"]
     for entry in entries:
         first, *others = [f"`{step}`" for step in entry.command.split(" && ")]
@@ -171,7 +183,7 @@ def _link(page: str) -> str:
 
 
 def duration(seconds: int) -> str:
-    """Return `90 s` or `12 min`."""
+    """Return a duration as text, such as `90 s` or `12 min`."""
     return f"{seconds} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
@@ -179,7 +191,9 @@ def duration(seconds: int) -> str:
 
 
 def git(root: Path, *words: str, given: str = "") -> str | None:
-    """Return what git prints. None if it fails, or there is no git."""
+    """Return the output of a git command, with `given` as its input. None if it fails, or if git is
+    not installed.
+    """
     typed = ["git", *words]
     try:
         done = subprocess.run(  # noqa: S603, PLW1510 - our own words
@@ -191,7 +205,10 @@ def git(root: Path, *words: str, given: str = "") -> str | None:
 
 
 def objects(root: Path, names: Sequence[str]) -> dict[str, str] | None:
-    """Map `REVISION:PATH` to the id of its tree or blob, or "missing". None without a repository."""
+    """Return the id of the tree or blob of each `REVISION:PATH` in `names`, or "missing".
+
+    None if `root` is not a git repository.
+    """
     top = git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()).resolve() != root.resolve():
         return None
@@ -201,13 +218,16 @@ def objects(root: Path, names: Sequence[str]) -> dict[str, str] | None:
 
 
 def digest(ids: Mapping[str, str], sources: Iterable[str], revision: str = "HEAD") -> str:
-    """Return the digest of the sources in the tree of `revision`, "" if there are no sources."""
+    """Return the digest of `sources` in the tree of `revision`; "" if there are no sources.
+
+    `ids` are those of `objects`.
+    """
     told = "".join(f"{source} {ids[f'{revision}:{source}']}\n" for source in sorted(sources))
     return hashlib.sha256(told.encode()).hexdigest()[:16] if told else ""
 
 
 def stale(root: Path, entries: Sequence[Entry], today: date) -> tuple[dict[str, str], bool]:
-    """Return the reason of each stale entry by its name, and whether a repository was read.
+    """Return why each stale entry is stale, by its name, and whether a git repository was read.
 
     A source counts as unchanged if only docstrings and comments of its Python files differ.
     """
@@ -281,14 +301,14 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def pages(root: Path) -> list[str]:
-    """Return the paths of all pages and pictures that may show figures."""
+    """Return the paths of all pages and pictures of the documentation that may show figures."""
     found = (path for path in (root / "docs").rglob("*") if path.suffix in SUFFIXES)
     there = (path for path in OTHER_PAGES if (root / path).is_file())
     return sorted([*there, *(path.relative_to(root).as_posix() for path in found)])
 
 
 def problems(root: Path, inventory: Inventory) -> Iterator[str]:
-    """Yield a sentence for each thing in which the file and the tree do not agree."""
+    """Yield a sentence for each disagreement between the inventory and the tree at `root`."""
     entries, unmeasured = inventory.evidence, inventory.unmeasured
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     rules = {found[1]: found[0] for found in _RULE.finditer(makefile)}

@@ -1,13 +1,15 @@
-"""Times of vLLM's kernels for whole models, from tables that others have published.
+"""Collect times of vLLM's kernels for whole models, from tables that other projects have published.
 
     python -m docs.kernel_times --aiconfigurator SYSTEMS --servingsim PERF
 
 SYSTEMS is the folder `aic-core/src/aiconfigurator_core/systems/data` of ai-dynamo/aiconfigurator
-(Apache-2.0), PERF the folder `profiler/perf` of casys-kaist/LLMServingSim (MIT); both were read as of
-2026-08-21. The command writes docs/kernel_times.json, from which `python -m docs.estimates` fits.
+(Apache-2.0), PERF the folder `profiler/perf` of casys-kaist/LLMServingSim (MIT); both were read as
+of 2026-08-21. The command writes docs/kernel_times.json, from which `python -m docs.estimates`
+fits.
 
-A product of matrices whose shape is in no table is put on a line between its neighbours, with
-logarithms of sizes and times. Each time is of all layers of a model, on one of its GPUs.
+The time of a matrix product whose shape is in no table is interpolated linearly between its
+neighbours, in logarithms of sizes and times. Each time is for all layers of a model, on one of its
+GPUs.
 """
 
 import argparse
@@ -45,13 +47,17 @@ SYSTEMS: Final[Mapping[str, tuple[str, str, str]]] = {
     "b200": ("b200_sxm", "0.24.0", "0.24.0"),
     "rtx-pro-6000": ("rtx_pro_6000_server", "0.24.0", "0.24.0"),
 }
-"""GPU -> its folder, the version of vLLM, and that of its all-reduces."""
+"""Systems of aiconfigurator by GPU: the folder, the version of vLLM, and the version with
+all-reduces.
+"""
 WHOLE_MODELS: Final = (
     ("llama-3.1-8b", 1, ""), ("llama-3.1-8b", 1, "fp8"), ("qwen3-32b", 2, ""),
     ("llama-3.3-70b", 4, ""), ("mixtral-8x7b", 2, ""), ("qwen3-30b-a3b", 1, ""),
     ("gpt-oss-20b", 1, ""), ("gemma-3-27b", 2, ""), ("deepseek-v3", 8, ""),
 )  # fmt: skip
-"""Configuration, degree of tensor parallelism, quantization other than the model's own."""
+"""Models whose times are collected, as (configuration, degree of tensor parallelism, quantization
+other than the model's own).
+"""
 RTX: Final = (
     ("rtx-4090", "RTX4090/meta-llama/Llama-3.1-8B", "llama-3.1-8b", 1),
     ("rtx-pro-6000", "RTXPRO6000/meta-llama/Llama-3.1-8B", "llama-3.1-8b", 1),
@@ -60,7 +66,10 @@ RTX: Final = (
 
 
 class KernelTimes(Struct, frozen=True, kw_only=True):
-    """One model on GPUs of a kind. Pairs and triples end with seconds, of all layers."""
+    """Kernel times of one model on one type of GPU.
+
+    In each pair or triple, the last number is the time in seconds for all layers.
+    """
 
     gpu: str
     model: str
@@ -68,21 +77,23 @@ class KernelTimes(Struct, frozen=True, kw_only=True):
     quantization: str
     source: str
     products: list[tuple[int, float]] = []
-    """Products of matrices except those of experts, by tokens."""
+    """Times of matrix products except those of experts, by number of tokens."""
     elementwise: list[tuple[int, float]] = []
-    """All other kernels that are neither attention nor communication, by tokens."""
+    """Times of all kernels that are neither matrix products nor attention nor communication, by
+    number of tokens.
+    """
     head: list[tuple[int, float]] = []
-    """The output layer, by sequences."""
+    """Times of the output layer, by number of sequences."""
     experts: list[tuple[int, float]] = []
     prefill: list[tuple[int, float]] = []
-    """Attention, by tokens of a prompt."""
+    """Times of attention in prefill, by number of prompt tokens."""
     decode: list[tuple[int, int, float]] = []
-    """Attention, by requests and the context of each."""
+    """Times of attention in decode, by number of requests and context length of each."""
     all_reduces: list[tuple[int, float]] = []
-    """Times of all-reduces, by tokens."""
+    """Times of all-reduces, by number of tokens."""
     mixed_decode_factor: float | None = None
     attention_has_products: bool = False
-    """True if `prefill` and `decode` include the products of matrices of attention."""
+    """True if `prefill` and `decode` include the matrix products of attention."""
 
     @property
     def name(self) -> str:
@@ -91,7 +102,7 @@ class KernelTimes(Struct, frozen=True, kw_only=True):
 
 
 def main() -> int:
-    """Write the file anew."""
+    """Collect the times from both projects and write docs/kernel_times.json. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--aiconfigurator", type=Path, required=True)
     parser.add_argument("--servingsim", type=Path, required=True)
@@ -103,18 +114,18 @@ def main() -> int:
 
 
 def written(found: Iterable[KernelTimes]) -> bytes:
-    """A line for each model and GPU."""
+    """Return the content of docs/kernel_times.json, with one line for each model and GPU."""
     lines = [msgspec.json.encode(one).decode() for one in found]
     return ("[\n" + ",\n".join(lines) + "\n]\n").encode()
 
 
 def read() -> list[KernelTimes]:
-    """Return the times that were written last."""
+    """Return the content of docs/kernel_times.json from the last run."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=list[KernelTimes])
 
 
 def shape_of(model: str, quantization: str = "") -> ModelShape:
-    """The shape of an example configuration."""
+    """Return the shape of the model in an example configuration."""
     return read_config(MODELS / f"{model}.json", quantization=quantization).shape
 
 
@@ -135,7 +146,9 @@ def _of_aiconfigurator(root: Path) -> Iterator[KernelTimes]:
 
 
 def _whole_model(tables: "_Tables", shape: ModelShape, degree: int) -> KernelTimes | None:
-    """Return the times of all layers, or None if a table lacks what the model needs."""
+    """Return the kernel times of a model in all layers, or None if the tables lack a part that it
+    needs.
+    """
     latent = shape.latent is not None
     products = [] if latent else [*shape.attention_products(degree)] * shape.layers
     inner = [shape.dense_inner] * shape.dense_layers
@@ -158,7 +171,7 @@ def _whole_model(tables: "_Tables", shape: ModelShape, degree: int) -> KernelTim
 
 
 class _Tables:
-    """The tables of one GPU."""
+    """The tables of kernel times that aiconfigurator publishes for one GPU."""
 
     def __init__(self, root: Path, version: str, comm_version: str) -> None:
         self._root = root
@@ -181,7 +194,9 @@ class _Tables:
         return found
 
     def experts(self, shape: ModelShape, degree: int) -> list[tuple[int, float]]:
-        """Return the times of experts for the distribution of real routers, a power law."""
+        """Return the times of experts by number of tokens, for a power law of the load, which real
+        routers have.
+        """
         experts = shape.experts
         assert experts is not None
         dtype = {"16bit": "bfloat16", "fp8": "fp8_block", "mxfp4": "w4a16_mxfp4"}[
@@ -218,7 +233,10 @@ class _Tables:
         ]
 
     def all_reduces(self, shape: ModelShape, degree: int) -> list[tuple[int, float]]:
-        """Inside a CUDA graph; sizes between two of the table are on a line."""
+        """Return the times of all-reduces inside a CUDA graph, by number of tokens.
+
+        Sizes between two of the table are interpolated.
+        """
         known = {
             2 * row["message_size"]: row["latency"]
             for row in self._rows("comm", "custom_allreduce_perf", self._comm_version)
@@ -234,7 +252,8 @@ class _Tables:
     ) -> float | None:
         """Return the seconds of attention in all layers, or None if the tables lack them.
 
-        Latent attention has a table of its own. Layers with and without a window have each their kernel.
+        Latent attention has a table of its own. Layers with and without a sliding window have
+        different kernels.
         """
         if shape.latent is not None:
             return self._latent(kind, shape, degree, at)
@@ -303,7 +322,10 @@ def _seconds(milliseconds: float) -> float:
 def _between(
     known: Mapping[tuple[int, int, int], float], rows: int, outputs: int, inputs: int
 ) -> float | None:
-    """Milliseconds of a product; None where the table has too little around it."""
+    """Return the milliseconds of a matrix product, interpolated between shapes in the table.
+
+    Return None if the table has too few shapes around it.
+    """
     total = weight = 0.0
     for n, n_share in _neighbours(outputs, sorted({key[1] for key in known})):
         for k, k_share in _neighbours(inputs, sorted({key[2] for key in known})):
@@ -315,7 +337,9 @@ def _between(
 
 
 def _neighbours(value: int, grid: list[int]) -> list[tuple[int, float]]:
-    """The points of a grid around a value, with what each counts."""
+    """Return the one or two grid points around a value, each with its weight for interpolation;
+    none if the value is outside the grid.
+    """
     if value in grid:
         return [(value, 1.0)]
     below, above = [one for one in grid if one < value], [one for one in grid if one > value]

@@ -1,4 +1,5 @@
-"""Measure two published ladders: `python -m docs.ladders`, ten minutes of one core.
+"""Simulate two published benchmarks of llm-d with rising request rates: `python -m docs.ladders`,
+ten minutes of one core.
 
 Both use the workload with which llm-d publishes its routers: 150 prefixes of 6,000 tokens with five
 questions of 1,200 each, and 1,000 output tokens. It runs on eight pods of Qwen3-32B on two H100s,
@@ -44,14 +45,16 @@ WORKLOAD: Final = STANDARD["b2b"]
 PROFILE: Final = "qwen3-32b-h100-tp2"
 PODS: Final = 8
 WARM_UP: Final = Stage(rate_per_s=15.0, duration_s=50.0)
-"""Warm-up, which sends each of the 750 prompts once."""
+"""Load of the warm-up, in which each of the 750 prompts is sent once."""
 GAP_S: Final = 60.0
-"""Seconds until the step begins; no request of the warm-up is left then."""
+"""Pause in seconds between the warm-up and the step; no request of the warm-up is running at its
+end.
+"""
 DELAY_S: Final = 0.01
-"""Delay of KV events in seconds."""
+"""Delay of KV events from engines to pickers, in seconds."""
 SEED: Final = 1
 RATES: Final = (3, 10, 15, 20, 22, 25, 30, 35, 40, 43, 46, 49, 52, 55, 57, 60)
-"""Rates of the steps, in requests per second."""
+"""Request rates of the steps, in requests per second."""
 
 _HEAD: Final = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -74,8 +77,8 @@ _BELIEVED: Final = """\
     blockSizeTokens: 16
     maxPrefixBlocksToMatch: 256
 """
-"""Document of the estimated router as measured: it looks at no more than 4,096 tokens of a prompt
-of 7,200.
+"""Plug-in of the "estimated" router as the benchmark configured it: it looks at no more than 4,096
+tokens of a prompt of 7,200.
 """
 _LOAD: Final = """\
 - type: queue-scorer
@@ -114,7 +117,10 @@ schedulingProfiles:
 
 
 def _weighed(index: str, prefix: int, queue: int, cache: int) -> str:
-    """Return the document of the guide's three scorers, with these weights."""
+    """Return the configuration document of llm-d's guide with its three scorers and these weights.
+
+    `index` is the plug-in that tracks prefixes; prefix weight 0 leaves it out.
+    """
     load = _LOAD.format(queue=queue, cache=cache)
     if not prefix:
         return _HEAD + load
@@ -122,16 +128,16 @@ def _weighed(index: str, prefix: int, queue: int, cache: int) -> str:
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A router: one row of the tables."""
+    """A router that is compared: one row of the tables."""
 
     name: str
     config: str = ""
-    """Document; empty for a baseline."""
+    """Configuration document of the router; "" for a baseline without one."""
     told: bool = False
-    """True if engines send KV events to pickers."""
+    """True if engines send KV events to the pickers."""
     pickers: int = 1
     share: bool = True
-    """True if pickers share their decisions."""
+    """True if several pickers share their decisions."""
 
     @property
     def policy(self) -> PolicySource:
@@ -139,7 +145,7 @@ class Arm(Struct, frozen=True, kw_only=True):
         return PolicySource(name=name, text=self.config, source=DEFAULT_SOURCE)
 
     def cluster(self) -> ClusterSettings:
-        """Return the pods of the guide, and its pickers."""
+        """Return the settings of the benchmark's pods, and of the router's pickers."""
         sharing = self.share and self.pickers > 1
         return ClusterSettings(
             pods=(PodKind.of(find_profile(PROFILE)),) * PODS,
@@ -150,7 +156,7 @@ class Arm(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """An arm on one step, published or simulated."""
+    """Results of one router at one request rate, published or simulated."""
 
     rate_per_s: float
     output_tokens_per_s: float
@@ -160,7 +166,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
 
 class Climbed(Struct, frozen=True, kw_only=True):
-    """An arm on all steps."""
+    """Results of one router at all request rates."""
 
     arm: str
     config: str
@@ -173,8 +179,9 @@ class Measured(Struct, frozen=True, kw_only=True):
     arms: list[Climbed]
 
     def of(self, arm: "Arm") -> list[Step]:
-        """Return the steps of `arm`. Raise `LookupError` if they were measured with another
-        configuration or not at all.
+        """Return the results of `arm` at all rates.
+
+        Raise `LookupError` if it was measured with another configuration or not at all.
         """
         for one in self.arms:
             if one.arm == arm.name and one.config == arm.config:
@@ -222,7 +229,8 @@ CAPACITY_73: Final[Mapping[str, list[Step]]] = {
         (0.82, 1.40, 2.30, 70.3, 78.4, 82.9, 86.2, 91.5, 101, 101, 101, 104, 105, 104, 107, 106),
     ),
 }  # fmt: skip
-"""Published figures: llm-d-kv-cache v0.9.0, benchmarking/73-capacity/README.md, "Per-QPS Results".
+"""Published results by router: llm-d-kv-cache v0.9.0, benchmarking/73-capacity/README.md, "Per-QPS
+Results".
 """
 
 GUIDE: Final = Arm(name="the guide", config=_HEAD + _TOLD + _AFFINITY, told=True)
@@ -245,14 +253,14 @@ PEAKS: Final[Mapping[str, Step]] = {
     "Kubernetes Service": Step(rate_per_s=60.0, output_tokens_per_s=6986.0, ttft_p90_s=135.5),
     "the guide, one picker": Step(rate_per_s=60.0, output_tokens_per_s=14_892.0, ttft_p90_s=0.26),
 }
-"""Published figures of llm-d/llm-d#2071: the most output tokens per second of any step, and TTFT
-p90.
+"""Published results of llm-d/llm-d#2071 by router: the highest output tokens per second of all
+rates, and TTFT p90.
 """
 ARMS: Final = (PRECISE, ESTIMATED, LOAD, RANDOM, *OURS, *GUIDES.values())
 
 
 def ladder() -> dict[float, Workload]:
-    """Return the workload of each rate, in requests per second: the warm-up and that step."""
+    """Return the workload for each request rate: the warm-up, a pause, and the step with that rate."""
     assert isinstance(WORKLOAD.load, OpenLoad)
     _, *steps = WORKLOAD.load.stages
     return {
@@ -262,7 +270,10 @@ def ladder() -> dict[float, Workload]:
 
 
 def measure(arms: Sequence[Arm], rates: Sequence[float], *, workers: int = 1) -> Iterator[Climbed]:
-    """Yield these arms as they end, all with the same requests at the same times."""
+    """Yield the results of each router when all its steps have run.
+
+    All routers get the same requests at the same times.
+    """
     with tempfile.TemporaryDirectory(prefix="docs-ladders-") as name:
         traces = {rate: _drawn(ladder()[rate], Path(name) / f"{rate:g}.jsonl") for rate in rates}
         jobs = [
@@ -287,7 +298,7 @@ def measure(arms: Sequence[Arm], rates: Sequence[float], *, workers: int = 1) ->
 
 
 def _drawn(workload: Workload, path: Path) -> str:
-    """Write the requests of `workload` to `path`, and return its name."""
+    """Write the generated requests of `workload` to the file `path`, and return its name."""
     with path.open("wb") as file:
         writer = CaptureWriter(file, source=f"docs/ladders.py, seed {SEED}")
         for arrival in arrivals(workload, SEED):
@@ -310,7 +321,9 @@ def _step(rate_per_s: float, result: Result) -> Step:
 
 
 def mean_table(measured: Measured) -> str:
-    """Return the table of 73-capacity: the authors' means over the steps, and our deviation."""
+    """Return the table of the benchmark 73-capacity with the means over all rates: published,
+    simulated, and the deviation.
+    """
     rows = [
         [
             "picker",
@@ -338,7 +351,9 @@ def mean_table(measured: Measured) -> str:
 
 
 def step_table(measured: Measured) -> str:
-    """Return the table of 73-capacity by step: published, then simulated."""
+    """Return the table of the benchmark 73-capacity by rate: published results, then simulated
+    ones.
+    """
     arms = (PRECISE, ESTIMATED, LOAD, RANDOM)
     rows = [["requests/s", *(f"{arm.name}{what}" for what in _WHAT for arm in arms)]]
     found = {arm.name: measured.of(arm) for arm in arms}
@@ -357,7 +372,9 @@ def step_table(measured: Measured) -> str:
 
 
 def order_table(measured: Measured) -> str:
-    """Return the table of 73-capacity: steps at which published and simulated order agree."""
+    """Return the table of the benchmark 73-capacity that counts the rates at which the simulation
+    ranks two routers as published.
+    """
     arms = (PRECISE, ESTIMATED, LOAD, RANDOM)
     rows = [["pair", "output tokens/s agree", "TTFT p90 agree", "of steps"]]
     for number, one in enumerate(arms):
@@ -380,7 +397,9 @@ def order_table(measured: Measured) -> str:
 
 
 def peak_table(measured: Measured) -> str:
-    """Return the table of llm-d#2071: the best step, and TTFT p90 at the last."""
+    """Return the table of llm-d#2071: the highest throughput of all rates, and TTFT p90 at the last
+    rate.
+    """
     rows = [
         [
             "pickers",
@@ -404,11 +423,13 @@ def peak_table(measured: Measured) -> str:
 
 _WHAT: Final = (", tokens/s", ", TTFT p90")
 _ALIKE: Final = 0.05
-"""Relative difference up to which two values are level."""
+"""Relative difference up to which two results count as equal."""
 
 
 def _order(one: Step, other: Step, measure: str) -> int:
-    """Return -1, 1, or 0 if both are level."""
+    """Return -1 if `one` has the lower value of `measure`, 1 if it has the higher value, and 0 if
+    both count as equal.
+    """
     share = getattr(one, measure) / getattr(other, measure) - 1
     return 0 if abs(share) <= _ALIKE else -1 if share < 0 else 1
 
@@ -423,14 +444,18 @@ def _seconds(value_s: float) -> str:
 
 
 def read() -> Measured:
-    """Return the figures of the last measurement."""
+    """Return the content of docs/ladders.json from the last measurement."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Measured)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and store missing arms. Return the exit code."""
+    """Simulate routers without stored results, and store their results in docs/ladders.json. Return
+    the exit code.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.ladders", description=__doc__)
-    parser.add_argument("--anew", action="store_true", help="measure also what is there")
+    parser.add_argument(
+        "--anew", action="store_true", help="simulate routers with stored results again"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")
     options = parser.parse_args(arguments)
     kept: dict[tuple[str, str], Climbed] = {}

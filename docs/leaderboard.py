@@ -1,6 +1,6 @@
-"""Store the tables of a leaderboard for the documentation: `python -m docs.leaderboard board`.
+"""Store the tables of a leaderboard for the documentation: `python -m docs.leaderboard BOARD`.
 
-A board is the folder that `sim leaderboard --out` writes. Its tables go to docs/leaderboard.json, and
+BOARD is a folder that `sim leaderboard --out` has written. Its tables go to docs/leaderboard.json, and
 `python -m docs.reference` writes them to docs/leaderboard.md and the README.
 """
 
@@ -39,22 +39,22 @@ _KNOWN: Final = frozenset(
         "sticky-until-saturated",
     }
 )
-"""Well-known strategies, which the README shows at any rank."""
+"""Names of well-known strategies, which the README shows at any rank."""
 
 
 class Board(Struct, frozen=True, kw_only=True):
-    """The tables of one board."""
+    """The tables of one leaderboard."""
 
     basis: str
     ranking: list[Part]
-    """Rankings, the one without adapters first."""
+    """Rankings of the strategies; the one over cases without adapters is first."""
     behind: Part
     cases: Part
     strategies: Part
 
     @classmethod
     def of(cls, summary: LeaderboardSummary) -> "Board":
-        """Return the tables of a complete board."""
+        """Return the tables of a complete leaderboard."""
         return cls(
             basis=basis(summary),
             ranking=ranking_parts(summary),
@@ -68,23 +68,25 @@ class Boards(Struct, frozen=True, kw_only=True):
     """The content of docs/leaderboard.json."""
 
     small: Board
-    """Board of all strategies."""
+    """Leaderboard of all strategies."""
     full: Board
-    """Board of some strategies, on more requests."""
+    """Leaderboard of some strategies, on more requests."""
 
 
 def read() -> Boards:
-    """Return the stored tables."""
+    """Return the stored tables of both leaderboards."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Boards)
 
 
 def ranking(board: Board) -> str:
-    """Return the basis and all rankings of a board, for a page."""
+    """Return the description and all rankings of a leaderboard as Markdown."""
     return "\n\n".join([board.basis, *(part.as_markdown(level=3) for part in board.ranking)])
 
 
 def short_ranking(board: Board) -> str:
-    """Return the first ranking for the README: the best strategies and the well-known ones."""
+    """Return the first ranking of a leaderboard for the README, with only the best and the
+    well-known strategies.
+    """
     (head, *rows), says = board.ranking[0].rows, board.ranking[0].title
     kept = [row for at, row in enumerate(rows) if at < _FIRST or row[0] in _KNOWN]
     short = Part(title=says, says=f'{board.basis} The table is "{says}".', rows=[head, *kept])
@@ -92,16 +94,18 @@ def short_ranking(board: Board) -> str:
 
 
 def body(part: Part) -> str:
-    """Return the text and the table of a part, without a heading."""
+    """Return a section of a leaderboard as Markdown, without its heading."""
     return part.as_markdown(level=0)
 
 
 class NoBoardError(ValueError):
-    """A folder contains no complete board; the text is one sentence."""
+    """A folder does not contain a complete leaderboard; the text of the error is one sentence."""
 
 
 def board_in(folder: Path) -> Board:
-    """Return the tables of the board in `folder`. Raise `NoBoardError` if it is not complete."""
+    """Return the tables of the leaderboard in `folder`. Raise `NoBoardError` if it is missing or
+    not complete.
+    """
     path = folder / "summary.json"
     try:
         summary = msgspec.json.decode(path.read_bytes(), type=LeaderboardSummary)
@@ -115,13 +119,15 @@ def board_in(folder: Path) -> Board:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Store the tables of one board or both, and return the exit code."""
+    """Store the tables of one leaderboard or both, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.leaderboard", description=__doc__)
     keeps = "(default: the stored one)"
     parser.add_argument(
-        "board", type=Path, nargs="?", help=f"folder of the board of all strategies {keeps}"
+        "board", type=Path, nargs="?", help=f"folder of the leaderboard of all strategies {keeps}"
     )
-    parser.add_argument("--full", type=Path, help=f"folder of the board on more requests {keeps}")
+    parser.add_argument(
+        "--full", type=Path, help=f"folder of the leaderboard on more requests {keeps}"
+    )
     options = parser.parse_args(arguments)
     try:
         given = {

@@ -1,8 +1,9 @@
-"""Play the night of docs/night.md and write the page: `python -m docs.night`, six minutes.
+"""Play the incidents of docs/night.md with real processes, and write the page: `python -m
+docs.night`, six minutes.
 
-Five simulated pods, two pickers and the Envoy of `epp envoy-config` are real processes under an open
-loop of requests. The page shows the output of the commands. Each scene proves at the broken part
-that its fault happened. The run fails, and writes no page, if a fault has no effect, or if a
+Five simulated pods, two pickers and the Envoy of `epp envoy-config` are real processes under an
+open loop of requests. The page shows the output of the commands. Each scene proves at the broken
+part that its fault happened. The run fails, and writes no page, if a fault has no effect, or if a
 command does not name the culprit or takes a minute.
 """
 
@@ -38,50 +39,55 @@ from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 FOLDER: Final = Path(__file__).parent
 ANSWER_S_MAX: Final = 60.0
 WRITTEN_S: Final = 7.0
-"""Time after which a decision is in the picker's files, which takes five seconds."""
+"""Seconds after which a decision is certainly in the picker's files; writing them takes up to five."""
 STRETCH_S: Final = 40.0
-"""Duration of each part of the night."""
+"""Duration in seconds of each part of the night."""
 FROZEN_S: Final = 0.25
 THAWED_S: Final = 0.1
 LONGER: Final = 8.0
-"""Length of the last scene's prompts, relative to the usual ones (approximately)."""
+"""Approximate length of the prompts in the last scene, relative to the usual length."""
 ORDINARY: Final = Traffic()
 CARELESS: Final = config_of(step("prefix-cache-scorer", 1))
-"""Changed configuration of the last night: only cached prefixes count."""
+"""Configuration of the changed ConfigMap in one scene: it considers only cached prefixes."""
 MODEL: Final = find_profile(DEFAULT_PROFILE).model
 
 
 class PromptTokens(Struct, frozen=True):
-    """Prompt tokens and answered requests of all pods, since their start."""
+    """Counters of all pods since their start: prompt tokens and answered requests."""
 
     tokens: float
     requests: float
 
     def mean_since(self, before: "PromptTokens") -> float:
-        """Return the mean prompt length in tokens of the requests answered since `before`."""
+        """Return the mean prompt length in tokens of the requests that were answered after
+        `before`.
+        """
         return (self.tokens - before.tokens) / max(1.0, self.requests - before.requests)
 
 
 class Night:
-    """The processes of the night, its page, and the commands on it."""
+    """The running processes of the night, the page written so far, and functions that run commands
+    for the page.
+    """
 
     def __init__(
         self, walk: Walk, stage: Stage, config: Path, stretch_s: Seconds = STRETCH_S
     ) -> None:
-        """Create a night whose parts take `stretch_s` each."""
+        """Create a night whose scenes take about `stretch_s` seconds each."""
         self.walk = walk
         self.stage = stage
         self.stretch_s = stretch_s
         self._config = config
 
     async def say(self, *lines: str) -> None:
-        """Write prose to the page, one sentence per line."""
+        """Write lines of prose to the page, one sentence per line."""
         self.walk.say(*lines)
 
     async def answers(self, command: str, *expected: str) -> str:
         """Run `command`, write its output and its duration to the page, and return the output.
 
-        Raise `SystemExit` if it takes a minute, or if its output lacks a text of `expected`.
+        Raise `SystemExit` if it takes a minute or more, or if its output lacks a text of
+        `expected`.
         """
         began_at = time.monotonic()
         told = await asyncio.to_thread(self.walk.run, command)
@@ -89,13 +95,14 @@ class Night:
         missing = [text for text in expected if text not in told]
         if missing or took_s > ANSWER_S_MAX:
             raise SystemExit(f"`{command}` took {took_s:.1f} s, without {missing}:\n{told}")
-        self.walk.say(f"It took {took_s:.1f} s.")
+        program = " ".join(command.split()[:2])
+        self.walk.say(f"`{program}` took {took_s:.1f} s.")
         return told
 
     async def configure(self, text: str) -> None:
-        """Write the configuration and wait until both pickers have recorded the change.
+        """Write the pickers' configuration and wait until both pickers have recorded the change.
 
-        Raise `NoEffectError` if a picker does not report another generation.
+        Raise `NoEffectError` if a picker does not report a later generation.
         """
         before = await self._generations()
         beside = self._config.with_suffix(".new")
@@ -121,7 +128,7 @@ class Night:
 
     @contextlib.asynccontextmanager
     async def broken(self, port: int, fault: Fault) -> AsyncIterator[None]:
-        """Give the pod at `port` the fault `fault` during the context, proven by a direct request.
+        """Give the pod at `port` a fault during the context; a direct request to the pod proves it.
 
         Raise `NoEffectError` if the pod behaves as before.
         """
@@ -135,7 +142,7 @@ class Night:
             await self.stage.tell(port, Fault.NONE)
 
     async def prompt_tokens(self) -> PromptTokens:
-        """Return the prompt tokens and requests that all pods have counted since they started."""
+        """Return the counters of prompt tokens and answered requests, summed over all pods."""
         pods = [f"http://127.0.0.1:{port}" for port in self.stage.pods.ports]
         name = "vllm:request_prompt_tokens"
         return PromptTokens(
@@ -146,9 +153,9 @@ class Night:
 
 @contextlib.asynccontextmanager
 async def stuttering(picker: Picker) -> AsyncIterator[None]:
-    """Stop `picker` for most of the time during the context, like a process without CPU.
+    """Stop the process of `picker` for most of the time during the context, as if it had no CPU.
 
-    Raise `NoEffectError` on entry if the kernel does not report it as stopped.
+    Raise `NoEffectError` on entry if the kernel does not report the process as stopped.
     """
 
     async def stutter() -> None:
@@ -177,7 +184,7 @@ def _now() -> str:
 
 
 async def play(night: Night) -> None:
-    """Play all scenes in order."""
+    """Play all scenes of the night in order."""
     async with Load(night.stage.gateway, ORDINARY, seed=1).running():
         await asyncio.sleep(night.stretch_s)
         await why_there(night)
@@ -191,7 +198,7 @@ async def play(night: Night) -> None:
 
 
 async def why_there(night: Night) -> None:
-    """Ask why one request was routed to its endpoint."""
+    """Play the scene: ask why one request was routed to its endpoint."""
     other = night.stage.pods.ports[0]
     await night.say(
         "## Why did it go there?",
@@ -209,7 +216,7 @@ async def why_there(night: Night) -> None:
 
 
 async def which_pod(night: Night) -> None:
-    """Break one pod and ask which one fails."""
+    """Play the scene: break one pod, and ask which pod fails."""
     port = night.stage.pods.ports[1]
     began = _now()
     async with night.broken(port, Fault.FAILS_FAST):
@@ -217,14 +224,14 @@ async def which_pod(night: Night) -> None:
         await night.say(
             "## Which pod, and since when?",
             "",
-            f"Some clients get a 500. (At {began} pod-{port} began to answer every request with one, within 17 ms, "
-            "its metrics page idle and healthy.)",
+            f"Some clients get a 500. (At {began} pod-{port} began to answer every request with a 500, within 17 ms, "
+            "while its metrics page looked idle and healthy.)",
         )
         await night.answers("epp top --once --url $PICKERS", f"pod-{port} ejected since")
 
 
 async def is_it_the_picker(night: Night) -> None:
-    """Stop one picker again and again and ask whether a picker is slow."""
+    """Play the scene: stop one picker again and again, and ask whether a picker is slow."""
     async with stuttering(night.stage.pickers[1]):
         await asyncio.sleep(night.stretch_s)
         await night.say(
@@ -239,7 +246,7 @@ async def is_it_the_picker(night: Night) -> None:
 
 
 async def last_nights_change(night: Night) -> None:
-    """Change the configuration and ask what the change did."""
+    """Play the scene: change the configuration, and ask what the change did."""
     await asyncio.sleep(night.stretch_s / 2)
     await night.configure(CARELESS)
     await asyncio.sleep(night.stretch_s)
@@ -257,7 +264,7 @@ async def last_nights_change(night: Night) -> None:
 
 
 async def doubled_by_a_pod(night: Night) -> None:
-    """Slow one pod down and ask why the TTFT doubled."""
+    """Play the scene: slow one pod down, and ask why the TTFT doubled."""
     port = night.stage.pods.ports[2]
     began = _now()
     async with night.broken(port, Fault.CRAWLS):
@@ -265,7 +272,7 @@ async def doubled_by_a_pod(night: Night) -> None:
         await night.say(
             f"## Why did the TTFT double at {began}?",
             "",
-            f"First cause: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (It is pod-{port}.)",
+            f"First cause: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (The slow pod is pod-{port}.)",
         )
         await night.answers(
             f"epp changes --dir $DECISIONS --at {began} --window {night.stretch_s:.0f}s",
@@ -276,7 +283,7 @@ async def doubled_by_a_pod(night: Night) -> None:
 
 
 async def doubled_by_traffic(night: Night) -> None:
-    """Send longer prompts and ask why the TTFT doubled."""
+    """Play the scene: send longer prompts, and ask why the TTFT doubled."""
     began = _now()
     before = await night.prompt_tokens()
     usual_tokens = before.mean_since(PromptTokens(0.0, 0.0))
@@ -301,7 +308,9 @@ async def doubled_by_traffic(night: Night) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(folder: Path, stretch_s: Seconds = STRETCH_S) -> AsyncIterator[Night]:
-    """Open a night in `folder`: pods, pickers and Envoy serve while the context is open."""
+    """Start pods, pickers and Envoy with files in `folder`, and yield the night; all processes end
+    with the context.
+    """
     config, decisions = folder / "config.yaml", folder / "decisions"
     config.write_text(STRATEGIES["homing"].config)
     decisions.mkdir()
@@ -327,24 +336,24 @@ async def _night(folder: Path, out: Path) -> None:
             "# Three in the morning",
             "",
             "One command answers each of five questions about a pool in trouble.",
-            "The page is for operators: find your question and type the command below it.",
+            "This page is for operators: find your question among the headings and type the command of its section.",
             "",
-            "Pickers, Envoy, HTTP and time are real; the five pods are simulated. "
+            "On this page, pickers, Envoy, HTTP and time are real; the five pods are simulated. "
             f"Two replicas of the picker share {ORDINARY.rate_per_s:.0f} requests a second under the default configuration.",
             "`make night` writes this page from the output of the commands. "
-            "Each fault is first proven at the broken part; "
-            "no page is written if a fault has no effect, or if a command does not name the culprit.",
+            "It first verifies the effect of each fault at the broken part, "
+            "and writes no page if a fault has no effect, or if a command does not name the culprit.",
         )
         await night.say(
-            "The commands run in the picker's own pod in a cluster: [how](operate.md#where-commands-run). "
-            "`$PICKERS` contains the addresses of both pickers here, and `$DECISIONS` is the folder of their decision history.",
+            "In a cluster, run the commands of this page in the picker's own pod ([where commands run](operate.md#where-commands-run)). "
+            "On this page, `$PICKERS` contains the addresses of the two pickers, and `$DECISIONS` is the folder of their decision history.",
         )
         await play(night)
         (out / "night.md").write_text("\n".join(night.walk.page).rstrip() + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if the page was written, 1 if a fault had no effect."""
+    """Play the night and write its page. Return 0, or 1 if a fault had no effect."""
     parser = argparse.ArgumentParser(prog="python -m docs.night")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""Draw the incidents of docs/simulator.md: `python -m docs.pictures`.
+"""Draw the pictures of incidents in docs/simulator.md: `python -m docs.pictures`.
 
-Each picture shows the example of the same name in docs/examples/scenarios. It is run like the first
-seed of `sim compare`, on the traffic that the page names.
+Each picture shows the scenario of the same name in docs/examples/scenarios. It is run like the
+first seed of `sim compare`, on the traffic that the page names.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ from sim.reports.charts import COLOURS, FULL, LEFT, Axis, Points, line_chart
 FOLDER: Final = Path(__file__).parent
 TRAFFIC: Final = ("shared-prefix", "--rate", "36", "--duration", "240")
 WINDOW_S: Final = 5.0
-"""Seconds of arrivals that one point of a line summarizes."""
+"""Length in seconds of the window of arrivals that one point of a line summarizes."""
 
 STYLE: Final = (
     "text{font:12px system-ui,sans-serif;fill:#52606d}"
@@ -37,7 +37,7 @@ STYLE: Final = (
 
 
 class Picture(Struct, frozen=True, kw_only=True):
-    """One figure over the time of an incident, with one line for each configuration."""
+    """One picture: a figure over the time of an incident, with one line for each configuration."""
 
     title: str
     unit: str
@@ -45,7 +45,9 @@ class Picture(Struct, frozen=True, kw_only=True):
     from_s: float
     to_s: float
     lines: Mapping[str, tuple[str, bool]]
-    """Name -> (configuration, whether pages are scraped and the number of pods is as usual)."""
+    """Lines of the picture by name, as (configuration, True for a run without failing scrapes and
+    without a change of the number of pods).
+    """
 
 
 def _ttft_p90_ms(window: Series) -> float:
@@ -76,7 +78,9 @@ PICTURES: Final = {
 
 
 def draw(name: str, trace: str) -> str:
-    """Return the picture of one incident as an SVG file."""
+    """Return the picture of the scenario `name` as the text of an SVG file. `trace` is the path of
+    its traffic.
+    """
     picture = PICTURES[name]
     usual = PodKind.of(find_profile(DEFAULT_PROFILE))
     scenario = scenario_in(FOLDER / "examples/scenarios" / f"{name}.toml", usual)
@@ -106,10 +110,10 @@ def svg_file(
     over: str = "",
     legend_from: int = LEFT + 180,
 ) -> str:
-    """Return a full drawing of `sim.reports.charts` as a file of its own, with a legend beside its
+    """Return a chart of `sim.reports.charts` as the text of an SVG file, with a legend beside its
     title.
 
-    `under` and `over` are drawn before and after it.
+    `under` and `over` are SVG elements that are drawn before and after the chart.
     """
     opened, _, rest = drawn.partition(">")
     page = f'<rect class="page" width="{FULL.width}" height="{FULL.height}"/>'
@@ -133,12 +137,14 @@ def _legend(names: Sequence[str], begins: int) -> str:
 
 
 def _as_usual(scenario: Scenario) -> Scenario:
-    """Return the same traffic without failing scrapes, started pods and drained pods."""
+    """Return the scenario with the same traffic but without failing scrapes and without the
+    autoscaler.
+    """
     return replace(scenario, scrape_troubles=(), autoscaler=None)
 
 
 def _ran(trace: str, scenario: Scenario, config: str) -> Series:
-    """Return the completed requests of the run."""
+    """Run a scenario with a configuration, and return the results of the completed requests."""
     one = Run(
         RunSettings(
             trace=trace,
@@ -166,7 +172,7 @@ def _points(picture: Picture, series: Series) -> Points:
 
 
 def main() -> None:
-    """Draw all pictures."""
+    """Draw all pictures of incidents and write them to docs/incidents."""
     with tempfile.TemporaryDirectory() as folder:
         trace = str(Path(folder) / "incidents.jsonl")
         sim(["trace", "generate", *TRAFFIC, "--out", trace])

@@ -1,7 +1,8 @@
-"""Old addresses of the site, docs/redirects.toml: each leads to the text that it had.
+"""Redirects from old addresses of the documentation site, listed in docs/redirects.toml, to the new
+place of their text.
 
-A page that has gone becomes a small page that forwards the browser, to the heading that the address names.
-A heading that was renamed keeps its old anchor beside the new one.
+A removed page becomes a small page that forwards the browser, to the heading that the address
+names. A heading that was renamed keeps its old anchor beside the new one.
 """
 
 import html
@@ -36,29 +37,29 @@ location.replace((old ?? document.querySelector("a")).href);
 
 
 class Redirect(Struct, frozen=True, forbid_unknown_fields=True):
-    """Old addresses of one page."""
+    """The redirects from the old addresses of one page."""
 
     page: str
-    """The old page, a Markdown file of the site."""
+    """Old page, as the name of a Markdown file of the site."""
     to: str
-    """The page that has its text, with `#anchor` if it is a section there."""
+    """Page that has the text now, with `#anchor` if it is a section of that page."""
     kept: list[str] = []
-    """Anchors of a page that has gone which are the same on the new one."""
+    """Anchors of a removed page that the new page has too."""
     renamed: dict[str, str] = {}
-    """Old anchor -> anchor on the new page."""
+    """New anchor of each old anchor that was renamed."""
 
     @property
     def target(self) -> str:
-        """The new page without an anchor."""
+        """New page without an anchor."""
         return self.to.partition("#")[0]
 
     @property
     def gone(self) -> bool:
-        """True if the site has the old page no more."""
+        """True if the old page was removed from the site."""
         return self.page != self.target
 
     def anchors(self) -> Iterator[tuple[str, str]]:
-        """Yield each old anchor with the present one."""
+        """Yield each old anchor of the page with its new anchor."""
         here = self.to.partition("#")[2]
         if here and here not in self.renamed:
             yield here, here
@@ -71,20 +72,22 @@ class _Redirects(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path = REDIRECTS) -> list[Redirect]:
-    """Return all redirects. Raise `msgspec.ValidationError` if the file does not have this form."""
+    """Return all redirects. Raise `msgspec.ValidationError` if the file has another form."""
     return msgspec.toml.decode(path.read_bytes(), type=_Redirects).redirect
 
 
 def address(page: str, anchor: str = "") -> str:
-    """Return the address on the site of a Markdown file and an anchor."""
+    """Return the address on the site of an anchor in a Markdown file; without an anchor, that of
+    the page.
+    """
     return f"{page.removesuffix('.md')}.html" + (f"#{anchor}" if anchor else "")
 
 
 def forwarding_page(redirect: Redirect) -> str:
-    """Return the HTML that stands at the address of a page that has gone.
+    """Return the HTML that replaces a removed page and forwards to the new one.
 
-    It works from a folder of files. Without scripts the browser forwards to the section, whatever the
-    anchor, and shows a link for each.
+    It also works from a folder of files. Without scripts the browser forwards to the section
+    `redirect.to`, whatever the anchor, and shows a link for each old anchor.
     """
     to = address(redirect.target, redirect.to.partition("#")[2])
     links = [f'<li><a href="{html.escape(to)}">{html.escape(to)}</a>']
@@ -97,9 +100,9 @@ def forwarding_page(redirect: Redirect) -> str:
 
 
 def with_old_anchors(content: str, page: str, redirects: list[Redirect]) -> str:
-    """Return the HTML of `page`, with the old anchors of its headings before them.
+    """Return the HTML of `page`, with the old anchors of renamed headings inserted before them.
 
-    Raise `ValueError` if it does not have a heading to which an old anchor leads.
+    Raise `ValueError` if the page does not have a heading to which an old anchor leads.
     """
     for redirect in redirects:
         if redirect.page != page or redirect.gone:

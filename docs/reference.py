@@ -33,7 +33,17 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches, estimate_tables, estimates, exact, inventory, ladders, leaderboard
+from docs import (
+    caches,
+    estimate_tables,
+    estimates,
+    exact,
+    frontier,
+    inventory,
+    ladders,
+    leaderboard,
+    live,
+)
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -68,27 +78,29 @@ from sim.cluster.built_in import strategies
 FOLDER: Final = Path(__file__).parent
 
 TYPES: Final[Mapping[str, str]] = {
-    "approx-prefix-cache-producer": "The prefixes that each endpoint is estimated to have cached, from the picker's own decisions.",
+    "approx-prefix-cache-producer": "The approximate prefix index: an estimate of the prefixes that each endpoint has cached, from the picker's own decisions.",
     "precise-prefix-cache-producer": (
-        "The prefixes that each endpoint has cached, as engines report them: [KV events](kv-events.md)."
+        "The exact prefix index: the prefixes that each endpoint has cached, as engines report them by [KV events](kv-events.md)."
     ),
-    "endpoint-notification-source": "The type has no effect, because changes of endpoints always arrive.",
-    "k8s-notification-source": "The type has no effect, because changes of endpoints always arrive.",
-    "session-id-producer": "The endpoint to which each session was last routed.",
-    "no-hit-lru-producer": "The order in which endpoints last received a prompt that none had cached.",
-    "dcgm-extractor": "Reads the pages of `dcgm-data-source`, and has no effect without it.",
-    "models-data-extractor": "Reads the pages of `models-data-source`, and has no effect without it.",
-    "single-profile-handler": "The type has no effect, because there is only one profile.",
-    "local-syncer": "The type has no effect, because flags configure sharing between replicas.",
+    "endpoint-notification-source": "`endpoint-notification-source` has no effect, because the picker always receives changes of endpoints.",
+    "k8s-notification-source": "`k8s-notification-source` has no effect, because the picker always receives changes of endpoints.",
+    "session-id-producer": "An index of the endpoint to which each session was last routed.",
+    "no-hit-lru-producer": "An index of the order in which endpoints last received a prompt that none had cached.",
+    "dcgm-extractor": "`dcgm-extractor` reads the pages of `dcgm-data-source`, and has no effect without this source.",
+    "models-data-extractor": "`models-data-extractor` reads the pages of `models-data-source`, and has no effect without this source.",
+    "single-profile-handler": "`single-profile-handler` has no effect, because Homing has only one acting profile.",
+    "local-syncer": "`local-syncer` has no effect, because flags configure sharing between replicas.",
     "openai-parser": (
-        "Reads paths that end in `chat/completions`, `completions`, `embeddings` and `responses`; "
-        "it reads only the model of `conversations` and `images/generations`."
+        "`openai-parser` reads requests whose paths end in `chat/completions`, `completions`, `embeddings` or `responses`; "
+        "of `conversations` and `images/generations` it reads only the model."
     ),
-    "anthropic-parser": "Reads paths that end in `v1/messages`.",
-    "vllmhttp-parser": "Reads paths that end in `inference/v1/generate`, whose prompts are token ids.",
-    "passthrough-parser": "Forwards all other requests unread and routes them by load.",
+    "anthropic-parser": "`anthropic-parser` reads requests whose paths end in `v1/messages`.",
+    "vllmhttp-parser": "`vllmhttp-parser` reads requests whose paths end in `inference/v1/generate`; their prompts are token ids.",
+    "passthrough-parser": "`passthrough-parser` forwards the requests that no other parser reads without reading them; they are routed by load.",
 }
-"""Descriptions of types whose class has a docstring for programmers, or too short a one."""
+"""Descriptions of configuration types whose class has a docstring for programmers, or one that is
+too short.
+"""
 
 PARAMETERS: Final[Mapping[str, str]] = {
     "defaultEngine": "Engine of an endpoint that has no label and whose page does not show it.",
@@ -121,14 +133,16 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "allowsNoLabel": "Whether the filter keeps an endpoint without the label.",
     "vllm": "[The renderer](tokens.md#the-renderer).",
 }
-"""Meanings of parameters that neither the class nor a docstring below the field explains."""
+"""Meanings of configuration parameters that neither their class nor a docstring below the field
+explains.
+"""
 _PART: Final = re.compile(
     r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL
 )
 
 
 def main() -> int:
-    """Write every page whose generated parts changed, and print its name."""
+    """Write every page whose generated parts changed, and print its name. Return the exit code."""
     for page in (FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))):
         before = page.read_text(encoding="utf-8")
         after = refreshed(before)
@@ -139,7 +153,7 @@ def main() -> int:
 
 
 def refreshed(page: str) -> str:
-    """Return `page` with its generated parts updated."""
+    """Return the text of a page with its generated parts updated."""
     parts: dict[str, Callable[[], str]] = {
         "cluster-rows": _cluster_rows,
         "filters": lambda: _plugins(FILTERS, what_it_reads),
@@ -192,6 +206,10 @@ def refreshed(page: str) -> str:
         "estimate-judged": lambda: estimate_tables.judged_table(estimates.read()),
         "estimate-gpus": lambda: estimate_tables.gpu_table(estimates.read()),
         "estimate-efficiencies": lambda: estimate_tables.efficiency_table(estimates.read()),
+        "frontier-chosen": lambda: frontier.table("chosen"),
+        "frontier-confirmed": lambda: frontier.table("confirmed"),
+        "frontier-further": lambda: frontier.table("further"),
+        "live-first-token": live.table,
         "ladders-means": lambda: ladders.mean_table(ladders.read()),
         "ladders-order": lambda: ladders.order_table(ladders.read()),
         "ladders-steps": lambda: ladders.step_table(ladders.read()),
@@ -221,11 +239,12 @@ def _families() -> str:
 
 
 def _family(family: ModuleType) -> str:
-    """Return the text of a family's module, and its plugins."""
+    """Return the documentation of a family of strategies: its module's docstring, and its plug-ins."""
     head, _, rest = _unwrapped(inspect.cleandoc(family.__doc__ or "")).partition("\n\n")
     names = ", ".join(f"`{strategy.name}`" for strategy in family.STRATEGIES)
     parts = [f"## {family.__name__.rpartition('.')[2].replace('_', ' ').capitalize()}", head]
-    parts += [f"Strategies: {names}."] + ([rest] if rest else [])
+    parts += [f"Strategies of this family: {names}."] if names else []
+    parts += [rest] if rest else []
     for kinds in ("FILTERS", "SCORERS", "PICKERS", "INDEXES"):
         parts += [
             _plugin(kind.type_name, kind, what_it_reads(kind))
@@ -238,12 +257,12 @@ def _plugin(name: str, kind: type[Any], reads: str) -> str:
     lines = [f"### {name}", ""]
     newer = DEPRECATED_PLUGINS.get(name) or DEPRECATED.get(name)
     if newer:
-        lines += [f"Deprecated: use `{newer}`.", ""]
+        lines += [f"`{name}` is deprecated: use `{newer}`.", ""]
     if newer and newer in {**FILTERS, **ACCEPTED} and _class(newer) is kind:
-        return "\n".join([*lines, "An old name of the same type."])
+        return "\n".join([*lines, f"`{name}` is an old name of the type `{newer}`."])
     lines.append(TYPES.get(name) or _prose(kind))
     if reads:
-        lines += ["", f"Reads {reads}."]
+        lines += ["", f"`{name}` reads these data: {reads}."]
     fields = _fields(kind)
     if fields:
         head = ("parameter", "type", "default", "meaning")
@@ -252,7 +271,7 @@ def _plugin(name: str, kind: type[Any], reads: str) -> str:
 
 
 def _parameters(kind: type[Any]) -> str:
-    """Return the table of parameters of a struct that belongs to a parameter."""
+    """Return the table of the members of a nested parameter, whose type is the struct `kind`."""
     return _table(("parameter", "type", "default", "meaning"), _rows(kind, _fields(kind)))
 
 
@@ -278,13 +297,15 @@ def _fields(kind: type[Any]) -> tuple[Field, ...]:
 
 
 def _prose(kind: type[Any]) -> str:
-    """Return the docstring, with parameters written as in a document."""
+    """Return the docstring of a plug-in's class, with parameters spelt as in a configuration
+    document.
+    """
     text = re.sub(r"\A`[\w-]+`: ", "", inspect.cleandoc(kind.__doc__ or ""))
     return _unwrapped(_spelt(text[:1].upper() + text[1:], _fields(kind)))
 
 
 def _unwrapped(text: str) -> str:
-    """Return `text` with each paragraph, and each item of a list, on one line."""
+    """Return `text` with each paragraph, and each item of a list, joined to one line."""
     return re.sub(r"(?<=\S)\n(?! *[-*] |\n| {4}) *(?=\S)", " ", text)
 
 
@@ -296,7 +317,9 @@ def _spelt(text: str, fields: Sequence[Field]) -> str:
 
 @cache
 def _sentences(kind: type[Any]) -> dict[str, str]:
-    """Return the docstring below each field, in one line, including fields of base classes."""
+    """Return the docstring below each field of a class, joined to one line, including fields of
+    base classes.
+    """
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         if one.__module__.startswith(("epp.", "sim.", "homing_rivals.")):
@@ -394,7 +417,7 @@ def _feature_gates() -> str:
 
 
 def _cluster_rows() -> str:
-    """Return the table of the last run in a cluster, from docs/cluster.json."""
+    """Return the table of the last test run in a cluster, from docs/cluster.json."""
     rows = json.loads((FOLDER / "cluster.json").read_text(encoding="utf-8"))
     head = ("gateway", "what was done", "requests", "lost", "streams", "cut", "p99, ms")
     return _table(
@@ -434,7 +457,7 @@ def _labels(spec: MetricSpec) -> str:
 
 
 def _flags(kind: type[msgspec.Struct]) -> str:
-    """The text of --help without its first line."""
+    """Return the text of a command's `--help` without its first line, as a code block."""
     text = help_text("", kind).partition("\n")[2].strip("\n")
     return f"```text\n{text}\n```"
 

@@ -1,7 +1,7 @@
-"""Print the notes of a release from the changelog: `python -m docs.release_notes v0.1.0`.
+"""Print the notes of a release from CHANGELOG.md: `python -m docs.release_notes v0.1.0`.
 
 The command exits with 1 and one sentence if the tag, the versions of package and chart and the
-changelog do not agree; nothing must be released then. It needs only Python.
+changelog do not agree; the release must then be stopped. It needs only Python.
 """
 
 import re
@@ -15,12 +15,13 @@ _TAG: Final = re.compile(r"v(\d+\.\d+\.\d+(?:-[0-9A-Za-z.-]+)?)", re.ASCII)
 
 
 class ReleaseError(Exception):
-    """A disagreement that prevents a release; its text is one sentence."""
+    """A disagreement between versions that prevents a release; its text is one sentence."""
 
 
 def notes_of(tag: str, root: Path = ROOT) -> str:
-    """Return the changelog's notes for the version that `tag` names. Raise `ReleaseError` if
-    versions disagree.
+    """Return the notes in CHANGELOG.md for the version that the git tag `tag` names.
+
+    Raise `ReleaseError` if versions disagree, or if there are no notes.
     """
     match = _TAG.fullmatch(tag)
     if match is None:
@@ -38,7 +39,7 @@ def notes_of(tag: str, root: Path = ROOT) -> str:
 
 
 def _versions(root: Path) -> dict[str, str]:
-    """Return the version in each place, by file and member."""
+    """Return the version of the project in each file that states it, by file and member."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = {"pyproject.toml": str(project["version"])}
     rivals = tomllib.loads((root / "rivals/pyproject.toml").read_text(encoding="utf-8"))["project"]

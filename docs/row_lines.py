@@ -1,5 +1,5 @@
-"""JSON for files that people compare: a value that fits on one line has one, so a changed row is
-one changed line.
+"""Formatting of JSON files whose changes people read: each value that fits on one line stands on
+one line, so a changed row is one changed line.
 """
 
 import json
@@ -9,7 +9,9 @@ LINE_CHARACTERS_MAX: Final = 160
 
 
 def row_lines(value: Any) -> str:
-    """Return `value`, which `json.dumps` must accept, as such JSON with a newline at its end."""
+    """Return `value` as JSON in which each part that fits on one line of 160 characters stands on
+    one line. It ends with a newline.
+    """
     return _lines(value, 0) + "\n"
 
 

@@ -1,9 +1,10 @@
-"""Hooks of mkdocs for this repository: `make site`.
+"""Hooks of mkdocs that build the documentation site from this repository: `make site`.
 
-Pages are written for GitHub, so links lead to files of the repository. The hooks turn links to pages into
-links of the site, and links to other files into links into the repository. A link that leads nowhere is a
-warning, which ends the build. Markdown files outside of docs/, for example beside the chart, become pages
-too, and old addresses lead to the present ones (docs/redirects.py). `extra.repository` of mkdocs.yml is the address of the repository's files.
+Pages are written for GitHub, so links lead to files of the repository. The hooks turn links to
+pages into links of the site, and links to other files into links into the repository. A link to a
+missing file is a warning, which ends the build. Markdown files outside of docs/, for example beside
+the chart, become pages too, and old addresses lead to the present ones (docs/redirects.py).
+`extra.repository` of mkdocs.yml is the address of the repository's files.
 """
 
 import logging
@@ -31,26 +32,28 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "charts/homing/README.md": "chart.md",
     "deploy/README.md": "manifests.md",
 }
-"""Markdown outside of docs/ -> its page."""
+"""Page of the site for each Markdown file outside of docs/."""
 
 _FENCE: Final = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 _LINK: Final = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
 def slug(heading: str, separator: str) -> str:
-    """Return the anchor that GitHub gives a heading, so that a link to it works in both places."""
+    """Return the anchor that GitHub gives a heading, so that a link to it works on GitHub and on
+    the site.
+    """
     return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", separator)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages outside of docs/."""
+    """Hook of mkdocs: add the Markdown files outside of docs/ to the pages of the site."""
     for path, page in ELSEWHERE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links of the site."""
+    """Hook of mkdocs: turn links to files of the repository into links of the site."""
     source = _path_of(page.file.src_uri)
     written = []
     last = 0
@@ -61,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Add the old anchors of headings that were renamed."""
+    """Hook of mkdocs: insert the old anchors of renamed headings."""
     try:
         return redirects.with_old_anchors(html, page.file.src_uri, redirects.read())
     except ValueError as problem:
@@ -70,7 +73,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write a page that forwards to the new one at the address of each page that has gone."""
+    """Hook of mkdocs: at the address of each removed page, write a page that forwards to the new
+    one.
+    """
     for redirect in redirects.read():
         if redirect.gone:
             path = Path(config.site_dir, redirects.address(redirect.page))
@@ -78,7 +83,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _path_of(page: str) -> str:
-    """Return the path of the file that became `page`, from the root of the repository."""
+    """Return the path in the repository of the file that became `page` of the site."""
     return next((path for path, to in ELSEWHERE.items() if to == page), f"docs/{page}")
 
 

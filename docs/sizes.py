@@ -1,7 +1,7 @@
 """Compare `sim size` with runs of every number of pods: `python -m docs.sizes TRACE... --out DIR`.
 
-The command writes the table between the marks in docs/simulator.md, and the picture beside it. The
-same command continues where it was stopped.
+The command writes the table between the marks in docs/simulator.md, and the picture docs/sizes.svg.
+If it was stopped, the same command continues.
 """
 
 import argparse
@@ -25,17 +25,17 @@ BEGIN: Final = "<!-- sizes, by `python -m docs.sizes` -->"
 END: Final = "<!-- end of sizes -->"
 SLO: Final = "ttft-p90=2,itl-p99=0.15"
 SPEED: Final = 3.0
-"""Speed of the replay; the published hours have few requests for one GPU."""
+"""Factor by which arrivals are sped up, because the published traces have few requests for one GPU."""
 STRETCH_S: Final = 90.0
-"""Length of the stretch; every number of pods takes one run per seed, which would take hours for
-an hour.
+"""Length in seconds of the period that is sized for. Every number of pods takes one run per seed,
+so a longer period would take hours.
 """
 PODS_MAX: Final = 32
 SEEDS: Final = 5
 
 
 class Sized(Struct, frozen=True, kw_only=True):
-    """The used part of a sizing's summary.json."""
+    """Those parts of a sizing's summary.json that the table and the picture need."""
 
     conditions: dict[str, Any]
     sized_for: DemandSummary
@@ -43,11 +43,13 @@ class Sized(Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table and return 0, or return the exit code of a sizing that failed."""
+    """Run the sizings, and write the table and the picture. Return 0, or the exit code of a sizing
+    that failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.sizes", description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="runs are kept there"
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the results of runs"
     )
     parser.add_argument("--workers", default="1", metavar="N", help="processes (1)")
     options = parser.parse_args(arguments)
@@ -68,20 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_table(page: str, summaries: Sequence[Sized]) -> str:
-    """Return the page with the text between the marks replaced."""
+    """Return the page with the table of sizings between its marks replaced."""
     return with_rows(page, BEGIN, END, rows(summaries))
 
 
 def with_rows(page: str, begin: str, end: str, table: Sequence[Sequence[str]]) -> str:
-    """Return the page with the text between the marks `begin` and `end` replaced by a table."""
+    """Return the page with the text between the marks `begin` and `end` replaced by a Markdown
+    table.
+    """
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n\n{markdown_table(table)}\n\n{end}{after}"
 
 
 def rows(summaries: Sequence[Sized]) -> list[list[str]]:
-    """Return one row for each trace: the results of the search and of every number, and their
-    runs.
+    """Return the rows of the table, one for each trace: the number of pods by the search and by
+    every number, and the runs that each took.
     """
     found = [["trace", "requests", "`sim size`", "every number", "runs", "runs of every number", "share"]]  # fmt: skip
     for summary in summaries:
@@ -102,8 +106,8 @@ def rows(summaries: Sequence[Sized]) -> list[list[str]]:
 
 
 def picture(summaries: Sequence[Sized]) -> str:
-    """Return an SVG file: the used share of the bounds for each number of pods, and the tried
-    numbers.
+    """Return an SVG file with the used share of the SLO bounds for each number of pods; dots are
+    the numbers that the search tried.
     """
     lines: dict[str, Points] = {}
     tried: list[Points] = []
@@ -137,7 +141,9 @@ def picture(summaries: Sequence[Sized]) -> str:
 
 
 def checked(option: SizedSummary) -> EveryCountSummary:
-    """Return the result of running every number of pods."""
+    """Return the result of running every number of pods of an option, which `sim size
+    --every-count` has added.
+    """
     assert option.every_count is not UNSET, "asked for by main"
     return option.every_count
 

@@ -1,7 +1,9 @@
-"""Play the working day of docs/walkthrough.md and write the page: `python -m docs.walkthrough`.
+"""Play the working day of docs/walkthrough.md with real processes, and write the page: `python -m
+docs.walkthrough`.
 
-`epp serve`, Envoy, HTTP and time are real; the pods are simulated. The page shows the real output of
-the commands. The run takes half an hour, or less with `--minutes`, and uses the ports of `PORTS`.
+`epp serve`, Envoy, HTTP and time are real; the pods are simulated. The page shows the real output
+of the commands. The run takes half an hour, or less with `--minutes`, and uses the ports of
+`PORTS`.
 """
 
 import argparse
@@ -38,7 +40,9 @@ STARTS_S_MAX: Final = 60.0
 RELOADS_S_MAX: Final = 30.0
 POLL_S: Final = 0.2
 MINUTES: Final = 10.0
-"""Duration of the captured traffic, and of the traffic compared with it."""
+"""Duration in minutes of the captured traffic, and of the traffic after the change that is compared
+with it.
+"""
 TRIALS: Final = 40
 SPACE: Final = """\
 defaults = false
@@ -50,7 +54,7 @@ plugin = "queue-scorer"
 plugin = "kv-cache-utilization-scorer"
 """
 KINDS: Final = (("documents", 4, "hot-spot"), ("assistants", 7, "shared-prefix"))
-"""Name, requests a second, workload."""
+"""Kinds of traffic, as (name, requests per second, workload of `sim trace generate`)."""
 LINES_MAX: Final = 40
 ERRORS_SHARE_MAX: Final = 0.05
 
@@ -59,32 +63,41 @@ GUESS: Final = config_of(
     step("queue-scorer", 6),
     step("kv-cache-utilization-scorer", 6),
 )
-"""Guessed configuration: load counts twelve times as much as cached prefixes."""
+"""Guessed first configuration, in which load counts twelve times as much as cached prefixes."""
 
 
 class Walk:
-    """One run: a folder, programs in the background, and the page written so far."""
+    """One run of a walkthrough: its folder, programs in the background, and the page written so
+    far.
+    """
 
     def __init__(self, folder: Path, path: str, **variables: str) -> None:
-        """Create a run in `folder`; commands are found by `path` and also get `variables`."""
+        """Create a run in `folder`.
+
+        Its commands are found in the directories of `path`, and get `variables` as further
+        environment variables.
+        """
         self.folder = folder
         self.page: list[str] = []
         told = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
         self._environment = os.environ | told | variables
 
     def say(self, *lines: str) -> None:
-        """Write prose to the page, one sentence per line."""
+        """Write lines of prose to the page, one sentence per line."""
         self.page += [*lines, ""]
 
     def show(self, text: str, language: str = "text") -> None:
-        """Write the content of a file or the output of a program to the page."""
+        """Write a text to the page as a code block of at most 40 lines: the content of a file or
+        the output of a program.
+        """
         lines = text.rstrip().splitlines()
         if len(lines) > LINES_MAX:
             lines = [*lines[: LINES_MAX - 1], "..."]
         self.page += [f"```{language}", *lines, "```", ""]
 
     def run(self, command: str, *, shown: Callable[[str], str] | None = None) -> str:
-        """Run `command`, write its output to the page as `shown` converts it, and return the output.
+        """Run `command`, write its output to the page as `shown` converts it, and return the
+        unconverted output.
 
         Raise `SystemExit` if the command fails.
         """
@@ -101,7 +114,9 @@ class Walk:
 
     @contextlib.contextmanager
     def running(self, command: str, ready: str) -> Iterator[None]:
-        """Run `command` in the background during the context, which begins when the URL `ready` answers."""
+        """Run `command` in the background until the context ends. The context begins when the URL
+        `ready` answers.
+        """
         print(f"$ {command} &", flush=True)
         self.show(f"$ {command} &")
         log = self.folder / f"{command.split(maxsplit=1)[0]}.log"
@@ -123,7 +138,7 @@ class Walk:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and its pictures, and return 0."""
+    """Play the walkthrough, write the page and its pictures, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m docs.walkthrough")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="minutes of captured traffic"
@@ -166,7 +181,10 @@ def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def served(walk: Walk) -> Iterator[None]:
-    """Start pods, picker and Envoy as the page shows; stop them at the end of the context."""
+    """Start pods, picker and Envoy, and show their commands on the page.
+
+    They end with the context.
+    """
     walk.say("## A pool, a picker, a gateway")
     (walk.folder / "config.yaml").write_text(GUESS)
     walk.say(
@@ -188,7 +206,7 @@ def served(walk: Walk) -> Iterator[None]:
 
 
 def drive_before(walk: Walk, captured_s: float) -> None:
-    """Send both kinds of traffic for `captured_s` while the picker captures."""
+    """Send both kinds of traffic for `captured_s` seconds while the picker captures it."""
     walk.say(
         "## Traffic",
         "",
@@ -205,9 +223,11 @@ def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
 def drive(
     walk: Walk, when: str, duration_s: float, seed: int, *, url: str, model: str, before: str = ""
 ) -> None:
-    """Send both kinds of traffic to the gateway; results are in documents-WHEN and assistants-WHEN.
+    """Send both kinds of traffic to the gateway at `url`. The results are in the folders
+    documents-WHEN and assistants-WHEN.
 
-    `before` is a shell command to run first, for instance one that sets a variable of `url`.
+    `before` is shell text that runs first, for instance one that sets a variable of `url`. Raise
+    `SystemExit` if over 5 % of the requests fail.
     """
     for kind, rate, workload in KINDS:
         walk.run(
@@ -298,7 +318,7 @@ def _apply(walk: Walk, driven_s: float) -> None:
 
 
 def comparison(folder: Path) -> list[str]:
-    """Return a table of the summaries of the drives before and after."""
+    """Return the lines of a table that compares the clients' results before and after the change."""
     head = "| traffic | weights | answered | TTFT p50 | TTFT p90 | E2E mean | cached |"
     rows = [head, "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for kind, *_ in KINDS:
@@ -309,7 +329,10 @@ def comparison(folder: Path) -> list[str]:
 
 
 def shadowed(live: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
-    """Return `live` with the profile of `tuned` as its shadow; plug-ins of both keep their parameters."""
+    """Return the configuration `live` with the profile of `tuned` as its shadow profile.
+
+    Plug-ins of both keep their parameters.
+    """
     named = {plugin.get("name", plugin["type"]): plugin for plugin in tuned["plugins"]}
     renamed = {name: f"tuned-{name}" for name in named}
     (profile,) = tuned["schedulingProfiles"]
@@ -340,7 +363,7 @@ def _figures(told: Mapping[str, Any]) -> list[str]:
 
 
 def without_bars(text: str) -> str:
-    """Return `text` without the lines of progress bars."""
+    """Return the output of a command without the lines of progress bars."""
     return "\n".join(line for line in text.splitlines() if not re.search(r"[━╸╺]{5}", line))
 
 

@@ -1,9 +1,9 @@
-"""Play docs/walkthrough-cluster.md in the cluster of `make cluster` and write the page.
+"""Play docs/walkthrough-cluster.md in the cluster of `make cluster`, and write the page.
 
-The command is `python -m docs.walkthrough_cluster`. Kubernetes, the chart, `epp serve` and Envoy in its
-pods, HTTP and time are real. kwok plays the nodes of the model servers, and simulated engines answer
-at their addresses. The page shows the real output of the commands. The run takes half an hour, or less
-with `--minutes`.
+The command is `python -m docs.walkthrough_cluster`. Kubernetes, the chart, `epp serve` and Envoy in
+its pods, HTTP and time are real. kwok plays the nodes of the model servers, and simulated engines
+answer at their addresses. The page shows the real output of the commands. The run takes half an
+hour, or less with `--minutes`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ IN_FORCE: Final = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and return 0, or return 2 if this machine lacks a program."""
+    """Play the walkthrough, write the page and return 0. Return 2 if this machine lacks a program."""
     parser = argparse.ArgumentParser(prog="python -m docs.walkthrough_cluster")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="minutes of captured traffic"
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _typed(folder: Path) -> str:
-    """Return a PATH whose commands for the cluster run inside its network."""
+    """Return a PATH on which `kubectl`, `helm` and `sim` run inside the network of the cluster."""
     here = Path(sys.executable).parent
     programs = {name: tools_of(HELM_3) / name for name in ("kubectl", "helm")} | {
         "sim": here / "sim"
@@ -143,7 +143,7 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
 
 
 def chart_values() -> dict[str, Any]:
-    """Return the values with which the page installs the chart."""
+    """Return the Helm values with which the page installs the chart."""
     repository, _, tag = HOMING.rpartition(":")
     return {
         "image": {"repository": repository, "tag": tag},

@@ -1,4 +1,4 @@
-"""Homing, the endpoint picker."""
+"""Homing, an endpoint picker (EPP) for Kubernetes inference gateways."""
 
 from typing import Final
 

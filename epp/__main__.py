@@ -1,6 +1,6 @@
 """The command `epp`: serve, check-config, envoy-config, explain, decisions, changes, top.
 
-What a subcommand needs is imported when it runs, so that checking a file starts at once.
+The modules of a subcommand are imported when it runs, so that a short command starts at once.
 """
 
 import os
@@ -34,24 +34,27 @@ SUCCESS: Final = 0
 FAILURE: Final = 1
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130
-"""Exit code after Ctrl-C, as shells count it."""
+"""Exit code of `epp` after Ctrl-C: 128 plus the number of SIGINT, as in shells."""
 
 
 class Subcommand(Struct, frozen=True):
     """The command line of a subcommand, and the function that runs it."""
 
     usage: str
-    """Arguments that `--help` shows after its name."""
+    """Arguments that `--help` shows after the subcommand's name."""
     flags: type[Struct]
     parse: Callable[[Sequence[str]], Any]
     module: str
     function: str
-    """Name of the function, which takes flags, standard output and standard error and returns the
-    exit code.
+    """Name of the function in `module` that runs the subcommand.
+
+    It takes the flags, standard output and standard error, and returns the exit code.
     """
     calls_plugins: bool = False
     needs: str = ""
-    """Package that the extra with the subcommand's name installs; "" if none is needed."""
+    """Package without which the subcommand cannot run, and which the extra with the subcommand's
+    name installs; "" if none is needed.
+    """
 
 
 SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
@@ -111,7 +114,10 @@ SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code, 2 for a command line that cannot be obeyed."""
+    """Run the subcommand that `arguments` (default: `sys.argv`) name.
+
+    Return its exit code, or 2 if the command line is invalid.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     return until_reader_leaves(lambda: _main(given))
 
@@ -148,7 +154,10 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def run(name: str, command: Subcommand, arguments: Sequence[str]) -> int:
-    """Raises `FlagError` for a command line that cannot be obeyed."""
+    """Run `command` with `arguments` and return its exit code.
+
+    Raises `FlagError` if the command line is invalid.
+    """
     if wants_help(arguments):
         sys.stdout.write(help_text(f"epp {name} {command.usage}", command.flags))
         return SUCCESS

@@ -1,4 +1,6 @@
-"""The end of `epp` and `sim` if the reader of their output closes it early, as `head` does."""
+"""End of `epp` and `sim` without an error message if the reader of their output closes it early, as
+`head` does.
+"""
 
 import os
 import sys
@@ -6,11 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 READER_LEFT: Final = 141
-"""Exit code that shells give a program ended by SIGPIPE. Python ignores the signal."""
+"""Exit code if the output was closed early: the one that shells report for a program ended by
+SIGPIPE, which Python ignores.
+"""
 
 
 def until_reader_leaves(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`, or `READER_LEFT`, without a message, if its output was closed."""
+    """Return the exit code of `run`, or `READER_LEFT` if standard output was closed early; print no
+    error then.
+    """
     try:
         try:
             return run()

@@ -1,3 +1,3 @@
-"""A simulator: a second shell round the same scheduler core, with simulated pods and replayed
+"""The simulator: it runs the same scheduler core as the picker, with simulated pods and replayed
 traffic.
 """

@@ -1,4 +1,4 @@
-"""Entry point of the command `sim`; `sim/commands.py` assembles its subcommands."""
+"""Entry point of the command `sim`; `sim/commands.py` has its subcommands."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from sim.interrupts import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of the simulator and return the exit code."""
+    """Run the command `sim` with `arguments` (None for those of the process) and return the exit
+    code.
+    """
     return until_reader_leaves(lambda: _main(arguments))
 
 

@@ -1,4 +1,4 @@
-"""The command line `sim`: parse flags, then run the selected command and return its exit code.
+"""The command line `sim`: parse the flags, run the selected subcommand, and return its exit code.
 
 Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong command line.
 """
@@ -37,12 +37,13 @@ _MISSING: Final = "the following arguments are required: "
 _TOO_MANY: Final = "unrecognized arguments: "
 _SLO: Final = "--slo"
 _NO_VALUE: Final = "expected one argument"
-"""Parts of argparse's messages about missing arguments, unknown arguments and a flag without value.
+"""Parts of argparse's error messages about missing arguments, unknown arguments, and a flag without
+a value; `_SLO` is a flag's name.
 """
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run one command of the simulator and return its exit code."""
+    """Run the subcommand of `sim` that `arguments` select and return its exit code."""
     parser: argparse.ArgumentParser = _Parser(
         prog="sim", description="Simulated vLLM pods for the endpoint picker.", allow_abbrev=False
     )
@@ -79,15 +80,15 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one sentence and suggests the flag or command that was
-    meant.
+    """A parser of command lines that reports an error in one sentence, and suggests a similar flag
+    or subcommand.
 
-    Subcommands use it too.
+    The parsers of subcommands have this type too.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Reject unknown flags at their position; argparse would first report missing required
-        flags.
+        """Parse the arguments, but first exit at an unknown flag. argparse would report missing
+        required flags before unknown ones.
         """
         arguments = list(sys.argv[1:] if args is None else args)
         for at, argument in enumerate(arguments):
@@ -100,8 +101,8 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(arguments, namespace)
 
     def _meant_by(self, name: str, value: str) -> str:
-        """Return which flag `name` may have meant, as the end of a sentence, or "" if none is
-        similar.
+        """Return a suggestion of the flag that the unknown flag `name` may have meant, as the end
+        of a sentence; "" if no flag is similar.
         """
         slo = name.removeprefix("--").replace("_", "-")
         if _SLO in self._option_string_actions and slo in NAMES:
@@ -110,7 +111,10 @@ class _Parser(argparse.ArgumentParser):
         return nearest(name, self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """Print the error without the usage text, whose screen of flags would hide the sentence."""
+        """Print the error and exit with code 2.
+
+        The usage text is not printed, because its screen of flags would hide the error.
+        """
         told = message.removeprefix("argument ").replace(_NO_VALUE, "expected a value, got none")
         if told.startswith(_TOO_MANY):
             told = f"expected nothing more, got {told.removeprefix(_TOO_MANY)}"
@@ -138,7 +142,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _expected(action: argparse.Action, value: Any) -> str:
-    """Return the sentence part "expected ..., got ..." for an argument with a wrong value."""
+    """Return "expected ..., got ..." for an argument with a wrong value, as part of an error."""
     choices = [choice for choice in map(str, action.choices or ()) if choice]
     numbers: dict[Any, str] = {int: "a whole number", float: "a number"}
     if choices:

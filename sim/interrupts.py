@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C: a command ends in order, and its results up to then are readable."""
+"""Handling of Ctrl-C: a command ends in order, and writes the results that it has."""
 
 import contextlib
 import signal
@@ -13,7 +13,7 @@ INTERRUPTED: Final = 130
 def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` on Ctrl-C inside the context, instead of raising KeyboardInterrupt.
 
-    Only the first Ctrl-C calls it. Later ones are ignored, also after the context, because the
+    Only the first Ctrl-C calls `stop`. Later ones are ignored, also after the context, because the
     command then only writes its results.
     """
 

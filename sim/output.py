@@ -20,33 +20,42 @@ _WRITTEN: Final = (
     *("summary.json", "report.md", "report.html", REQUESTS, DECISIONS),
     *(RUNS, TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR, AUTOSCALING, TRAFFIC),
 )
-"""Names of all files that commands write; no command writes all of them."""
+"""Names of all files that the commands write into the output folder; no command writes all of them."""
 
 
 class Printer(Console):
-    """A console on standard output that raises `BrokenPipeError` if the reader left, like `print`."""
+    """A console on standard output that raises `BrokenPipeError` if the reader of the output has
+    closed it, as `print` does.
+    """
 
     def on_broken_pipe(self) -> None:
         raise  # noqa: PLE0704  rich calls this in the handler of the error
 
 
 class OutputError(Exception):
-    """The output folder cannot be used; the text is one sentence."""
+    """The output folder of a command cannot be used, or a result in it cannot be read. The error is
+    one sentence.
+    """
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `open_folder` reads."""
+    """Add the flags `--out` and `--force`, which `open_folder` evaluates."""
     add = parser.add_argument_group("Output").add_argument
-    add("--out", type=Path, metavar="DIR", help="write the results there; must be empty")
-    add("--force", action="store_true", help="replace the results that are in DIR already")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the results; it must be empty or not exist",
+    )
+    add("--force", action="store_true", help="replace the results of an earlier run in DIR")
 
 
 def open_folder(options: argparse.Namespace, *, goes_on: str = "") -> Path | None:
     """Return an empty folder for results, created if needed, or None if `--out` is not given.
 
     `--force` also accepts a folder that is not empty, and removes the results of earlier runs from
-    it. A command that can resume names its journal in `goes_on`, and then accepts a folder with
-    this file. Raises `OutputError` and `OSError`.
+    it. A command that can resume passes the name of its journal as `goes_on`; a folder with this
+    file is then accepted. Raises `OutputError` and `OSError`.
     """
     path: Path | None = options.out
     if path is None:
@@ -63,14 +72,16 @@ def open_folder(options: argparse.Namespace, *, goes_on: str = "") -> Path | Non
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file atomically: a reader finds either all of the old content or all of the new."""
+    """Replace the content of a file atomically: a reader finds either all of the old content or all
+    of the new.
+    """
     beside = path.with_name(f".{path.name}")
     beside.write_bytes(content)
     beside.replace(path)
 
 
 def progress_bar(title: str) -> Progress:
-    """Return a progress bar that is shown only on a terminal."""
+    """Return a progress bar that is visible only if stderr is a terminal."""
     return Progress(
         TextColumn(title),
         BarColumn(),

@@ -1,18 +1,20 @@
-"""Error messages of commands: one sentence for each problem."""
+"""Error messages of commands: one sentence for each error."""
 
 import sys
 
 
 def sentence_of(problem: Exception) -> str:
-    """Return the problem as a sentence; an `OSError` starts with the file and has no error number."""
+    """Return the text of an error. The text of an `OSError` starts with the file and has no error
+    number.
+    """
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{problem.filename}: {problem.strerror}"
     return str(problem)
 
 
 def unread(file: object, problem: Exception, what: str) -> str:
-    """Return why `file`, which should contain `what`, cannot be read. An `OSError` already names
-    the file.
+    """Return why `file`, which should contain `what`, cannot be read, as a sentence that names the
+    file.
     """
     if isinstance(problem, OSError):
         return sentence_of(problem)
@@ -23,11 +25,11 @@ def unread(file: object, problem: Exception, what: str) -> str:
 
 
 def warned(sentence: str) -> None:
-    """Print a warning to stderr; the command continues."""
+    """Print a warning to stderr. The command continues."""
     sys.stderr.write(f"sim: warning: {sentence}\n")
 
 
 def failed(sentence: str, *, code: int) -> int:
-    """Print the error that ends a command to stderr and return `code`, its exit code."""
+    """Print the error that ends a command to stderr, and return `code`, the command's exit code."""
     sys.stderr.write(f"sim: {sentence}\n")
     return code

@@ -421,7 +421,7 @@ async def test_the_end_of_a_task_gives_nothing_away(log_format, transport, tmp_p
         await bird.requests("nothing")
         (boundary,) = LAST
         bird.arm(boundary)
-        ended = "a task ended that nobody asked to end"
+        ended = "background task ended unexpectedly"
         await until(lambda: ended in bird.log(), "the line of the log", 20)
         await bird.requests("nothing")
         assert bird.process.returncode is None

@@ -25,7 +25,7 @@ async def test_an_answer_is_on_the_page_with_what_it_took(tmp_path):
     assert await played.answers("echo $WHO is slow", "pod-3") == "pod-3 is slow\n"
     page = "\n".join(played.walk.page)
     assert "$ echo $WHO is slow\npod-3 is slow" in page
-    assert "It took 0." in page
+    assert "`echo $WHO` took 0." in page
 
 
 async def test_a_command_that_does_not_name_the_culprit_ends_the_night(tmp_path):

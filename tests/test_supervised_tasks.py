@@ -61,7 +61,7 @@ BY_KUBERNETES = (
     *("watch peers", "watch pods", "watch pool", "watch rewrites"),
 )
 """What it has besides, where there is Kubernetes."""
-EVENT = "a task ended that nobody asked to end, it is started anew"
+EVENT = "background task ended unexpectedly, it is restarted"
 CANARY = "canary-of-a-client"
 
 

@@ -2,10 +2,11 @@
 
 The command is `python -m bench.attack [NAME...] [--seconds S] [--alone | --envoy]`. A probe sends
 an ordinary completion 20 times a second beside each attack. A row shows the extent of the attack,
-lost requests of the probe, the probe's 99th percentile before and during, the picker's maximum
-memory, its memory 3 s after, and the time until the probe was served as before. The exit code is 1
-if a request of the probe or an innocent request of the attackers was lost. It is also 1, without a
-table, if an attack had no effect at the attacked process.
+lost requests of the probe, the probe's 99th percentile before and during the attack, the picker's
+maximum memory, its memory 3 s afterwards, and the time until the probe was served as before.
+
+The exit code is 1 if a request of the probe or an innocent request of the attackers was lost. It is
+also 1, without a table, if an attack had no effect at the attacked process.
 """
 
 import argparse
@@ -38,7 +39,9 @@ BEFORE_S = 3.0
 RECOVERED_S_MAX = 60.0
 AFTER_S = 3.0
 CALM_PROBES = 20
-"""Number of consecutive probes as fast as before after which the picker counts as recovered."""
+"""Number of consecutive requests of the probe, all but one as fast as before the attack, that count
+as recovery of the picker.
+"""
 PROBE_S_MAX = 10.0
 PODS = 4
 
@@ -62,7 +65,9 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Probe:
-    """A client that sends requests at a fixed rate, whatever happens to earlier ones."""
+    """A client that sends ordinary requests at a fixed rate beside an attack, whatever happens to
+    earlier ones.
+    """
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -70,7 +75,9 @@ class Probe:
         self.resident_bytes: list[tuple[float, int]] = []
 
     async def run(self) -> None:
-        """Send requests until cancelled."""
+        """Send `PROBES_PER_S` requests a second, and record the picker's memory, until
+        cancelled.
+        """
         timeout = ClientTimeout(total=PROBE_S_MAX)
         async with (
             gw.channel(self._place.picker) as opened,
@@ -169,7 +176,11 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
 
 
 async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None:
-    """Return the seconds from `since_s` to the first of `CALM_PROBES` that took at most `calm_s`."""
+    """Return the seconds from `since_s` to the first of `CALM_PROBES` consecutive requests that
+    took at most `calm_s`, all but one.
+
+    None if there are none within `RECOVERED_S_MAX`.
+    """
     while time.monotonic() < since_s + RECOVERED_S_MAX:
         await asyncio.sleep(0.1)
         after = [one for one in probe.done if one.asked_s >= since_s]
@@ -205,7 +216,10 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a table for each way in, and return 1 if an innocent request was lost."""
+    """Run the attacks, and print a table for the picker alone and one for the picker behind Envoy.
+
+    Return 1 if an innocent request was lost or an attack had no effect, else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench.attack", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
     parser.add_argument(

@@ -54,13 +54,13 @@ CONNECTIONS = 4
 SUBSET_ENTRIES = 400_000
 MODELS = 4_000
 REFUSED_BYTES = 2 * 2**30
-"""Bytes of refused bodies: as many as the window of a connection."""
+"""Number of bytes of refused bodies to send: as many as the flow-control window of a connection."""
 REFUSED_BODY_BYTES = 2**20
 REFUSED_AT_ONCE = 16
 REFUSING_S_MAX = 300.0
 IDLE_CONNECTIONS = 1_024
 ZERO_WINDOWS = 4_000
-"""Streams whose window never opens."""
+"""Number of streams whose flow-control window never opens."""
 CONTINUATIONS = 10_000
 FRAMES = 60_000
 WATCH = header_block(
@@ -74,11 +74,11 @@ WATCH = header_block(
 PROMPT = b'{"model": "m", "prompt": "once upon a time"}'
 ASK_S_MAX = 30.0
 GONE = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
-"""Exceptions of a call that the picker has ended."""
+"""Exceptions of a gRPC call that the picker has ended."""
 
 
 class Target:
-    """The addresses to attack, and the time at which to stop."""
+    """The addresses that an attacker attacks, the time at which it stops, and its results."""
 
     def __init__(self, picker: str, gateway: str, seconds: float, pods: list[int]) -> None:
         self.picker = picker
@@ -86,9 +86,11 @@ class Target:
         self.until_s = time.monotonic() + seconds
         self.pods = pods
         self.done = 0
-        """Units of the attack that were sent; `bench.attack.effects` names the unit of each."""
+        """Number of units of the attack that were sent; `bench.attack.effects` names the unit of
+        each attack.
+        """
         self.lost: list[str] = []
-        """Results of the attacker's innocent requests that were lost."""
+        """Sentences about the attacker's innocent requests that were lost."""
 
     @property
     def goes_on(self) -> bool:
@@ -96,12 +98,12 @@ class Target:
 
 
 async def _several(count: int, work: Callable[[int], Awaitable[int]]) -> int:
-    """Run `work` `count` times concurrently, and return the sum of the results."""
+    """Run `work(number)` for `count` numbers concurrently, and return the sum of the results."""
     return sum(await asyncio.gather(*(work(number) for number in range(count))))
 
 
 async def _held(target: Target) -> str:
-    """Send bodies that do not end."""
+    """Attack with request bodies that do not end; return a phrase about the extent."""
     chunk = b" " * gw.CHUNK_BYTES
     pieces = HELD_BYTES // len(chunk)
 
@@ -150,7 +152,9 @@ async def _held(target: Target) -> str:
 
 
 async def _bodies(target: Target) -> str:
-    """Send one body after the other from one client, each of a kind that is expensive to read."""
+    """Attack with one body after the other from one client, each of a kind that is expensive to
+    read; return a phrase about the extent.
+    """
     # Half as many pieces as fit, because most kinds are then accepted and cost more.
     bodies = [
         (kind.path, kind.body(MB, max(1, kind.pieces_max(MB) // share)))
@@ -176,8 +180,11 @@ async def _bodies(target: Target) -> str:
 
 
 async def _encoded(target: Target) -> str:
-    """Send compressed bodies: bombs of gzip and zstd, a truncated one, and one of many small
+    """Attack with compressed bodies: bombs of gzip and zstd, a truncated one, and one of many small
     frames.
+
+    Return a phrase about the extent. Raises `NoEffectError` if a kind is never answered as
+    expected.
     """
     zeros = bytes(REFUSED_BYTES // 20)
     hostile = {
@@ -236,7 +243,7 @@ async def _encoded(target: Target) -> str:
 
 
 async def _pieces(target: Target) -> str:
-    """Send bodies in pieces of one byte, and of none."""
+    """Attack with bodies in pieces of one byte or none; return a phrase about the extent."""
 
     async def drip(number: int) -> int:
         message = gw.body(b"" if number % 2 else b" ", end=False)
@@ -260,7 +267,7 @@ async def _pieces(target: Target) -> str:
 
 
 async def _page(target: Target) -> str:
-    """Let a pod serve an invalid metrics page."""
+    """Attack with invalid metrics pages of a pod; return a phrase about them."""
     url = f"http://127.0.0.1:{target.pods[0]}/page"
     share_s = (target.until_s - time.monotonic()) / 3
     async with client_session(ASK_S_MAX) as session:
@@ -274,7 +281,7 @@ async def _page(target: Target) -> str:
 
 
 async def _resets(target: Target) -> str:
-    """Reset streams as soon as they are open."""
+    """Attack by resetting streams as soon as they are open; return a phrase about the extent."""
 
     async def reset(_: int) -> int:
         sent = 0
@@ -297,7 +304,10 @@ async def _resets(target: Target) -> str:
 
 
 async def _burst(target: Target) -> str:
-    """Send ordinary requests all at once; all of these clients are innocent too."""
+    """Send ordinary requests all at once; return a phrase about lost ones.
+
+    All of these clients are innocent too.
+    """
     lost: dict[str, int] = {}
     asked = 0
     while target.goes_on:
@@ -333,7 +343,9 @@ async def _post(session: ClientSession, target: Target) -> str:
 
 
 async def _subset(target: Target) -> str:
-    """Send a subset hint that names 400,000 addresses."""
+    """Attack with requests whose subset hint names 400,000 addresses; return a phrase about the
+    extent.
+    """
     entries = (f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:80" for n in range(SUBSET_ENTRIES))
     message = gw.headers(subset=",".join(entries))
     sent = 0
@@ -354,7 +366,7 @@ async def _subset(target: Target) -> str:
 
 
 async def _models(target: Target) -> str:
-    """Name another model in every request, while another client reads the metrics."""
+    """Attack with a new model name in every request; return a phrase about the extent."""
     names = itertools.cycle(range(MODELS))
     sent = 0
 
@@ -381,7 +393,9 @@ async def _models(target: Target) -> str:
 
 
 async def _refusals(target: Target) -> str:
-    """Send two gigabytes of bodies that are refused on arrival, on one connection of the picker."""
+    """Attack with two gigabytes of bodies that are refused on arrival, on one connection of the
+    picker; return a phrase about the extent.
+    """
     if target.gateway:
         refused, connections = await _refused_http(target), 1
     else:
@@ -393,7 +407,10 @@ async def _refusals(target: Target) -> str:
 
 
 async def _refused_raw(target: Target) -> tuple[int, int]:
-    """Return (refused bytes, used connections)."""
+    """Send bodies that the picker refuses, over HTTP/2 directly.
+
+    Return the number of refused bytes and of used connections.
+    """
     until_s = time.monotonic() + REFUSING_S_MAX
     sent = connections = 0
     while sent < REFUSED_BYTES and time.monotonic() < until_s and not target.lost:
@@ -418,7 +435,9 @@ async def _refused_raw(target: Target) -> tuple[int, int]:
 
 
 async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> None:
-    """Send streams that are refused, and one after them that is not."""
+    """Send streams that are refused, and one innocent stream after them; record the latter if it is
+    lost.
+    """
     streams = connection.open_streams(REFUSED_AT_ONCE)
     for stream in streams:
         connection.pour(stream, refused, end=True)
@@ -434,8 +453,8 @@ async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> 
 
 
 async def _refused_http(target: Target) -> int:
-    """Send bodies of which the picker refuses all above `REFUSED_BODY_BYTES`, and return the
-    refused bytes.
+    """Send bodies above `REFUSED_BODY_BYTES` through Envoy, which the picker refuses, and return
+    the refused bytes.
     """
     until_s = time.monotonic() + REFUSING_S_MAX
     body = bytes(3 * REFUSED_BODY_BYTES)
@@ -461,7 +480,9 @@ async def _refused_http(target: Target) -> int:
 
 
 async def _tiny(target: Target) -> str:
-    """Send thousands of messages in each frame; the messages of a watch have no end."""
+    """Attack with thousands of messages in each frame, on streams that watch the picker's health
+    without end; return a phrase about the extent.
+    """
     payload = grpc_message(b"") * (1_000_000 // len(grpc_message(b"")))
 
     async def watch(_: int) -> int:
@@ -488,7 +509,9 @@ async def _tiny(target: Target) -> str:
 
 
 async def _windows(target: Target) -> str:
-    """Open streams whose windows never open, and send frames that might have changed them."""
+    """Attack with streams whose windows never open, and frames that might have changed them; return
+    a phrase about the extent.
+    """
     connection = await RawConnection.open(
         int(target.picker.rpartition(":")[2]), stream_window_bytes=0
     )
@@ -509,8 +532,10 @@ async def _windows(target: Target) -> str:
 
 
 async def _idle(target: Target) -> str:
-    """Open as many idle connections from one address as there are places, while new gateways
-    connect from there.
+    """Attack with as many idle connections from one address as the picker allows, while new
+    gateways connect from there.
+
+    Return a phrase about the extent.
     """
     port = int(target.picker.rpartition(":")[2])
     held = [await RawConnection.open(port) for _ in range(IDLE_CONNECTIONS)]
@@ -530,7 +555,7 @@ async def _idle(target: Target) -> str:
 
 
 async def _continuations(target: Target) -> str:
-    """Send headers that do not end."""
+    """Attack with request headers that do not end; return a phrase about the extent."""
     port = int(target.picker.rpartition(":")[2])
     flood = frame(HEADERS, 0, 1, EXT_PROC) + frame(CONTINUATION, 0, 1) * CONTINUATIONS
     sent = 0
@@ -569,9 +594,9 @@ ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "refusals": (f"--request-body-max-bytes={REFUSED_BODY_BYTES}",),
 }
-"""Flags of `epp serve` without which an attack would take longer."""
+"""Flags of `epp serve` without which an attack would take longer, by attack."""
 RAW_ONLY = frozenset({"pieces", "resets", "subset", "tiny", "windows", "idle", "continuations"})
-"""Attacks that a client of Envoy cannot make, because they need gRPC or metadata."""
+"""Names of attacks that a client of Envoy cannot make, because they need gRPC or metadata."""
 
 
 if __name__ == "__main__":

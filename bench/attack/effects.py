@@ -20,7 +20,10 @@ from bench.place import Place
 READ_S: Final = 1.0
 TIMEOUT_S: Final = 10.0
 PAGE_BYTES: Final = 4_096
-"""A true metrics page of the bench's pods is shorter than this; a hostile one differs within it."""
+"""Number of bytes read from a pod's metrics page.
+
+A true page is shorter; a hostile one differs within it.
+"""
 _STREAMS: Final = "homing_extproc_streams_total"
 _FAILED: Final = f"{_STREAMS}, not OK"
 _OPEN_STREAMS: Final = "homing_extproc_streams_inflight"
@@ -31,37 +34,41 @@ _REFUSALS: Final = "homing_refusals_total"
 
 
 class Watch(Struct):
-    """The picker's metrics and one pod's page, as read so far."""
+    """The metrics of the attacked picker and the page of one pod, as read so far."""
 
     place: Place
     first: dict[str, float] = field(default_factory=dict)
-    """First value of each metric of the picker, summed over its series, before the attack."""
+    """Value of each metric of the picker before the attack, summed over its series."""
     last: dict[str, float] = field(default_factory=dict)
     highest: dict[str, float] = field(default_factory=dict)
     pod_pages: set[bytes] = field(default_factory=set)
-    """Beginnings of the metrics pages that the first pod served."""
+    """First bytes of each different metrics page that the first pod served."""
 
     def rise(self, name: str) -> float:
-        """Return how much a counter rose since the attack began."""
+        """Return the increase of the counter `name` since the attack began."""
         return self.last.get(name, 0.0) - self.first.get(name, 0.0)
 
     def peak(self, name: str) -> float:
-        """Return by how much the highest value of a gauge is above that before the attack."""
+        """Return the difference between the highest value of the gauge `name` and its value before
+        the attack.
+        """
         return self.highest.get(name, 0.0) - self.first.get(name, 0.0)
 
     async def begin(self) -> None:
-        """Read everything once, before the attack."""
+        """Read the picker's metrics and the pod's page once, before the attack."""
         await self.read()
         self.first = dict(self.last)
 
     async def run(self) -> None:
-        """Read repeatedly until cancelled."""
+        """Read the picker's metrics and the pod's page once a second, until cancelled."""
         while True:
             await asyncio.sleep(READ_S)
             await self.read()
 
     async def read(self) -> None:
-        """Read the picker's metrics and the beginning of the first pod's page."""
+        """Read the picker's metrics and the beginning of the first pod's page; do nothing if one
+        does not answer.
+        """
         timeout = ClientTimeout(total=TIMEOUT_S)
         try:
             async with ClientSession(timeout=timeout) as session:
@@ -87,9 +94,9 @@ class Watch(Struct):
 
 
 def require_reached(watch: Watch, name: str, done: int, probes: int) -> None:
-    """Require the proof of attack `name`, of which the attacker counted `done`.
+    """Raise `NoEffectError` unless the attack `name` reached the picker or the pod.
 
-    `probes` requests of others fell into the same time. Raises `NoEffectError`.
+    The attacker sent `done` units. `probes` requests of others fell into the same time.
     """
     require_effect(
         done > 0, f"attack {name}", observed="an attacker that sent nothing", expected="an attack"

@@ -1,4 +1,4 @@
-"""A gateway's side of ext_proc over grpcio, with full control of the messages."""
+"""A gateway's side of ext_proc over grpcio, which lets attacks determine each message."""
 
 import asyncio
 from collections.abc import Mapping
@@ -27,7 +27,9 @@ HEADERS = {
 
 
 def headers(fields: Mapping[str, str] | None = None, *, subset: str = "") -> bytes:
-    """Return the request headers of a full-duplex request whose response body bypasses the picker."""
+    """Return the message with request headers of a full-duplex request whose response body bypasses
+    the picker.
+    """
     mode = ProcessingMode
     metadata = None
     if subset:
@@ -51,14 +53,14 @@ def headers(fields: Mapping[str, str] | None = None, *, subset: str = "") -> byt
 
 
 def body(content: bytes, *, end: bool = True) -> bytes:
-    """Return one piece of a request body."""
+    """Return the message with one piece of a request body."""
     return ProcessingRequest(
         request_body=HttpBody(body=content, end_of_stream=end)
     ).SerializeToString()
 
 
 def response_headers() -> bytes:
-    """Return response headers with status 200."""
+    """Return the message with response headers of status 200."""
     status = HeaderValue(key=":status", raw_value=b"200")
     return ProcessingRequest(
         response_headers=HttpHeaders(headers=HeaderMap(headers=[status]))
@@ -66,7 +68,7 @@ def response_headers() -> bytes:
 
 
 def channel(address: str) -> grpc.aio.Channel:
-    """Return a channel with a connection of its own."""
+    """Return a gRPC channel to `address` with a connection of its own."""
     return grpc.aio.insecure_channel(
         address,
         options=(
@@ -80,7 +82,10 @@ def channel(address: str) -> grpc.aio.Channel:
 async def ask(
     opened: grpc.aio.Channel, content: bytes, *, timeout_s: float, path: str = HEADERS[":path"]
 ) -> str:
-    """Send one whole request. Return "" if it was routed and succeeded, else the reason."""
+    """Send one whole request with the body `content`.
+
+    Return "" if it was routed and succeeded, else the reason.
+    """
     call = opened.stream_stream(PROCESS)(timeout=timeout_s)
     try:
         await call.write(headers({":path": path}))

@@ -1,1 +1,3 @@
-"""The cost of each fault for clients, behind a real Envoy, with the default configuration."""
+"""Measurement of what each fault costs clients, behind a real Envoy, with the default
+configuration.
+"""

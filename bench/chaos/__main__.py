@@ -2,10 +2,12 @@
 
 The command is `python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R [--light]] [--write
 FILE]`. Five simulated pods, two pickers with the default configuration and the Envoy of `epp
-envoy-config` are real processes, new for each fault. An open loop sends ordinary requests, three of
-four streamed, for some seconds without the fault and for S seconds with it; the times to first
-token of both are compared. The exit code is 1 if a fault that should lose no request loses one. It
-is also 1, without a table, if a fault has no effect at the part that it should break.
+envoy-config` are real processes, new for each fault. Ordinary requests are sent at a fixed rate,
+three of four streamed, for some seconds without the fault and for S seconds with it; the times to
+first token of both are compared.
+
+The exit code is 1 if a fault that should lose no request loses one. It is also 1, without a table,
+if a fault has no effect at the part that it should break.
 """
 
 import argparse
@@ -44,7 +46,7 @@ LOST_BY_NONE: Final = frozenset(
     }
 )
 MARKS: Final = ("<!-- chaos, by `make chaos` -->", "<!-- end of chaos -->")
-"""Marks between which `--write` puts the table."""
+"""Lines of a page between which `--write` puts the table."""
 _HEAD: Final = (
     "fault",
     "requests",
@@ -57,18 +59,18 @@ _HEAD: Final = (
 
 
 class Row(Struct, kw_only=True):
-    """The cost of one fault."""
+    """The cost of one fault for clients, as a row of the table."""
 
     case: Case
     not_played: str = ""
     sent: int = 0
     lost: Mapping[str, int] = {}
-    """Lost requests by status, or by the reason why there is none."""
+    """Number of lost requests by status, or by the reason why there is no status."""
     last_lost_s: float = 0.0
     """Seconds from the beginning of the fault until the last lost request was sent."""
     bad_share: float | None = None
-    """Share of the requests that went to the bad pod after the first second, or None if no pod is
-    bad.
+    """Share of the requests that were routed to the faulty pod after the first second of the fault,
+    or None if the fault affects no pod.
     """
     ttft_before_s: Sequence[float] = ()
     ttft_during_s: Sequence[float] = ()
@@ -77,7 +79,10 @@ class Row(Struct, kw_only=True):
 async def play(
     name: str, *, seconds: float, traffic: Traffic, seed: int, edit: Edit | None = None
 ) -> Row:
-    """Play one fault on a stage of its own. Raise `NoEffectError` if the fault has no effect."""
+    """Start all processes, inject the fault `name` under load, and return its cost.
+
+    Raise `NoEffectError` if the fault has no effect.
+    """
     case = CASES[name]
     port_index = Random(f"{seed}:pod").randrange(PODS)
     with tempfile.TemporaryDirectory(prefix="homing-chaos-") as folder:
@@ -140,7 +145,7 @@ def _ttfts_s(asked: Sequence[Asked]) -> list[float]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of the row."""
+    """Return the texts of the table's row for one fault."""
     if row.not_played:
         return (row.case.what, f"not played: {row.not_played}", "", "", "", "", "")
     # A number and a status side by side would read as one.
@@ -157,7 +162,9 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def _compared(row: Row, share: float) -> str:
-    """Return a quantile with the fault, and its increase over that without."""
+    """Return a quantile of the time to first token with the fault, and its relative increase over
+    that without, as text.
+    """
     if not row.ttft_before_s or not row.ttft_during_s:
         return "none"
     before, during = (
@@ -167,7 +174,7 @@ def _compared(row: Row, share: float) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Return the table."""
+    """Return the table of faults in Markdown."""
     lines = [_HEAD, ("---",) * len(_HEAD), *map(cells, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -182,7 +189,9 @@ def write_between_marks(text: str, table: str, marks: tuple[str, str] = MARKS) -
 
 
 def bare_gateway(document: dict[str, Any]) -> None:
-    """Restore Envoy's defaults where the bootstrap configures the loss of a picker."""
+    """Remove from Envoy's configuration `document` what `epp envoy-config` adds to survive the loss
+    of a picker, so that Envoy's defaults apply.
+    """
     static = document["static_resources"]
     connections = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     upgraded = (upgrade["filters"] for upgrade in connections["upgrade_configs"])
@@ -197,7 +206,7 @@ def bare_gateway(document: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, and write it if requested."""
+    """Run the faults, print the table, and write it if requested; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Proofs that the faults of `bench.chaos.faults` happened, each observed at the broken part.
 
-No proof asks the part whether it was told to misbehave. Requests of a proof go straight to the
-part, past picker and gateway, so that they are in no figure of the table.
+No proof asks the part whether it was told to misbehave. Requests of a proof are sent to the part
+directly, not through picker and gateway, so that they are in no figure of the table.
 """
 
 import asyncio
@@ -32,35 +32,41 @@ from epp.core.types import Seconds
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 
 ASKED_TIMES: Final = 3
-"""Number of requests of which the fastest is compared, because others may wait for the pod's other
-work.
+"""Number of direct requests of which the fastest is compared, because single ones may wait for the
+pod's other work.
 """
 ANSWER_TOKENS: Final = 16
 LONG_ANSWER_TOKENS: Final = 64
 NO_ANSWER_S: Final = 2.0
-"""Time after which a direct request counts as unanswered; a healthy pod needs a tenth of it."""
+"""Seconds after which a direct request counts as unanswered; a healthy pod needs a tenth
+of them.
+"""
 QUIET_S: Final = 2.0
-"""Time for which nothing may pass between two pickers; they send several times a second."""
+"""Seconds during which pickers may exchange nothing in a partition; otherwise they send several
+times a second.
+"""
 MODEL: Final = find_profile(DEFAULT_PROFILE).model
 
 
 class Answered(Struct, frozen=True):
-    """The answer to one direct request."""
+    """The result of one request that was sent directly to a pod."""
 
     status: int
-    """0 if none came within `NO_ANSWER_S`, or the connection was refused."""
+    """HTTP status of the response; 0 if none came in time, or the connection was refused."""
     took_s: Seconds
 
 
 class DirectClient:
-    """Sends completions straight to the pod at `port`, each with a prompt of its own."""
+    """A client that sends completions directly to the pod at `port`, each with a new prompt."""
 
     def __init__(self, port: int) -> None:
         self.address = f"127.0.0.1:{port}"
         self._prompts = 0
 
     async def ask(self, timeout_s: Seconds = OBSERVED_S_MAX) -> Answered:
-        """Send one request and return what came of it; never raises for what the pod does."""
+        """Send one request to the pod and return its result; never raises for a failure
+        of the pod.
+        """
         began_at = time.monotonic()
         status = 0
         try:
@@ -75,11 +81,15 @@ class DirectClient:
         return Answered(status, time.monotonic() - began_at)
 
     async def fastest_s(self) -> Seconds:
-        """Return the shortest time of `ASKED_TIMES` requests, one after the other."""
+        """Return the shortest time in seconds of `ASKED_TIMES` requests to the pod, one after the
+        other.
+        """
         return min([(await self.ask()).took_s for _ in range(ASKED_TIMES)])
 
     async def running_while_asked(self) -> float:
-        """Return the running requests that the pod's page reports while it serves one of ours."""
+        """Return the number of running requests on the pod's metrics page while the pod serves a
+        request of this client.
+        """
         body = self._body(LONG_ANSWER_TOKENS) | {"stream": True}
         async with (
             ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session,
@@ -104,7 +114,7 @@ class DirectClient:
 
 
 class FailingPod:
-    """The pod answers a direct request with `status`, no sooner than `after_s`."""
+    """Proof that the pod answers a direct request with `status`, no sooner than after `after_s`."""
 
     def __init__(self, port: int, after_s: Seconds, status: int = 500) -> None:
         self._client = DirectClient(port)
@@ -112,11 +122,11 @@ class FailingPod:
         self._status = status
 
     async def before(self) -> None:
-        """Require that the healthy pod serves."""
+        """Raise `AssertionError` unless the healthy pod serves a direct request."""
         await _require_serving(self._client)
 
     async def during(self) -> None:
-        """Require the failure."""
+        """Raise `NoEffectError` unless the pod fails a direct request as expected."""
         answered = await self._client.ask()
         require_effect(
             answered.status == self._status and answered.took_s >= self._after_s,
@@ -127,17 +137,17 @@ class FailingPod:
 
 
 class HangingPod:
-    """The pod accepts a direct request and does not answer it."""
+    """Proof that the pod accepts a direct request and does not answer it."""
 
     def __init__(self, port: int) -> None:
         self._client = DirectClient(port)
 
     async def before(self) -> None:
-        """Require that the healthy pod serves."""
+        """Raise `AssertionError` unless the healthy pod serves a direct request."""
         await _require_serving(self._client)
 
     async def during(self) -> None:
-        """Require that no answer comes within `NO_ANSWER_S`."""
+        """Raise `NoEffectError` if the pod answers a direct request within `NO_ANSWER_S`."""
         answered = await self._client.ask(timeout_s=NO_ANSWER_S)
         require_effect(
             answered.status == 0 and answered.took_s >= NO_ANSWER_S,
@@ -148,7 +158,9 @@ class HangingPod:
 
 
 class SlowPod:
-    """A direct request takes at least half of `factor` times as long as before."""
+    """Proof that a direct request takes at least half of `factor` times as long as before the
+    fault.
+    """
 
     def __init__(self, port: int, factor: float) -> None:
         self._client = DirectClient(port)
@@ -156,11 +168,11 @@ class SlowPod:
         self._before_s: Seconds = 0.0
 
     async def before(self) -> None:
-        """Measure the healthy pod."""
+        """Measure the time of a direct request to the healthy pod."""
         self._before_s = await self._client.fastest_s()
 
     async def during(self) -> None:
-        """Require that the pod became slower."""
+        """Raise `NoEffectError` unless the pod became slower."""
         took_s = await self._client.fastest_s()
         require_effect(
             took_s >= self._factor / 2 * self._before_s,
@@ -171,20 +183,22 @@ class SlowPod:
 
 
 class LyingPod:
-    """The pod is slow, and its page reports no running request while one runs."""
+    """Proof that the pod is slow, and that its page reports no running request while one runs."""
 
     def __init__(self, port: int, factor: float) -> None:
         self._client = DirectClient(port)
         self._slow = SlowPod(port, factor)
 
     async def before(self) -> None:
-        """Require that the page of the healthy pod reports the running request."""
+        """Raise `AssertionError` unless the page of the healthy pod reports the running request."""
         await self._slow.before()
         running = await self._client.running_while_asked()
         assert running >= 1, f"the healthy page reports {running:g} running requests"
 
     async def during(self) -> None:
-        """Require that the page differs from the true one."""
+        """Raise `NoEffectError` unless the pod became slow and its page does not report the running
+        request.
+        """
         await self._slow.during()
         running = await self._client.running_while_asked()
         require_effect(
@@ -196,7 +210,9 @@ class LyingPod:
 
 
 class FullPod:
-    """The pod refuses some of `requests` direct requests that are sent at once, with `status`."""
+    """Proof that the pod refuses some of `requests` direct requests that are sent at once, with
+    `status`.
+    """
 
     def __init__(self, port: int, requests: int, status: int) -> None:
         self._client = DirectClient(port)
@@ -204,11 +220,11 @@ class FullPod:
         self._status = status
 
     async def before(self) -> None:
-        """Require that the healthy pod refuses none of them."""
+        """Raise `AssertionError` if the healthy pod refuses one of the direct requests."""
         assert await self._refused() == 0, "the healthy pod refuses direct requests"
 
     async def during(self) -> None:
-        """Require that it refuses at least one."""
+        """Raise `NoEffectError` unless the pod refuses at least one of the direct requests."""
         require_effect(
             await self._refused() > 0,
             f"full pod {self._client.address}",
@@ -222,18 +238,20 @@ class FullPod:
 
 
 class LeavingPicker:
-    """The picker whose pages are at `pages` is not ready any more, or gone."""
+    """Proof that the picker whose pages are at the URL `pages` is not ready any more, or
+    has ended.
+    """
 
     def __init__(self, pages: str, s_max: Seconds = OBSERVED_S_MAX) -> None:
         self._pages = pages
         self._s_max = s_max
 
     async def before(self) -> None:
-        """Require that it is ready."""
+        """Raise `AssertionError` unless the healthy picker is ready."""
         assert await self._ready(), f"the healthy picker at {self._pages} is not ready"
 
     async def during(self) -> None:
-        """Require that it is not, at the latest after `s_max`."""
+        """Raise `NoEffectError` if the picker is still ready after `s_max`."""
         require_effect(
             await within(self._s_max, lambda: negated(self._ready())),
             f"SIGTERM to the picker at {self._pages}",
@@ -253,7 +271,9 @@ class LeavingPicker:
 
 
 class PartedPickers:
-    """No picker receives bytes from another one for `quiet_s`; each did before."""
+    """Proof that no picker receives bytes from another one for `quiet_s`, although each did before
+    the fault.
+    """
 
     _RECEIVED: Final = {"direction": "received"}
 
@@ -262,7 +282,7 @@ class PartedPickers:
         self._quiet_s = quiet_s
 
     async def before(self) -> None:
-        """Require that each picker receives something."""
+        """Raise `AssertionError` unless each healthy picker receives bytes from others."""
         first = await self._received()
 
         async def all_received() -> bool:
@@ -271,7 +291,9 @@ class PartedPickers:
         assert await within(OBSERVED_S_MAX, all_received), "the healthy pickers send nothing"
 
     async def during(self) -> None:
-        """Require silence once the bytes on their way have arrived."""
+        """Raise `NoEffectError` if a picker receives bytes after those on their way have
+        arrived.
+        """
         await asyncio.sleep(self._quiet_s / 4)
         first = await self._received()
         await asyncio.sleep(self._quiet_s)
@@ -289,7 +311,7 @@ class PartedPickers:
 
 
 class RisingCounter:
-    """Each picker counts more of the metric `name` than before the fault."""
+    """Proof that the counter `name` rises at each picker during the fault."""
 
     def __init__(
         self, what: str, pages: Sequence[str], name: str, s_max: Seconds = OBSERVED_S_MAX
@@ -301,11 +323,13 @@ class RisingCounter:
         self._before: list[float] = []
 
     async def before(self) -> None:
-        """Read the counters."""
+        """Read the counter of each picker before the fault."""
         self._before = await self._counted()
 
     async def during(self) -> None:
-        """Require that all of them rise, at the latest after `s_max`."""
+        """Raise `NoEffectError` unless the counter of each picker rises, at the latest after
+        `s_max`.
+        """
 
         async def rose() -> bool:
             counted = await self._counted()
@@ -323,18 +347,18 @@ class RisingCounter:
 
 
 class SilentServer:
-    """A server that accepts a POST to `url` and does not answer it within `s_max`."""
+    """Proof that a server accepts a POST to `url` and does not answer it within `s_max`."""
 
     def __init__(self, url: str, s_max: Seconds = NO_ANSWER_S) -> None:
         self._url = url
         self._s_max = s_max
 
     async def before(self) -> None:
-        """Require that the healthy server answers."""
+        """Raise `AssertionError` unless the healthy server answers."""
         assert await self._answers(), f"the healthy server at {self._url} does not answer"
 
     async def during(self) -> None:
-        """Require that it does not."""
+        """Raise `NoEffectError` if the server answers within `s_max`."""
         require_effect(
             not await self._answers(),
             f"silent server at {self._url}",
@@ -364,7 +388,7 @@ OF_POD: Final[Mapping[Fault, Callable[[int], Effect]]] = {
     Fault.REFUSES: lambda port: FailingPod(port, 0.0, status=429),
     Fault.FULL: lambda port: FullPod(port, 4 * FULL_REQUESTS, 503),
 }
-"""The proof of each fault of a pod, by the pod's port."""
+"""Function that returns the proof of each fault of a pod, given the pod's port."""
 
 
 async def _require_serving(client: DirectClient) -> None:

@@ -1,4 +1,4 @@
-"""The faults, each as an event that happens to a stage and ends again."""
+"""The faults of `make chaos`: each breaks a part of a running stage and restores it."""
 
 import asyncio
 import contextlib
@@ -33,8 +33,8 @@ from tests.envoy.upstream import Pod
 
 RESTART_EVERY_S: Final = 5.0
 DOWN_S: Final = 1.0
-"""Seconds between the end of a pod and the start of the next, which takes another second to be
-ready.
+"""Seconds between the end of a pod's process and the start of the next, which takes another second
+to be ready.
 """
 _CHUNK_BYTES: Final = 65_536
 
@@ -42,16 +42,23 @@ Happening = AbstractAsyncContextManager[None]
 
 
 class NotPlayedError(Exception):
-    """A fault cannot be played here; the text is one sentence with the reason."""
+    """The error of a fault that cannot be injected on this machine.
+
+    Its text is one sentence with the reason.
+    """
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """The settings that a fault needs before the stage starts, and the fault itself."""
+    """The settings of pickers and pods that a fault needs before the stage starts, and the fault
+    itself.
+    """
 
     happen: Callable[[Stage, int], Happening]
-    """Context that breaks the part; it gets the stage and the port of the bad pod."""
+    """Function that returns the context during which the part is broken, given the stage and the
+    port of the faulty pod.
+    """
     effect: Callable[[Stage, int], Effect]
-    """Proof that the fault happened, for the same stage and port."""
+    """Function that returns the proof that the fault took effect, given the same stage and port."""
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = {}
     peers: Callable[[Sequence[int]], Sequence[Sequence[str]]] | None = None
@@ -59,13 +66,13 @@ class Setting(Struct, frozen=True, kw_only=True):
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """One row of the table."""
+    """A fault that `make chaos` can inject, as a row of its table."""
 
     what: str
     of_pod: bool = False
-    """True if the fault affects one pod, so that requests to it are counted."""
+    """True if the fault affects one pod, so that the requests routed to it are counted."""
     seconds_min: float = 0.0
-    """Minimum duration in seconds; the fault is invisible before."""
+    """Minimum duration of the fault in seconds, before which it would not be noticeable."""
     set: Callable[[Path], AbstractAsyncContextManager[Setting]]
 
 
@@ -94,7 +101,7 @@ def _picker(number: signal.Signals, what: str, effect: Callable[[Picker], Effect
 def _alone(
     happen: Callable[[Stage, int], Happening], effect: Callable[[Stage, int], Effect]
 ) -> Callable[[Path], AbstractAsyncContextManager[Setting]]:
-    """Return a fault without special settings."""
+    """Return a function that prepares a fault which needs no special settings."""
 
     @contextlib.asynccontextmanager
     async def setting(_: Path) -> AsyncIterator[Setting]:
@@ -123,7 +130,7 @@ async def _restarts(stage: Stage, port: int) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _partition(_: Path) -> AsyncIterator[Setting]:
-    """Set up two pickers, each of which reaches the other through a path that can be blocked."""
+    """Prepare two pickers, each of which reaches the other through a path that the fault blocks."""
     ways = [_Way(), _Way()]
     async with contextlib.AsyncExitStack() as opened:
         for way in ways:
@@ -153,8 +160,9 @@ async def _partition(_: Path) -> AsyncIterator[Setting]:
 
 
 class _Way:
-    """A port that leads to `target`. Nothing passes, and no side is notified, while it is not
-    `passable`.
+    """A port that forwards connections to `target`.
+
+    While it is not `passable`, nothing passes, and no side is notified.
     """
 
     def __init__(self) -> None:
@@ -234,7 +242,7 @@ async def _valkey(folder: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def _disk(folder: Path) -> AsyncIterator[Setting]:
-    """Set up pickers with all their files, none of which may grow by a byte during the fault."""
+    """Prepare pickers whose files on disk may not grow by a byte during the fault."""
 
     @contextlib.asynccontextmanager
     async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
@@ -272,8 +280,8 @@ async def _disk(folder: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def _exporter(_: Path) -> AsyncIterator[Setting]:
-    """Set up a collector of spans that first receives them, then accepts connections and never
-    answers.
+    """Prepare a collector of spans that first receives them and, during the fault, accepts
+    connections and never answers.
     """
     answers = asyncio.Event()
     answers.set()
@@ -313,7 +321,9 @@ async def _exporter(_: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def _api_server(folder: Path) -> AsyncIterator[Setting]:
-    """Set up a real API server, with a pool of one pod that has a port for each engine."""
+    """Prepare a real API server, with an InferencePool of one pod that has a port for
+    each engine.
+    """
     shared = Path(os.environ.get("HOMING_SHARED", Path(__file__).parents[3] / "shared"))
     kinds = sorted((shared / "crds").glob("*.yaml"))
     if not kinds:
@@ -389,4 +399,4 @@ CASES: Final[dict[str, Case]] = {
     "disk-full": Case(what="disk of the pickers: no file may grow", set=_disk),
     "exporter-away": Case(what="collector of spans: never answers", set=_exporter),
 }
-"""Cases by name, in the order of the table."""
+"""Faults by name, in the order of the table."""

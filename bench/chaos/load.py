@@ -1,4 +1,4 @@
-"""An open loop of ordinary requests, and the result of each."""
+"""Ordinary requests at a fixed mean rate, whatever the answers are, and the result of each."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 
 NUMBER_HEADER: Final = "x-chaos-number"
 ASK_S_MAX: Final = 10.0
-"""Seconds after which a client gives up."""
+"""Maximum time in seconds that a client waits for an answer."""
 NO_ANSWER: Final = "no answer"
 CUT: Final = "cut short"
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
-    """The kind of requests. A word is about one token."""
+    """The composition and the rate of the requests. A word is about one token."""
 
     rate_per_s: float = 25.0
     tenants: int = 12
@@ -32,28 +32,36 @@ class Traffic(Struct, frozen=True, kw_only=True):
     question_words: int = 60
     answer_tokens: int = 24
     streamed_share: float = 0.75
-    """Share of streamed requests; the others request a short answer in one piece."""
+    """Share of streamed requests, from 0 to 1; the others request a short answer in one piece."""
     short_answer_tokens: int = 4
 
 
 LIGHT: Final = Traffic(system_words=100, answer_tokens=8)
-"""Traffic of which four times as many requests need as much time of the pods."""
+"""Traffic with shorter prompts and answers than the default.
+
+A request uses a quarter of the pods' time, so four times the rate is the same load.
+"""
 
 
 class Asked(Struct, kw_only=True):
-    """One request from the client's point of view."""
+    """The result of one request from the client's point of view."""
 
     number: int
     sent_at: Seconds
-    """Time of sending, by `time.monotonic`."""
+    """Time at which the request was sent, by `time.monotonic`."""
     ttft_s: Seconds = 0.0
-    """Time to the first text of a stream; 0 if none came, or if it was not a stream."""
+    """Seconds from sending the request to the first text of a stream; 0 if none came, or if the
+    request was not streamed.
+    """
     lost: str = ""
-    """Status, or `NO_ANSWER` or `CUT`; "" if the whole answer came."""
+    """Status of a failed answer, or `NO_ANSWER` or `CUT`; "" if the whole answer came."""
 
 
 class Load:
-    """Requests at random times, the same for the same seed, until `stop`."""
+    """A sender of requests at random times, until `stop`.
+
+    The same seed gives the same requests and gaps.
+    """
 
     def __init__(self, gateway: str, traffic: Traffic, seed: int) -> None:
         self.asked: list[Asked] = []
@@ -65,16 +73,16 @@ class Load:
         self._ended = asyncio.Event()
 
     def stop(self) -> None:
-        """Send nothing more; `run` ends with the last answer."""
+        """Send no more requests; `run` returns after the last answer."""
         self._stop.set()
 
     async def ended(self) -> None:
-        """Wait for the last answer."""
+        """Wait until all requests have an answer or have failed."""
         await self._ended.wait()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Send requests while the context is open; then wait for the open ones.
+        """Send requests while the context is open; then wait for the answers.
 
         An exception inside cancels the requests and is raised unchanged.
         """
@@ -88,7 +96,7 @@ class Load:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def run(self) -> None:
-        """Send requests until stopped, then wait for the open ones, `ASK_S_MAX` at most."""
+        """Send requests until `stop` is called, then wait for the answers, `ASK_S_MAX` at most."""
         try:
             await self._run()
         finally:
@@ -130,7 +138,7 @@ class Load:
             asked.lost = _lost(status)
 
     def _bodies(self) -> Iterator[tuple[bytes, bool]]:
-        """Yield requests without end, each with whether it asks for a stream."""
+        """Yield request bodies without end, each with True if it asks for a stream."""
         traffic, random = self._traffic, self._random
         words = [f"w{number:03}" for number in range(1000)]
         systems = [

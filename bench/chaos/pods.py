@@ -1,7 +1,7 @@
-"""A simulated vLLM pod that can be told to misbehave: `python -m bench.chaos.pods PORT`.
+"""A simulated vLLM pod with faults that can be switched on: `python -m bench.chaos.pods PORT`.
 
-`POST /fault/NAME` sets its fault from then on, one of `Fault`; it still serves its metrics page. To
-restart it, kill the process and start it again.
+`POST /fault/NAME` sets its fault from then on, one of `Fault`; the pod still serves its metrics
+page. To restart the pod, kill the process and start it again.
 """
 
 import asyncio
@@ -25,7 +25,9 @@ FAILS_SLOWLY_S: Final = 3.0
 SLOWNESS: Final = 3.0
 CRAWL: Final = 8.0
 FULL_REQUESTS: Final = 2
-"""Unfinished requests at which a full pod answers 503; its share of the load is more."""
+"""Number of unfinished requests at which a pod with the fault `full` answers 503; its share of the
+load is more.
+"""
 _BLOCK_SIZE_TOKENS: Final = 16
 _QUEUE: Final = re.compile(
     rb"^(vllm:(?:num_requests_(?:running|waiting|waiting_by_reason)|kv_cache_usage_perc)\{.*\}) .*$",
@@ -36,7 +38,7 @@ _FAILURE: Final = {"error": {"message": "engine dead", "type": "InternalServerEr
 
 
 class Fault(StrEnum):
-    """A fault of a pod."""
+    """A fault that a simulated pod can have."""
 
     NONE = "none"
     FAILS_FAST = "fails-fast"
@@ -53,7 +55,7 @@ _FACTORS: Final = {Fault.SLOW: SLOWNESS, Fault.LIES: SLOWNESS, Fault.CRAWLS: CRA
 
 
 class FaultyPod:
-    """A pod and its fault."""
+    """A simulated pod with its present fault."""
 
     def __init__(self, port: int) -> None:
         profile = find_profile(DEFAULT_PROFILE)
@@ -69,7 +71,9 @@ class FaultyPod:
         self._fault = Fault.NONE
 
     def application(self) -> web.Application:
-        """Return the application with all routes of the pod, and the one that sets its fault."""
+        """Return the web application with all routes of the pod, and the one that sets
+        its fault.
+        """
         application = PodServer(self.pod).application()
         application.middlewares.insert(0, self._misbehave)
         application.add_routes([web.post("/fault/{name}", self._change)])

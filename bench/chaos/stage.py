@@ -1,4 +1,4 @@
-"""Pods, pickers and Envoy, each a process, for the faults."""
+"""The processes to which `make chaos` does harm: pods, pickers and Envoy."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,9 @@ from sim.demo.arm import Child
 
 PODS: Final = 5
 READY_S_MAX: Final = 120.0
-"""Limit of the start in seconds. Pods and pickers start at once, which takes a minute on a busy
-machine.
+"""Maximum time in seconds until all processes are ready.
+
+Pods and pickers start at once, which takes a minute on a busy machine.
 """
 _LOG: Final = {
     "number": f"%REQ({NUMBER_HEADER})%",
@@ -39,17 +40,17 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 class Routed(Struct, frozen=True):
-    """The content of Envoy's log about one request."""
+    """Envoy's log about one request."""
 
     number: str = ""
     destination: str = ""
-    """Destination (ip:port) that the picker named, or "-" if it named none."""
+    """Destination (ip:port) that the picker chose, or "-" if it chose none."""
     flags: str = ""
     details: str = ""
 
 
 class Picker:
-    """One process of `epp serve`."""
+    """One process of `epp serve` of the stage."""
 
     def __init__(self, child: Child, address: str, metrics_port: int) -> None:
         self.address = address
@@ -60,16 +61,16 @@ class Picker:
 
 
 class Stage(Struct, kw_only=True):
-    """The addresses of all processes."""
+    """The addresses of all processes of the stage."""
 
     folder: Path
     gateway: str
-    """URL of Envoy."""
+    """URL of Envoy to which clients send requests."""
     pods: Pods
     pickers: list[Picker] = field(default_factory=list)
 
     async def tell(self, port: int, fault: Fault) -> None:
-        """Give the pod at `port` the fault `fault` from now on."""
+        """Set the fault of the pod at `port` to `fault` from now on."""
         async with (
             ClientSession() as session,
             session.post(f"http://127.0.0.1:{port}/fault/{fault}") as response,
@@ -77,7 +78,10 @@ class Stage(Struct, kw_only=True):
             assert response.status == 200, f"the pod answers {response.status}"
 
     def routed(self) -> dict[int, Routed]:
-        """Return Envoy's log of each ended request by number; it is complete once Envoy ended."""
+        """Return Envoy's log about each ended request, by the number of the request.
+
+        It is complete once Envoy has ended.
+        """
         found = {}
         for line in (self.folder / "access.log").read_text().splitlines():
             values = {name: value or "" for name, value in json.loads(line).items()}
@@ -98,13 +102,14 @@ async def staged(
     pool: Callable[[Sequence[int]], Sequence[str]] | None = None,
     edit: Edit | None = None,
 ) -> AsyncIterator[Stage]:
-    """Start everything; stop it at the end of the context.
+    """Start pods, pickers and Envoy, and yield their addresses; stop them at the end of the
+    context.
 
     `flags` and `environment` apply to each picker, `gateway_flags` to `epp envoy-config`. `peers`
-    returns the flags of each picker from the ports by which they reach each other; each has the
-    addresses of all if it is None. `pool` returns the flags that define the endpoints, from the
-    ports of the pods; they are in a file if it is None. `edit` changes the output of `epp
-    envoy-config`.
+    returns the flags of each picker from the ports by which the pickers reach each other; if it is
+    None, each picker has the addresses of all. `pool` returns the flags that define the endpoints,
+    from the ports of the pods; if it is None, the endpoints are in a file. `edit` changes the
+    output of `epp envoy-config`.
     """
     drawn = free_ports(3 + 4 * pickers + PODS)
     gateway, free = EnvoyPorts(*drawn[:3]), drawn[3:]
@@ -163,13 +168,15 @@ def _addresses_of_all(ports: Sequence[int]) -> list[list[str]]:
 
 
 def own_port(port: int) -> list[str]:
-    """Return the flags for the port to which other replicas connect."""
+    """Return the flags that set the port of a picker to which other replicas connect."""
     return ["--peer-port", str(port), "--peer-bind-address", "127.0.0.1"]
 
 
 @contextlib.contextmanager
 def _piped(log: Path) -> Iterator[Path]:
-    """Yield a path that leads through a pipe to `log`, so that no disk blocks the writer."""
+    """Yield a path that leads through a pipe to the file `log`, so that no disk blocks
+    the writer.
+    """
     read, write = os.pipe()
 
     def copy() -> None:

@@ -2,13 +2,15 @@
 
 Each step of the report is one module:
 
-    workloads    loads, and the aims
-    script       the bytes of a stream
-    generator    plays them: closed loop, open loop, all at once
-    contestants  the servers: Homing on each transport, and those that do nothing
+    workloads    the loads to generate, and the aims
+    script       the messages of a load's streams, as bytes
+    generator    the process that generates a load: closed loop, open loop, or all at once
+    contestants  the measured servers: Homing on each transport, and those that do nothing
     pages        metrics pages of a hundred pods
-    accounting   CPU and memory of processes, and other work of the machine
-    measuring    rounds, interleaved
+    operators    pickers with features for operators
+    accounting   CPU and memory of processes, and CPU use of other programs
+    measuring    the rounds, in which the servers alternate
     verdicts     medians, spread, and reasons why there is no verdict
-    writing      Markdown, JSON and the plot
+    rows         the measured value, the floor and the verdict for each aim
+    writing      the report as Markdown, JSON and a plot
 """

@@ -19,13 +19,13 @@ _SCHEDULED: Final = 2
 
 
 def process_cpu_s(pid: int) -> float:
-    """Return the CPU seconds of `pid`. Raise `OSError` if it has ended."""
+    """Return the CPU seconds that the process `pid` has used. Raise `OSError` if it has ended."""
     # The number of a clock that counts this process, as clock_getcpuclockid(3) computes it.
     return time.clock_gettime(~pid << 3 | _SCHEDULED)
 
 
 def session(leader: int) -> list[int]:
-    """Return the processes of the session that `leader` began, including itself."""
+    """Return the ids of the processes of the session that `leader` began, including `leader`."""
     found = []
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
@@ -39,7 +39,7 @@ def session(leader: int) -> list[int]:
 
 
 def session_of(stat: str) -> int:
-    """Return the session from the text of `/proc/PID/stat`.
+    """Return the session id from the text `stat` of `/proc/PID/stat`.
 
     The command's name is in brackets and may contain any character.
     """
@@ -47,12 +47,12 @@ def session_of(stat: str) -> int:
 
 
 def session_cpu_s(leader: int) -> float:
-    """Return the CPU seconds of all living processes of a session."""
+    """Return the CPU seconds that all living processes of the session of `leader` have used."""
     return sum(process_cpu_s(pid) for pid in session(leader))
 
 
 class Machine(Struct, frozen=True):
-    """CPU seconds of all cores since the machine started."""
+    """CPU seconds that all cores of the machine have used since it started."""
 
     busy_s: float
     stolen_s: float
@@ -64,22 +64,23 @@ class Machine(Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> "Machine":
-        """Parse the text of `/proc/stat`."""
+        """Return the CPU seconds in the text of `/proc/stat`."""
         fields = [int(field) / _TICKS_PER_S for field in text.splitlines()[0].split()[1:]]
         user, nice, system, _idle, _waiting, interrupts, soft, stolen = fields[:8]
         return cls(user + nice + system + interrupts + soft, stolen)
 
 
 class Disturbance(Struct, frozen=True):
-    """Work of others during a measurement, in cores."""
+    """CPU use of other programs and other guests of the host during a measurement, in cores."""
 
     others_cores: float
     stolen_cores: float
 
 
 class Watch:
-    """A record of the work so far of machine and own processes; `passed` computes the work of
-    others.
+    """The CPU time of the machine and of our own processes at the start of a measurement.
+
+    `passed` computes the CPU use of others since then.
     """
 
     def __init__(self, ours: Iterable[int]) -> None:
@@ -91,7 +92,9 @@ class Watch:
         return Machine.now(), used_s, time.monotonic()
 
     def passed(self) -> Disturbance:
-        """Return the disturbance since creation; all of `ours` must still live."""
+        """Return the CPU use of others since this object was created; all of `ours` must still
+        live.
+        """
         machine, used_s, at_s = self._read()
         passed_s = at_s - self._at_s
         others_s = machine.busy_s - self._machine.busy_s - (used_s - self._ours_s)
@@ -102,16 +105,19 @@ class Watch:
 
 
 def memory_bytes(pid: int, name: str = "VmRSS") -> int:
-    """Return the resident set of `pid`; VmHWM is its maximum since `forget_peak`."""
+    """Return a memory size of the process `pid` in bytes.
+
+    "VmRSS" is the resident set, "VmHWM" its maximum since `forget_peak`.
+    """
     return memory_of((_PROC / str(pid) / "status").read_text(), name)
 
 
 def memory_of(status: str, name: str) -> int:
-    """Return a value from the text of `/proc/PID/status`."""
+    """Return the size `name` in bytes from the text of `/proc/PID/status`."""
     (told,) = (line for line in status.splitlines() if line.startswith(f"{name}:"))
     return int(told.split()[1]) * 1024
 
 
 def forget_peak(pid: int) -> None:
-    """Reset the maximum resident set of `pid` to the present one."""
+    """Reset the maximum resident set of the process `pid` to the present one."""
     (_PROC / str(pid) / "clear_refs").write_text("5")

@@ -1,4 +1,6 @@
-"""The command `python -m bench` without a name: measure, write, print."""
+"""The command `python -m bench` without a benchmark's name: measure, write and print the
+performance report.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +19,10 @@ BUSY_EXIT: Final = 3
 
 
 def report(plan: Plan, folder: Path, machine: Mapping[str, object]) -> int:
-    """Return 0, or 3 if a verdict was refused because the machine was busy.
+    """Measure, and write the performance report to `folder`.
 
-    Raise `ContestantError` if a server of Homing does not start.
+    Return 0, or 3 if a verdict was refused because the machine was busy. Raise `ContestantError` if
+    a server of Homing does not start.
     """
     end_in_order()
     with Measuring.running(plan, lambda line: print(line, flush=True)) as measuring:

@@ -30,44 +30,48 @@ from epp.flags.values import Transport
 ROOT: Final = Path(__file__).resolve().parents[2]
 GO_SOURCES: Final = ROOT / "bench" / "servers" / "go"
 GO: Final = "G"
-"""The reference: a Go server that decodes the JSON and does nothing else."""
+"""Name of the reference server, which is written in Go, decodes the JSON of each body and does
+nothing else.
+"""
 GO_ANYWHERE: Final = "G, any core"
-"""The same server, free to run on every core, which costs Go more for its parallelism."""
+"""Name of the reference server if it may run on every core, which costs Go more for its
+parallelism.
+"""
 _READY_S_MAX: Final = 60.0
 _BUILD_S_MAX: Final = 900.0
 
 
 class ContestantError(Exception):
-    """A server is missing; the text is one sentence with the reason."""
+    """The error of a server that cannot be measured. Its text is one sentence with the reason."""
 
 
 class Contestant(Struct, frozen=True, kw_only=True):
-    """A listening server."""
+    """A running server that is measured."""
 
     name: str
     port: int
     pid: int
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of its whole session so far."""
+        """Return the CPU seconds that all processes of the server's session have used so far."""
         return session_cpu_s(self.pid)
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """The endpoints of Homing."""
+    """The endpoints of a measured picker."""
 
     endpoints: int = 100
     pages_port: int | None = None
-    """Port of the metrics pages of all endpoints; None if they have none."""
+    """Port at which all endpoints serve their metrics pages; None if they serve none."""
     refresh: str = "1s"
-    """Interval of scrapes; "" means the default."""
+    """Interval of scrapes, as a duration; "" for the picker's default."""
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """Additional settings of Homing."""
+    """Settings of a measured picker in addition to the usual ones."""
 
     name: str = ""
-    """Suffix of the transport's name; "" means as installed."""
+    """Suffix of the server's name; "" for the picker as installed."""
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = {}
 
@@ -76,7 +80,7 @@ AS_INSTALLED: Final = Settings()
 
 
 def homing(transport: str, settings: str = "") -> str:
-    """Return the name of Homing on `transport`, with the `Settings` of that name."""
+    """Return the name of the picker on `transport`, with the `Settings` of the name `settings`."""
     return f"Homing, {transport}" + (f", {settings}" if settings else "")
 
 
@@ -86,12 +90,14 @@ def nothing(transport: str) -> str:
 
 
 def transports() -> list[str]:
-    """Return the transports of `epp serve`."""
+    """Return the names of the transports of `epp serve`."""
     return [str(each) for each in Transport]
 
 
 def floors() -> tuple[dict[str, list[str]], list[str]]:
-    """Return the commands of servers that do nothing by name, and a sentence for each missing one."""
+    """Return the commands of the servers that do nothing by name, and a sentence for each one that
+    is missing.
+    """
     python = [sys.executable, "-m"]
     found, missing = {}, []
     try:
@@ -107,8 +113,9 @@ def floors() -> tuple[dict[str, list[str]], list[str]]:
 
 
 def go_server(environment: Mapping[str, str]) -> Path:
-    """Return the Go server, built if its sources have changed. Raise `ContestantError` if it
-    cannot be built.
+    """Return the executable of the Go server, built if its sources have changed.
+
+    Raise `ContestantError` if it cannot be built.
     """
     caches = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
     folder = Path(caches).expanduser() / "homing" / f"bench-servers-{_pinned()}"
@@ -150,7 +157,7 @@ def _pinned() -> str:
 
 @contextlib.contextmanager
 def doing_nothing(name: str, command: Sequence[str], core: frozenset[int]) -> Iterator[Contestant]:
-    """Run one of `floors` during the context."""
+    """Run a server of `floors` during the context, and yield it."""
     with _process(command, core, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -167,7 +174,7 @@ def serving_homing(
     core: frozenset[int],
     settings: Settings = AS_INSTALLED,
 ) -> Iterator[Contestant]:
-    """Run `epp serve` with ready endpoints during the context."""
+    """Run `epp serve` with ready endpoints during the context, and yield it."""
     grpc, health, metrics = free_ports(3)
     file = folder / f"endpoints-{grpc}.json"
     file.write_text(json.dumps({"endpoints": _endpoints(pool)}))
@@ -204,7 +211,9 @@ def _process(
     stdout: object,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a process on one core from the beginning, in a session of its own, during the context."""
+    """Run a process on the given cores from the beginning, in a session of its own, during the
+    context.
+    """
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, core)
     try:

@@ -1,12 +1,12 @@
-"""The generator: an HTTP/2 client with as little work per stream as possible in Python.
+"""The load generator: an HTTP/2 client with as little work per stream as possible in Python.
 
 It plays a script (`bench.report.script`) on some connections of one thread. In a closed loop, a
 stream begins when another has ended. In an open loop, streams begin when they are due, whatever the
 server does. A stream's time in an open loop starts when it was *due*, so a wait for the generator
-or the server counts: every request that would have met a stall shows it (coordinated omission). The
-generator reads only the kind of an answer and whether it ends the body.
+or the server counts: every request that would have met a stall shows it (coordinated omission).
 
-`serve` is its process: it reads `Load` and writes `Measured` on a pipe.
+The generator reads only the kind of an answer and whether it ends the body. `serve` is its process:
+it reads `Load` and writes `Measured` on a pipe.
 """
 
 import gc
@@ -60,7 +60,7 @@ _PREFIX: Final = struct.Struct(">BI")
 _RECEIVE_BYTES: Final = 2**18
 _WINDOW_RENEWED_BYTES: Final = 2**30
 _GRACE_S: Final = 60.0
-"""Seconds after the load's time; a stream that has not ended then is a failure."""
+"""Seconds after the load's duration until a stream that has not ended counts as failed."""
 _WAIT_S_MAX: Final = 1.0
 
 REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY, IMMEDIATE = (
@@ -70,13 +70,13 @@ REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY, IMMEDIATE = (
     0x22,
     0x3A,
 )
-"""Tags of `ProcessingResponse`, one of which begins each answer."""
+"""Tags of the fields of `ProcessingResponse`, one of which begins each answer of a picker."""
 _END_OF_STREAM: Final = b"\x10\x01"
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """The load to play: either `streams` at a time for `duration_s`, or `rate_per_s`, or
-    `at_once`.
+    """The load to generate: `streams` at a time for `duration_s`, or `rate_per_s` for `duration_s`,
+    or `at_once`.
     """
 
     port: int
@@ -90,22 +90,26 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """The results of a load."""
+    """The results of a generated load."""
 
     completed: int
     failed: dict[str, int]
-    """Number of streams by failure."""
+    """Number of failed streams, by kind of failure."""
     latencies_s: list[float]
-    """Latency of each decision, from the time when a stream was due until its body had returned."""
+    """Seconds of each decision, from the time when its stream was due until the server had returned
+    the request body.
+    """
     late_s: list[float]
-    """Delay of each stream, from the time when it was due until the generator began it."""
+    """Seconds from the time when each stream was due until the generator began it."""
     duration_s: float
     generator_cpu_s: float
 
 
 class _Stream:
-    """One stream. The state is -1 before the request's answers, n before that to `later[n]`, None
-    before the end.
+    """One stream of the load.
+
+    `step` is -1 before the server has returned the request, n while `later[n]` waits for its
+    answer, and None after the last message.
     """
 
     __slots__ = (
@@ -131,7 +135,7 @@ class _Stream:
 
 
 class _Connection:
-    """One connection and its streams."""
+    """One HTTP/2 connection of the generator, and its streams."""
 
     def __init__(self, port: int, run: "_Run") -> None:
         self._run = run
@@ -178,7 +182,9 @@ class _Connection:
         self._send(stream, payload(opening, nonce))
 
     def _send(self, stream: _Stream, data: bytes) -> None:
-        """Send DATA in as many frames as windows allow; the rest follows when they do."""
+        """Send `data` on a stream in as many frames as the windows allow; the rest follows when
+        they grow.
+        """
         size = len(data)
         if size <= min(self._window_bytes, stream.window_bytes, FRAME_BYTES_MAX):
             self._window_bytes -= size
@@ -190,7 +196,9 @@ class _Connection:
             self._stalled.append(stream)
 
     def _push(self, stream: _Stream) -> bool:
-        """Send what the windows allow, and return True if nothing is left."""
+        """Send as much of a stream's remaining data as the windows allow; return True if nothing is
+        left.
+        """
         left = stream.left
         assert left is not None
         while left:
@@ -212,7 +220,9 @@ class _Connection:
                 self._stalled.append(stream)
 
     def flush(self) -> None:
-        """Send pending data; the rest follows when the socket accepts it."""
+        """Send the pending frames of this connection; the rest follows when the socket
+        accepts it.
+        """
         if self.unsent is None:
             if not self.out:
                 return
@@ -234,7 +244,7 @@ class _Connection:
             self._end(stream, "connection lost")
 
     def receive(self) -> None:
-        """Process received data."""
+        """Read the socket and process the received frames."""
         try:
             data = self.socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -364,7 +374,9 @@ class _Connection:
 
 @lru_cache(256)
 def _status_without_table(block: bytes) -> str:
-    """Return the status of a header block, which is always encoded alike without a table."""
+    """Return the gRPC status in a header block of a server without a header table, which always
+    encodes it alike.
+    """
     decoder = Decoder()
     decoder.header_table_size = 0
     return _status_in(decoder.decode(block, raw=True))
@@ -383,7 +395,7 @@ def _ends_body(data: bytes | bytearray, start: int, end: int) -> bool:
 
 
 class _Run:
-    """One load, from its first stream to the end of its last."""
+    """The generation of one load, from its first stream to the end of its last."""
 
     def __init__(self, load: Load, made: Script, numbers: Iterator[bytes]) -> None:
         self.script = made
@@ -398,11 +410,13 @@ class _Run:
         self._connections = [_Connection(load.port, self) for _ in range(load.connections)]
         self._turn = cycle(self._connections)
         self._due: deque[float] = deque()
-        """Times at which streams that have not begun are due, in order."""
+        """Times at which the streams that have not begun are due, in order."""
         self._renewed_until_s = float("-inf")
 
     def ended(self, failure: str) -> None:
-        """Record the end of a stream; another one is due in a closed loop."""
+        """Record the end of a stream, with its failure or ""; in a closed loop, another stream is
+        due then.
+        """
         self._inside -= 1
         if failure:
             self._failed[failure] += 1
@@ -412,7 +426,7 @@ class _Run:
             self._due.append(now)
 
     def run(self) -> Measured:
-        """Play the whole load."""
+        """Generate the whole load and return its results."""
         started_s, started_cpu_s = time.monotonic(), time.process_time()
         load, due = self._load, self._due
         if load.rate_per_s:
@@ -460,7 +474,9 @@ class _Run:
             connection.open(next(self._openings), due_s, next(self._nonces))
 
     def _free(self) -> _Connection | None:
-        """Return the next connection, round robin, that may open a stream."""
+        """Return the next connection, round robin, that may open a stream, or None if there is
+        none.
+        """
         for _ in self._connections:
             connection = next(self._turn)
             if not connection.closed and len(connection.streams) < connection.streams_max:
@@ -468,7 +484,7 @@ class _Run:
         return None
 
     def _wait(self, now: float) -> None:
-        """Wait until data arrived, or can be sent, or a stream is due."""
+        """Wait until data arrived or can be sent, or a stream is due; then read the data."""
         by_socket = {each.socket: each for each in self._connections if not each.lost}
         sending = [each.socket for each in by_socket.values() if each.unsent is not None]
         wait_s = _WAIT_S_MAX
@@ -481,7 +497,7 @@ class _Run:
 
 
 def due_times(rate_per_s: float, duration_s: float, seed: int, started_s: float) -> Iterator[float]:
-    """Yield arrival times of independent clients, with exponential gaps."""
+    """Yield the arrival times of independent clients in seconds, with exponential gaps."""
     random = Random(f"report:arrivals:{seed}")
     at_s = random.expovariate(rate_per_s)
     while at_s < duration_s:
@@ -490,7 +506,7 @@ def due_times(rate_per_s: float, duration_s: float, seed: int, started_s: float)
 
 
 def serve(pipe: Pipe, cores: frozenset[int]) -> None:
-    """Run the generator's process on `cores` until it is sent None."""
+    """Run the generator's process on `cores`: generate each load from `pipe`, until None comes."""
     if cores:
         os.sched_setaffinity(0, cores)
     made = lru_cache(4)(script)

@@ -1,4 +1,5 @@
-"""The rounds: every server plays the same load in each, one after the other.
+"""The rounds of the performance report: in each, every server gets the same load, one after the
+other.
 
 Servers run on one core, the generator and the pods' pages on another. All servers of a comparison
 run during the whole comparison; the others are idle. The order rotates by one from round to round.
@@ -41,16 +42,16 @@ _SETTLE_S: Final = 2.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """The extent of a measurement."""
+    """The extent of the performance report's measurements."""
 
     rounds: int = 5
     duration_share: float = 1.0
-    """Factor of each load's time."""
+    """Factor by which the duration of each load is multiplied."""
     names: tuple[str, ...] = workloads.NAMES
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """One server, one load, one round."""
+    """The result of one server under one load in one round."""
 
     workload: str
     contestant: str
@@ -58,20 +59,22 @@ class Sample(Struct, frozen=True, kw_only=True):
     completed: int
     failed: dict[str, int]
     cpu_us: float | None
-    """CPU of the server per completed request; None if none was completed."""
+    """CPU time of the server in microseconds per completed request; None if none was completed."""
     requests_per_s: float
     p50_ms: float
     p99_ms: float
     late_p99_ms: float
-    """Delay of the generator for streams that were due."""
+    """99th percentile in milliseconds of the generator's delay for streams that were due."""
     generator_cpu_us: float | None
     generator_share: float
-    """Share of the generator's core that it used."""
+    """Share of its processor core that the generator used, from 0 to 1."""
     disturbance: Disturbance
 
 
 class Reading(Struct, frozen=True, kw_only=True):
-    """A number that is no load: memory, or the core share of an idle picker."""
+    """A measured value without load: the memory of a picker, or the CPU use of an idle one in
+    cores.
+    """
 
     name: str
     contestant: str
@@ -82,16 +85,16 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 class Results(Struct, kw_only=True):
-    """All results."""
+    """All results of the performance report's measurements."""
 
     samples: list[Sample]
     readings: list[Reading]
     missing: list[str]
-    """A sentence for each missing server."""
+    """A sentence for each server that could not be measured."""
 
 
 class Generator:
-    """Context manager of the process that plays loads."""
+    """The process of the load generator; a context manager that starts and ends it."""
 
     def __init__(self, core: frozenset[int]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -112,7 +115,7 @@ class Generator:
         return self._process.pid
 
     def play(self, load: Load) -> Measured:
-        """Play a load until its last stream has ended."""
+        """Generate a load until its last stream has ended, and return its results."""
         pipe: Pipe = self._pipe
         pipe.send(load)
         told = pipe.recv()
@@ -129,13 +132,18 @@ class Generator:
 
 
 def cores() -> tuple[frozenset[int], frozenset[int]]:
-    """Return the servers' core and the core of everything else; they are one if there is only one."""
+    """Return the servers' core and the core of everything else, as sets; they are equal if there is
+    only one core.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     return frozenset(allowed[:1]), frozenset(allowed[1:2] or allowed[:1])
 
 
 class Measuring:
-    """The whole measurement, inside `running`. `tell` gets a line for each finished step."""
+    """All measurements of the performance report, inside the context `running`.
+
+    `tell` is called with a line for each finished step.
+    """
 
     def __init__(
         self, plan: Plan, generator: Generator, folder: Path, tell: Callable[[str], None]
@@ -152,7 +160,9 @@ class Measuring:
     @classmethod
     @contextlib.contextmanager
     def running(cls, plan: Plan, tell: Callable[[str], None]) -> Iterator["Measuring"]:
-        """Start the generator, and create a folder for the servers' files."""
+        """Start the generator, create a folder for the servers' files, and yield the
+        measurements.
+        """
         with tempfile.TemporaryDirectory(prefix="homing-report-") as folder:
             allowed = os.sched_getaffinity(0)
             with Generator(cores()[1]) as generator:
@@ -166,7 +176,7 @@ class Measuring:
                     os.sched_setaffinity(0, allowed)
 
     def everything(self) -> Results:
-        """Measure what the plan names."""
+        """Measure everything that the plan names, and return the results."""
         names = self._plan.names
         loads = [each for each in workloads.LOADS if each.name in names]
         if loads:
@@ -202,8 +212,10 @@ class Measuring:
                 self._rounds(load, [*reference, *picking], served)
 
     def _endpoints(self) -> None:
-        """Compare numbers of endpoints without metrics, because a thousand pages would count as
-        cost of requests.
+        """Measure pickers with different numbers of endpoints.
+
+        They have no metrics pages, because reading a thousand pages would count as cost of
+        requests.
         """
         with contextlib.ExitStack() as stack:
             contestants = [
@@ -225,7 +237,9 @@ class Measuring:
             self._rounds(load, contestants, None)
 
     def _operators(self) -> None:
-        """Measure features for operators; they do not depend on the transport either."""
+        """Measure features for operators, on one transport, because their cost does not depend on
+        it.
+        """
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             served = enter(pages(self._other_core, large=False))
@@ -260,7 +274,9 @@ class Measuring:
     def _play(
         self, load: Workload, contestant: Contestant, ours: Sequence[int], *, number: int
     ) -> Sample:
-        """Play one round; round -1 is a shorter warm-up at the same pace."""
+        """Play a load at one server and return the result; round -1 is a shorter warm-up at the
+        same pace.
+        """
         warms = number < 0
         share = min(1.0, WARM_S / load.duration_s) if warms else self._plan.duration_share
         watch = Watch((os.getpid(), self._generator.pid, *ours))
@@ -296,7 +312,9 @@ class Measuring:
         )
 
     def _memory(self) -> None:
-        """Measure by how much a large body raises the memory of an idle picker, in bodies."""
+        """Measure by how much a large body raises the memory of an idle picker, in units of the
+        body's size.
+        """
         load = workloads.LARGE
         for transport in transports():
             with (
@@ -324,7 +342,9 @@ class Measuring:
             self._tell(f"memory: {picker.name}")
 
     def _idle(self) -> None:
-        """Measure an idle picker on the last transport, because scraping does not depend on it."""
+        """Measure the CPU use of an idle picker, on the last transport, because scraping does not
+        depend on it.
+        """
         transport = transports()[-1]
         lasts_s = workloads.IDLE_S * self._plan.duration_share
         for refresh in workloads.IDLE_CORES_MAX:
@@ -359,5 +379,5 @@ class Measuring:
 
 
 def idle_name(refresh: str) -> str:
-    """Return the name of the readings of `_idle`."""
+    """Return the name of the readings of an idle picker whose scrape interval is `refresh`."""
     return f"idle, {refresh or 'default interval'}"

@@ -1,4 +1,6 @@
-"""Features for operators, enabled one by one: each combination is a picker of its own."""
+"""Pickers with features for operators (records, capture, spans, shadow profile), enabled one by
+one.
+"""
 
 import contextlib
 import json
@@ -15,21 +17,24 @@ from epp.plugins.strategies import STRATEGIES
 
 NOTHING: Final = "nothing of it"
 RECORDS: Final = ""
-"""Name of the picker as installed."""
+"""Name of the picker with the features that are enabled as installed."""
 CAPTURE: Final = "and a capture of every request"
 TRACING: Final = "and spans, one of a hundred sampled"
 EVERYTHING: Final = "and a shadow profile"
 SPARINGLY: Final = "all of it, capture and shadow of a tenth"
 NAMES: Final = (NOTHING, RECORDS, CAPTURE, TRACING, EVERYTHING, SPARINGLY)
-"""Names of the pickers; each adds to the one before it, except the last."""
+"""Names of the measured pickers; each has one feature more than the one before it, except
+the last.
+"""
 _STRATEGY: Final = "homing"
 _SAMPLED_SHARE: Final = "0.01"
 _SPARING_SHARE: Final = 0.1
 
 
 def operated(folder: Path, collector: str) -> list[Settings]:
-    """Return the settings in the order of `NAMES`; files go to `folder`, spans to the URL
-    `collector`.
+    """Return the settings of the measured pickers in the order of `NAMES`.
+
+    Captures and configurations are written to `folder`, spans are sent to the URL `collector`.
     """
     spans = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
@@ -44,7 +49,7 @@ def operated(folder: Path, collector: str) -> list[Settings]:
     sparing = document | {"shadow": shadow | {"share": _SPARING_SHARE}}
 
     def captured(name: str, *flags: str) -> Settings:
-        """Return settings of a capture into a folder of its own."""
+        """Return settings with a capture into a folder of its own, spans, and the given flags."""
         apart = f"--capture={folder / f'capture-{NAMES.index(name)}'}"
         return Settings(name=name, flags=(apart, *flags), environment=spans)
 
@@ -69,7 +74,7 @@ def _written(file: Path, document: dict[str, Any]) -> str:
 
 
 class _Collector(BaseHTTPRequestHandler):
-    """A server that receives spans and confirms them."""
+    """Handler of an HTTP server that receives spans and confirms them."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -79,12 +84,12 @@ class _Collector(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Print nothing to the terminal."""
+        """Print nothing to the terminal about a received request."""
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[str]:
-    """Yield the URL of a collector of spans, which stores none."""
+    """Run a collector of spans that stores none during the context, and yield its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Collector)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""Metrics pages of the report's pods.
+"""Metrics pages of the pods in the performance report.
 
 Small pages have the few series that influence decisions, with other numbers each time; they keep
 the endpoints fresh while requests are measured. Large ones are those of a simulated engine under
@@ -33,5 +33,5 @@ def small_pages() -> list[bytes]:
 
 
 def pages(cores: frozenset[int], *, large: bool) -> AbstractContextManager[Pages]:
-    """Serve the pages during the context."""
+    """Serve small or large metrics pages from a process on `cores` during the context."""
     return served(live_pages(_LONG_NAME) if large else small_pages(), cores)

@@ -1,4 +1,6 @@
-"""Conversion of results to rows: the measured value of each aim, its floor, and the verdict."""
+"""Conversion of the report's results to rows: the measured value for each aim, its floor, and the
+verdict.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -14,23 +16,23 @@ from bench.report.workloads import LEAN, Workload
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """One aim of one workload."""
+    """The result for one aim of one workload, as a row of the report."""
 
     title: str
     measure: str
     seen: dict[str, Figure]
-    """Measured value of each transport of Homing."""
+    """Measured value of the picker, by transport."""
     floor: dict[str, Figure]
-    """Value of the server on the same transport that does nothing."""
+    """Measured value of the server that does nothing, by transport."""
     aim_max: float | None
     judged: str
-    """The transport of the verdict."""
+    """Name of the transport to which the verdict applies."""
     verdict: Verdict | None
     reason: str
 
 
 class Reported(Struct, frozen=True):
-    """The input of the writers."""
+    """The results and the rows that the report's writers write."""
 
     results: Results
     rows: list[Row]
@@ -42,7 +44,7 @@ class Reported(Struct, frozen=True):
 
 
 def rows(results: Results, transports: Sequence[str]) -> list[Row]:
-    """Return rows in the order of the aims, without workloads that were not played."""
+    """Return the report's rows in the order of the aims, without workloads that were not played."""
     made = _Rows(results, transports)
     for load in workloads.LOADS:
         made.add_load(load)
@@ -141,7 +143,7 @@ class _Rows:
         return " ".join(self._results.missing)
 
     def add_load(self, load: Workload) -> None:
-        """Add a row for each of the load's aims."""
+        """Add a row for each aim of a workload, if it was played."""
         played = [each for each in self._results.samples if each.workload == load.name]
         if not played:
             return
@@ -188,8 +190,8 @@ class _Rows:
         )
 
     def add_lean_against_grpcio(self) -> None:
-        """Add the row that compares the lean transport with grpcio in the same rounds, on the same
-        core.
+        """Add the row that compares the CPU of the transport ngh2 with that of grpcio, in the same
+        rounds on the same core.
         """
         name = workloads.REQUEST.name
         played = [each for each in self._results.samples if each.workload == name]
@@ -206,7 +208,9 @@ class _Rows:
         )
 
     def add_endpoints(self) -> None:
-        """Add the row that compares a thousand endpoints with ten."""
+        """Add the row that compares the CPU of a picker with a thousand endpoints with
+        that at ten.
+        """
         played = [each for each in self._results.samples if each.workload == "endpoints"]
         if not played:
             return
@@ -224,7 +228,9 @@ class _Rows:
         )
 
     def add_operators(self) -> None:
-        """Add rows that compare features for operators with none of them."""
+        """Add rows that compare the CPU of pickers with features for operators with that of a
+        picker without any.
+        """
         for load in workloads.OPERATED:
             played = [each for each in self._results.samples if each.workload == load.name]
             for name in NAMES:
@@ -243,7 +249,7 @@ class _Rows:
                     )
 
     def add_readings(self, name: str, title: str, measure: str, aim_max: float) -> None:
-        """Add a row for memory, or for an idle picker."""
+        """Add a row for the readings `name`: the memory of a picker, or the CPU of an idle one."""
         read = [each for each in self._results.readings if each.name == name]
         if read:
             self._add(
@@ -266,10 +272,10 @@ def _worst(samples: Sequence[Sample]) -> Figure | None:
 
 
 def tail(p50_ms: float, p99_ms: float, alone_p50_ms: float) -> float:
-    """Return the wait of slow requests as a ratio.
+    """Return the wait of slow requests as a ratio: p99 relative to p50, or p50 relative to that of
+    a lone request if that is greater.
 
-    All requests wait alike if a server does not keep up. p50 therefore counts too, in units of the
-    time of a request that meets no other.
+    If a server does not keep up, all requests wait alike, and p99 alone would not show it.
     """
     return max(p99_ms / p50_ms, p50_ms / alone_p50_ms)
 
@@ -281,7 +287,9 @@ def _read(readings: Sequence[Reading], contestant: str) -> Figure | None:
 def _reason(
     verdict: Verdict, seen: Figure | None, aim_max: float, floor: Figure | None, transport: str
 ) -> str:
-    """Return why an aim is not met, as far as the floor shows it, and whether rounds disagreed."""
+    """Return why the aim is not met, as far as the floor shows it, and whether single rounds
+    disagree with the median.
+    """
     if seen is None or verdict not in {Verdict.MET, Verdict.NOT_MET}:
         return ""
     parts = []

@@ -1,4 +1,5 @@
-"""The messages of a gateway on a stream, as bytes that are ready to be sent.
+"""The messages of a gateway on a stream of the performance report, as bytes that are ready to be
+sent.
 
 Every prompt is different: each body contains a number of `NONCE_DIGITS` digits where the question
 begins, or where the whole prompt begins if nothing is shared. Chats share the part before it
@@ -24,7 +25,7 @@ from bench.raw_http2 import DATA, END_HEADERS, EXT_PROC, HEADERS, frame, grpc_me
 
 NONCE_DIGITS: Final = 16
 FRAME_BYTES_MAX: Final = 16_384
-"""Bytes that Envoy sends in a DATA frame, and that every peer accepts."""
+"""Maximum bytes of a DATA frame that Envoy sends, and that every HTTP/2 server accepts."""
 _MARK: Final = b"#" * NONCE_DIGITS
 _TEMPLATES_BYTES_MAX: Final = 16 * 2**20
 _TEMPLATES_MAX: Final = 256
@@ -36,40 +37,49 @@ _RESPONSE_HEADERS: Final = {
 
 
 class Shape(Struct, frozen=True, kw_only=True):
-    """The composition of a request."""
+    """The composition of a request and its response."""
 
     body_bytes: int
     shares: bool = True
-    """True if three quarters of a prompt may have been seen before."""
+    """True if three quarters of each prompt may equal those of an earlier one."""
     response_headers: bool = False
     response_chunks: int = 0
-    """Chunks of a streamed response that pass through, after response headers."""
+    """Number of chunks of a streamed response that pass through the picker, after
+    response headers.
+    """
 
 
 class Opening(Struct, frozen=True, kw_only=True):
-    """Everything up to the end of the request's body, for any stream and any prompt."""
+    """The messages of a stream up to the end of the request body, as a template for any stream
+    number and any prompt.
+    """
 
     payload: bytes
-    """gRPC messages: headers and body."""
+    """gRPC messages with the request's headers and body, without HTTP/2 frames."""
     framed: bytes
-    """The messages in frames, after the HEADERS frame."""
+    """HTTP/2 frames: the HEADERS frame, then the gRPC messages in DATA frames."""
     streams_at: tuple[int, ...]
-    """Positions of the stream's number in `framed`."""
+    """Positions in `framed` at which the stream's number is inserted."""
     nonce_at: tuple[tuple[int, int], ...]
-    """(Position in `framed`, number of digits) of each part of the nonce."""
+    """Position in `framed` and number of digits of each part of the number that makes the prompt
+    different.
+    """
     payload_nonce_at: int
     body_bytes: int
 
 
 class Script(Struct, frozen=True, kw_only=True):
-    """A workload's streams. An element of `later` is sent when the previous one was answered."""
+    """The messages of a workload's streams.
+
+    Each element of `later` is sent when the previous one was answered.
+    """
 
     openings: tuple[Opening, ...]
     later: tuple[bytes, ...]
 
 
 def script(shape: Shape) -> Script:
-    """Return the script of streams of `shape`; it is the same in every process."""
+    """Return the messages of streams of `shape`; they are the same in every process."""
     header = headers_message(response_bodies=shape.response_chunks > 0)
     each = max(1, min(_TEMPLATES_MAX, _TEMPLATES_BYTES_MAX // shape.body_bytes))
     chats = Chats(shape.body_bytes, max(5, min(shape.body_bytes // 1_600, 288)))
@@ -86,12 +96,12 @@ def script(shape: Shape) -> Script:
 
 
 def nonces() -> Iterator[bytes]:
-    """Yield digits, all different within a process."""
+    """Yield numbers of `NONCE_DIGITS` digits, all different within a process."""
     return (b"%0*d" % (NONCE_DIGITS, number) for number in count(1))
 
 
 def _marked(body: bytes, shape: Shape, random: Random) -> bytes:
-    """Return `body` with `_MARK` as the first new text of the prompt."""
+    """Return `body` with `_MARK` inserted where the prompt's first new text begins."""
     before = b'"content": "'
     at = body.index(before) if not shape.shares else body.rindex(before)
     at += len(before)
@@ -126,7 +136,7 @@ _NUMBER: Final = struct.Struct(">I")
 
 
 def framed(opening: Opening, stream: int, nonce: bytes) -> bytearray:
-    """Return `opening` for stream number `stream`, in one piece."""
+    """Return the frames of `opening` for the stream number `stream` and the digits `nonce`."""
     made = bytearray(opening.framed)
     for at in opening.streams_at:
         _NUMBER.pack_into(made, at, stream)
@@ -138,7 +148,7 @@ def framed(opening: Opening, stream: int, nonce: bytes) -> bytearray:
 
 
 def payload(opening: Opening, nonce: bytes) -> bytes:
-    """Return the gRPC messages of `opening` alone."""
+    """Return the gRPC messages of `opening` with the digits `nonce`, without HTTP/2 frames."""
     at = opening.payload_nonce_at
     return opening.payload[:at] + nonce + opening.payload[at + NONCE_DIGITS :]
 

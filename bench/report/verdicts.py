@@ -1,4 +1,4 @@
-"""Medians, spread, and verdicts about aims, or the reason why there is none."""
+"""Medians, spread, and verdicts about the report's aims, or the reason why there is no verdict."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -13,9 +13,11 @@ ROUNDS_MIN: Final = 5
 OTHERS_CORES_MAX: Final = 0.1
 STOLEN_CORES_MAX: Final = 0.02
 DISTURBED_SHARE_MAX: Final = 0.2
-"""Maximum share of disturbed rounds; a median tolerates one in five."""
+"""Maximum share of rounds that other programs disturbed; a median tolerates one in five."""
 GENERATOR_SHARE_MAX: Final = 0.9
-"""Maximum share of the generator's core; above it the generator may have been measured."""
+"""Maximum share of its core that the generator may use; above it, the generator may have been the
+bottleneck.
+"""
 
 
 class Verdict(StrEnum):
@@ -28,7 +30,7 @@ class Verdict(StrEnum):
 
 
 class Figure(Struct, frozen=True):
-    """Median and spread over rounds."""
+    """Median, minimum and maximum of a value over the rounds."""
 
     median: float
     low: float
@@ -37,14 +39,16 @@ class Figure(Struct, frozen=True):
 
 
 def figure(values: Sequence[float]) -> Figure | None:
-    """Return median and spread, or None if there are no values."""
+    """Return median, minimum and maximum of `values`, or None if there are none."""
     if not values:
         return None
     return Figure(median(values), min(values), max(values), len(values))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the least value that `share` of them do not exceed; 0 if there are none."""
+    """Return the least of `values` that a share `share` of them do not exceed; 0 if there
+    are none.
+    """
     ordered = sorted(values)
     if not ordered:
         return 0.0
@@ -53,14 +57,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ratios(of: Mapping[int, float], to: Mapping[int, float]) -> list[float]:
-    """Return ratios round by round, in the rounds that both have, so variation between rounds
-    cancels.
+    """Return the ratios of `of` to `to` in the rounds that both have.
+
+    Variation between rounds cancels in a ratio.
     """
     return [value / to[number] for number, value in sorted(of.items()) if to.get(number)]
 
 
 def is_busy(disturbances: Sequence[Disturbance]) -> bool:
-    """Return True if others disturbed so many rounds that the median is not reliable."""
+    """Return True if other programs disturbed so many rounds that the median is not reliable."""
     disturbed = sum(
         each.others_cores > OTHERS_CORES_MAX or each.stolen_cores > STOLEN_CORES_MAX
         for each in disturbances
@@ -75,7 +80,9 @@ def judge(
     disturbances: Sequence[Disturbance],
     generator_shares: Sequence[float] = (),
 ) -> Verdict:
-    """Return whether the median is within the aim, if this can be decided."""
+    """Return the verdict: whether the median is at most `aim_max`, or why this cannot be
+    decided.
+    """
     if seen is None:
         return Verdict.MISSING
     if seen.rounds < ROUNDS_MIN:
@@ -88,5 +95,5 @@ def judge(
 
 
 def crosses(seen: Figure, aim_max: float) -> bool:
-    """Return True if single rounds disagree with their median."""
+    """Return True if some rounds meet the aim `aim_max` and others do not."""
     return seen.low <= aim_max < seen.high

@@ -1,4 +1,7 @@
-"""The loads, and the aims. All prompts are different; `script` describes what they share."""
+"""The workloads and the aims of the performance report.
+
+All prompts are different; `script` describes what they share.
+"""
 
 from typing import Final
 
@@ -8,7 +11,7 @@ from bench.report.script import Shape
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """Streams of one shape, and their arrival (`bench.report.generator.Load`)."""
+    """A workload: streams of one shape, and when they begin (`bench.report.generator.Load`)."""
 
     name: str
     title: str
@@ -19,13 +22,15 @@ class Workload(Struct, frozen=True, kw_only=True):
     rate_per_s: float = 0.0
     at_once: int = 0
     against_g_max: float | None = None
-    """Maximum CPU of a request in units of G, as an aim."""
+    """Aim: maximum CPU of a request relative to the reference server G; None for no such aim."""
     tail_max: float | None = None
-    """Maximum p99 in units of p50, as an aim."""
+    """Aim: maximum wait of slow requests as a ratio (`bench.report.rows.tail`); None for no such
+    aim.
+    """
     fails_never: bool = False
     """True if the aim is that no stream fails in any round."""
     floors: bool = True
-    """True if the servers that do nothing on Homing's transports play too."""
+    """True if the servers that do nothing on Homing's transports get this workload too."""
 
 
 _8_KB: Final = Shape(body_bytes=8_000)
@@ -51,7 +56,9 @@ ALONE: Final = Workload(
     duration_s=1.0,
     floors=False,
 )
-"""Load without any waiting, which shows whether a server keeps up in an open loop."""
+"""Workload of one request at a time, for comparison: it shows whether a server keeps up in an open
+loop.
+"""
 
 ANSWERED: Final = Workload(
     name="8kb-response",
@@ -122,16 +129,18 @@ OPERATED: Final = (
         shape=Shape(body_bytes=450_000, response_headers=True),
     ),
 )
-"""Ratio of the blocks of a 450 KB prompt to those of an 8 KB one, which is fifty-six."""
+"""Workloads with which features for operators are compared: prompts of 8 KB, and of 450 KB, which
+have fifty-six times as many blocks.
+"""
 OPERATED_RATIO_MAX: Final = 1.05
-"""Maximum cost of all features for operators, relative to none of them."""
+"""Aim: maximum CPU of a request with all features for operators, relative to none of them."""
 MEMORY_IN_BODIES_MAX: Final = 4.0
 IDLE_CORES_MAX: Final = {"200ms": 0.08, "": 0.05}
-"""Interval of scrapes ("" for the default) -> maximum number of cores."""
+"""Aims for an idle picker: scrape interval ("" for the default) -> maximum CPU use in cores."""
 IDLE_S: Final = 2.0
 SOAK: Final = "python -m bench.soak --minutes 120 --rate-per-s 300"
 
 APART: Final = ("endpoints", "operators")
-"""Comparisons with pickers of their own, against each other."""
+"""Names of the comparisons in which pickers of their own are compared with each other."""
 NAMES: Final = (*(each.name for each in LOADS), *APART, "memory", "idle")
-"""Names that `--only` accepts."""
+"""Names of measurements that `--only` accepts."""

@@ -1,4 +1,4 @@
-"""The report as Markdown, JSON and a plot."""
+"""Writing of the performance report as Markdown, JSON and a plot."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -38,7 +38,7 @@ that were due."""
 
 
 def to_json(reported: Reported, machine: Mapping[str, object]) -> bytes:
-    """Return everything, including each round."""
+    """Return the report as JSON, with the result of each round."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": dict(machine),
@@ -52,7 +52,9 @@ def to_json(reported: Reported, machine: Mapping[str, object]) -> bytes:
 
 
 def to_markdown(reported: Reported, machine: Mapping[str, object]) -> str:
-    """Return a page with medians, and with the least and the greatest round in brackets."""
+    """Return the report as a Markdown page with medians, and with the least and the greatest round
+    in brackets.
+    """
     results = reported.results
     parts = [
         "# Performance report",
@@ -227,8 +229,8 @@ _BAR, _GAP = 13, 16
 
 
 def to_svg(reported: Reported) -> str:
-    """Return bars of CPU per request in units of G, with whiskers from the least round to the
-    greatest.
+    """Return a bar chart of the CPU per request in units of G, with whiskers from the least round
+    to the greatest, as SVG.
     """
     groups = _groups(reported)
     known = [value for group in groups for one in group[2] for value in (one[1].low, one[1].high)]

@@ -1,1 +1,3 @@
-"""Servers that do nothing: each gives a picker's answers at the least cost of its transport."""
+"""Servers that do nothing: each gives a picker's answers at the lowest cost that its transport
+allows.
+"""

@@ -1,22 +1,24 @@
 """The answers of a picker as bytes, without a picker, for all servers of this folder.
 
 Only the tag and the lengths in front of a body are decoded, so the cost of a server is that of its
-transport. Only the shapes that the generator sends are supported.
+transport. Only the shapes of messages that the load generator sends are supported.
 """
 
 from typing import Final
 
 CHUNK_BYTES_MAX: Final = 62_000
-"""Maximum bytes of an echoed chunk, which a gateway accepts in one message."""
+"""Maximum bytes of a returned chunk, which a gateway accepts in one message."""
 
 _REQUEST_HEADERS, _RESPONSE_HEADERS, _REQUEST_BODY, _RESPONSE_BODY = 0x12, 0x1A, 0x22, 0x2A
-"""Tags of `ProcessingRequest`, which begin its messages here."""
+"""Tags of the fields of `ProcessingRequest`, one of which begins each message of the load
+generator.
+"""
 _END_OF_STREAM: Final = b"\x10\x01"
-"""The last field of a body message."""
+"""Bytes of the field `end_of_stream`, the last one of a message with a piece of a body."""
 
 
 def varint(number: int) -> bytes:
-    """Encode a length as protobuf does."""
+    """Return `number` as protobuf encodes a length."""
     parts = bytearray()
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)
@@ -48,14 +50,16 @@ RESPONSE_HEADERS_ANSWER: Final = _field(0x12, b"")
 
 
 def body_answer(chunk: bytes, *, last: bool, response: bool) -> bytes:
-    """Return `chunk` unchanged as a streamed `ProcessingResponse.{request,response}_body`."""
+    """Return the answer that passes `chunk` on unchanged, as a streamed body of a request or
+    `response`.
+    """
     streamed = (_field(0x0A, chunk) if chunk else b"") + (_END_OF_STREAM if last else b"")
     mutation = _field(0x1A, _field(0x1A, streamed))
     return _field(0x22 if response else 0x1A, _field(0x0A, mutation))
 
 
 class Conversation:
-    """One stream: messages in, answers out. It stores the body until the body has ended."""
+    """The answers on one stream. The request body is stored until it has ended."""
 
     __slots__ = ("_pieces",)
 
@@ -63,8 +67,9 @@ class Conversation:
         self._pieces: list[bytes] = []
 
     def answers(self, message: bytes) -> list[bytes]:
-        """Return the answers to the next message; those to request headers wait for the body's
-        end.
+        """Return the answers to the next `message` of the stream.
+
+        Those to request headers wait for the end of the body.
         """
         kind = message[0]
         if kind == _RESPONSE_BODY:
@@ -96,7 +101,7 @@ class Conversation:
 
 
 def _body(message: bytes) -> tuple[bytes, bool]:
-    """Return the piece of an `HttpBody`, and whether it is the last."""
+    """Return the piece of a body in `message`, and True if it is the last piece."""
     size, at = _read_varint(message, 1)
     end = at + size
     piece = b""

@@ -1,4 +1,8 @@
-"""The answers on grpc.aio and uvloop: `python -m bench.servers.on_grpcio`. It prints its port."""
+"""A server that gives a picker's answers through grpc.aio and uvloop: `python -m
+bench.servers.on_grpcio`.
+
+It prints its port.
+"""
 
 import asyncio
 import sys

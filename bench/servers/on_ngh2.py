@@ -1,6 +1,8 @@
-"""The answers on ngh2 and asyncio: `python -m bench.servers.on_ngh2`. It prints its port.
+"""A server that gives a picker's answers through ngh2 and asyncio: `python -m
+bench.servers.on_ngh2`.
 
-The server has none of the limits that a server needs, and trusts its one client.
+It prints its port. The server has none of the limits that a server needs, and trusts its one
+client.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ class _Stream:
 
 
 class _Protocol(asyncio.Protocol):
-    """One connection: it takes all received data, then sends all answers."""
+    """One HTTP/2 connection of the server: it takes all received data, then sends all answers."""
 
     def __init__(self) -> None:
         self._http2 = Connection(Role.SERVER, Configuration())

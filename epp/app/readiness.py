@@ -22,7 +22,9 @@ FIRST_PASS_S_MAX: Final = 10.0
 
 
 class Readiness:
-    """The readiness of the picker. `update` reports it to the health service and the gateway."""
+    """The readiness of one picker process, which `update` reports to its health service and its
+    gateway server.
+    """
 
     def __init__(
         self,
@@ -47,7 +49,9 @@ class Readiness:
         """True once the first scrape of all endpoints is complete or `FIRST_PASS_S_MAX` has passed."""
 
     def update(self) -> None:
-        """Determine the readiness again after a change of something it depends on."""
+        """Compute whether this picker is ready and report it; called after a change of the cluster,
+        the peers, the endpoints or the tasks.
+        """
         known = self._cluster is None or self._cluster.ready
         if known and self._known_since_s is None:
             self._known_since_s = time.monotonic()
@@ -57,16 +61,17 @@ class Readiness:
         self._health.set_ready(able and not self._supervisor.broken, stands_by=stands_by)
         self._gateway.stand_by(stands_by)
 
-    def asked(self) -> None:
-        """Update the readiness after a scrape of an endpoint, successful or not."""
+    def endpoint_scraped(self) -> None:
+        """Compute the picker's readiness again after a scrape of an endpoint, successful or not."""
         if not self.scraped:
             self.update()
 
     def _first_pass_done(self) -> bool:
-        """Return True if every endpoint was scraped once and one is ready, or the time limit
-        passed.
+        """Return True if the first scrapes are over: every endpoint was scraped once and one is
+        ready, or `FIRST_PASS_S_MAX` passed.
 
-        The result stays True, because later endpoints join a picker that is already serving.
+        Once True, the result stays True, because later endpoints join a picker that is already
+        serving.
         """
         if self.scraped or self._known_since_s is None:
             return self.scraped

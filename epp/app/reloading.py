@@ -40,13 +40,15 @@ if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
 
 INTERVAL_CHANGE_MIN: Final = 0.1
-"""Relative change of the scrape interval from which the limits derived from it are updated."""
+"""Relative change of the scrape interval (0.1 is 10 %) above which the allowed age of metrics is
+computed again.
+"""
 
 _log = structlog.get_logger(__name__)
 
 
-class Concerned(Struct, frozen=True, kw_only=True):
-    """Components that are updated when configuration or endpoints change."""
+class AffectedComponents(Struct, frozen=True, kw_only=True):
+    """Components of the picker that are updated when the configuration or the endpoints change."""
 
     scheduler: Scheduler
     sessions: Sessions
@@ -70,7 +72,7 @@ class Reloading:
         flags: ServeFlags,
         live: LiveConfiguration,
         sources: Sources,
-        concerned: Concerned,
+        concerned: AffectedComponents,
         cluster: "Cluster | None",
     ) -> None:
         self._flags = flags
@@ -81,14 +83,16 @@ class Reloading:
         self._found = Found()
 
     def start(self, found: Found, settings: SchedulerSettings, seed: int) -> None:
-        """Start with the endpoints in `found` and decide by `settings`."""
+        """Start the scheduler with the endpoints in `found` and record that `settings` are in
+        force.
+        """
         self._replace(found)
         self._count_configured(settings)
         if self._sources.kept_config.in_force:
             self._concerned.telemetry.config_rejected()
         self._tell_kept()
         _log.info(
-            "configured",
+            "configuration loaded",
             seed=seed,
             config=self._live.config.source,
             hash=self._live.hash,
@@ -96,7 +100,7 @@ class Reloading:
         )
 
     def file_changed(self, content: bytes) -> None:
-        """Apply new `content` of `--config-file`."""
+        """Apply the new `content` of `--config-file`."""
         if self._cluster is not None:
             # The cluster knows whether the file or the watched ConfigMap is in force.
             self._cluster.config.file_changed(content)
@@ -146,7 +150,10 @@ class Reloading:
         self._tell(applied=True, message=f"generation {self._live.generation}: {what}")
 
     def endpoints_changed(self, content: bytes) -> None:
-        """Apply new `content` of `--endpoints-file`; if it is invalid, the old endpoints stay."""
+        """Apply the new `content` of `--endpoints-file`.
+
+        If it is invalid, the previous endpoints stay in force.
+        """
         try:
             found = load_endpoints(content, self._flags.endpoints_file)
         except EndpointsFileError as error:
@@ -159,12 +166,14 @@ class Reloading:
         _log.info("endpoints replaced", endpoints=len(found.endpoints))
 
     def keys_changed(self, keys: Keys) -> None:
-        """Sign session tokens with new `keys`."""
+        """Replace the keys that sign session tokens by `keys`."""
         self._live.sign_with(keys)
         self._decide_by_what_is_in_force(len(self._found.endpoints))
 
     def take(self, found: Found) -> None:
-        """Apply endpoints, objectives or rewrites that the file or the API server reported."""
+        """Replace the pool's endpoints, objectives and model rewrites by those that the endpoints
+        file or the API server reported.
+        """
         interval_s = self._flags.refresh_interval_s
         before_s = interval_s(len(self._found.endpoints))
         if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:
@@ -176,7 +185,8 @@ class Reloading:
         self._decide_by(self._live.current(endpoints), endpoints)
 
     def _decide_by(self, offer: Offer, endpoints: int) -> Sequence[str]:
-        """Apply `offer` in a pool of `endpoints`; return the names of the indexes that were reset.
+        """Apply the settings in `offer` for a pool of `endpoints` endpoints; return the names of
+        the affinity indexes that were reset.
 
         If it raises, the previous settings stay in force.
         """
@@ -189,7 +199,9 @@ class Reloading:
         return restarted
 
     def _replace(self, found: Found) -> None:
-        """Replace the pool by `found` and scrape its endpoints where the configuration says."""
+        """Replace the pool's endpoints by those in `found`, and scrape each at the address that the
+        configuration determines.
+        """
         told = self._concerned
         self._found = found
         endpoints = scraped_from(found.endpoints, self._live.config.metrics.source)
@@ -231,7 +243,7 @@ class Reloading:
 
 
 def settings_of(offer: Offer) -> SchedulerSettings:
-    """Return the settings of `offer` and log its warnings."""
+    """Return the scheduler's settings in `offer`, and log the warnings of `offer`."""
     for warning in offer.warnings:
         _log.warning(warning)
     return offer.settings

@@ -1,4 +1,6 @@
-"""Read the picker's files at start, where a problem is fatal, and watch them afterwards."""
+"""Read the picker's configuration, endpoints and session keys from files at start, where a problem
+is fatal, and watch these files afterwards.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,9 @@ _log = structlog.get_logger(__name__)
 
 
 class Sources:
-    """The files of configuration, endpoints and session keys, with their last-good copies."""
+    """The picker's files of configuration, endpoints and session keys, with the last-good copies of
+    the first two.
+    """
 
     def __init__(
         self,
@@ -36,9 +40,10 @@ class Sources:
         on_keys: Callable[[Keys], None],
         on_not_kept: Callable[[str], None],
     ) -> None:
-        """`on_not_kept` is called with the name of a copy that could not be written.
+        """Prepare to read and watch the files that `flags` name.
 
-        Raises `StartError` if a file cannot be read.
+        `on_not_kept` is called with the name of a last-good copy that could not be written. Raises
+        `StartError` if the file of session keys cannot be read.
         """
         self._flags = flags
         self._config = FileWatcher(
@@ -58,9 +63,10 @@ class Sources:
     def configuration(
         self, memory: MemoryPlan, started: Callable[[bytes], None]
     ) -> LiveConfiguration:
-        """Return the configuration in force at start. Raises `StartError`.
+        """Return the configuration in force at the start of the picker.
 
-        `started` is called with the content of the file.
+        `started` is called with the content of `--config-file`. Raises `StartError` if neither the
+        file nor its last-good copy is valid.
         """
         flags = self._flags
 
@@ -77,9 +83,10 @@ class Sources:
         return self.kept_config.start(read, made) if flags.config_file else made(None)
 
     def endpoints(self) -> Found:
-        """Return the endpoints of the file at start, or nothing without a file.
+        """Return the endpoints of `--endpoints-file` at the start of the picker, or no endpoints
+        without that flag.
 
-        Raises `StartError`.
+        Raises `StartError` if neither the file nor its last-good copy is valid.
         """
         name = self._flags.endpoints_file
         if not name:
@@ -90,7 +97,9 @@ class Sources:
         )
 
     def loops(self) -> dict[str, Loop]:
-        """Return the loops that watch the given files, by the name of their task."""
+        """Return the loops that watch the given files and write their last-good copies, by the name
+        of their task.
+        """
         loops: dict[str, Loop] = {}
         if self._flags.endpoints_file:
             loops["endpoints"] = self._endpoints.run
@@ -105,7 +114,10 @@ class Sources:
 
 
 def or_start_error(make: Callable[[], T]) -> T:
-    """Return the result of `make`, turning its configuration errors into `StartError`."""
+    """Return the result of `make()`.
+
+    Raises `StartError` in place of `ConfigError` and `EndpointsFileError`.
+    """
     try:
         return make()
     except (ConfigError, EndpointsFileError) as error:

@@ -1,4 +1,4 @@
-"""Build all components of the server in order, and own every task."""
+"""Build all components of the picker in order, and own every task."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from epp.app.readiness import Readiness
-from epp.app.reloading import Concerned, Reloading, settings_of
+from epp.app.reloading import AffectedComponents, Reloading, settings_of
 from epp.app.sources import Sources, or_start_error
 from epp.configuration.build import oldest_metrics_s
 from epp.configuration.memory_plan import memory_plan
@@ -103,7 +103,8 @@ class EndpointPicker:
     def __init__(self, flags: ServeFlags) -> None:
         """Read the configuration and the endpoints and build all components. Raises `StartError`.
 
-        A lambda refers to a component that is created after the component that calls it.
+        A component that calls another one created later gets a lambda that looks it up when it is
+        called.
         """
         self.flags = flags
         self._seed = secrets.randbits(32) if flags.seed is None else flags.seed
@@ -182,9 +183,10 @@ class EndpointPicker:
         self.reloading.start(found, settings, self._seed)
 
     async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
-        """Serve until `stop` is set, then drain; `hurry` shortens the drain.
+        """Serve gateways until `stop` is set, then drain the running requests.
 
-        Raises `StartError` if a port is unavailable or the certificate is invalid.
+        If `hurry` is set, the drain ends early. Raises `StartError` if a port is unavailable or the
+        certificate is invalid.
         """
         flags = self.flags
         async with contextlib.AsyncExitStack() as opened:
@@ -222,7 +224,7 @@ class EndpointPicker:
                 self.readiness.update()
                 loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
                 _log.info(
-                    "serving",
+                    "picker serving",
                     grpc_port=flags.grpc_port,
                     secure=flags.secure_serving,
                     event_loop=loop,
@@ -238,15 +240,15 @@ class EndpointPicker:
                 self._recent.fold()
                 for task in owned:
                     task.cancel()
-        _log.info("stopped", decisions=self.scheduler.decisions)
+        _log.info("picker stopped", decisions=self.scheduler.decisions)
 
     @property
     def has_gateway(self) -> bool:
-        """True if a gateway is connected, as far as the transport reports it."""
+        """True if a gateway is connected, as far as the gRPC server can tell."""
         return self._gateway.has_gateway
 
     def _start(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
-        """Start every supervised task that runs beside the server."""
+        """Start every supervised task that runs beside the gRPC server, and return the tasks."""
         # Without these loops the time limits of requests and connections are not enforced.
         essential = self._gateway.loops()
         return [
@@ -257,7 +259,9 @@ class EndpointPicker:
         ]
 
     def _loops(self) -> dict[str, Loop]:
-        """Return the loops beside the gateway's own, by the name of their task."""
+        """Return the supervised loops of this picker except those of the gateway service, by the
+        name of their task.
+        """
         loops: dict[str, Loop] = {
             "tick": self._tick,
             "loop lag": self._process.lag.run,
@@ -286,7 +290,7 @@ class EndpointPicker:
             self.scheduler.take(Tick(), time.monotonic())
             self._expect_peers()
             self.telemetry.fold()
-            self.readiness.asked()
+            self.readiness.endpoint_scraped()
             self._recent.expire()
             for expected_s, observed_s in self._recent.first_tokens():
                 self.telemetry.first_token_compared(expected_s, observed_s)
@@ -296,7 +300,9 @@ class EndpointPicker:
                 report()
 
     def _reports(self) -> list[Callable[[], None]]:
-        """Return the functions that write to the log about once a second if there is news."""
+        """Return the functions that each write news to the log, if there is any; they are called
+        once per second.
+        """
         reports = [
             FailingPluginsLog(self.scheduler.failures).report,
             FailingPluginsLog(
@@ -311,11 +317,16 @@ class EndpointPicker:
         return reports
 
     def _could_not(self, event: str, error: Exception) -> None:
-        """Forward a failure to the observation, which is created after its callers."""
+        """Report a failed background step named `event` to `observation`, which is created after
+        the components that call this.
+        """
         self.observation.could_not(event, error)
 
     def _expect_peers(self) -> None:
-        """Tell the exchange how many replicas decide; with leader election only one does."""
+        """Report to the peer exchange how many replicas decide at the same time.
+
+        With leader election only one does, so nothing is reported.
+        """
         if self.flags.shares and not self.flags.ha_enable_leader_election:
             self.exchange.expect(
                 1 + max(self.flags.replicas_besides, self.peers.known), time.monotonic()
@@ -362,9 +373,10 @@ class EndpointPicker:
         return scheduler
 
     def _open_exchange(self) -> tuple[PeerExchange, Identity]:
-        """Return the exchange of state between replicas and the identity of this one.
+        """Return the exchange of scheduler state between replicas, and the identity of this replica
+        in it.
 
-        Without peers the exchange only keeps snapshots. Raises `StartError`.
+        Without peers, the exchange only stores snapshots. Raises `StartError`.
         """
         flags = self.flags
         identity = peer_identity(flags.peer_secret_file if flags.meshes else "")
@@ -441,7 +453,9 @@ class EndpointPicker:
         )
 
     def _open_observation(self) -> Observation:
-        """Return the observer; with tracing it also creates spans."""
+        """Return the observer of decisions and requests; with `--tracing`, it also
+        creates spans.
+        """
         flags = self.flags
         make: Callable[..., Observation] = Observation
         if self._tracer is not None:
@@ -509,7 +523,7 @@ class EndpointPicker:
         )
 
     def _open_reloading(self) -> Reloading:
-        concerned = Concerned(
+        concerned = AffectedComponents(
             scheduler=self.scheduler,
             sessions=self.sessions,
             scraper=self._scraper,
@@ -537,7 +551,7 @@ class EndpointPicker:
                 metrics = structs.replace(metrics, attributes=attributes)
             self.scheduler.take(PageScraped(slot, metrics), now)
             self._first_tokens.observe(endpoint.endpoint_id, metrics, now)
-        self.readiness.asked()
+        self.readiness.endpoint_scraped()
 
     def _served(self, request: InferenceRequest, endpoint: Endpoint, now: Seconds) -> None:
         self.tokens.served(request, endpoint, now)
@@ -546,7 +560,8 @@ class EndpointPicker:
         return oldest_metrics_s(self.scheduler.settings)
 
     def _has_work(self, endpoint: Endpoint) -> bool:
-        """Return True if this picker knows of requests on the endpoint, or it is saturated.
+        """Return True if `endpoint` must be scraped often: this picker has requests in flight
+        there, or the endpoint is saturated.
 
         A saturated endpoint becomes usable after its next good scrape, so that scrape must be soon.
         """
@@ -571,7 +586,7 @@ class EndpointPicker:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             self.scheduler.take(ScrapeFailed(slot=slot, answered=kind.answered), time.monotonic())
-        self.readiness.asked()
+        self.readiness.endpoint_scraped()
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 
     def _changed(self, change: Applied | RefusedDocument) -> None:
@@ -645,7 +660,10 @@ def _debug_token(flags: ServeFlags) -> BearerToken | None:
 
 
 def _inputs(journal: Journal, flags: ServeFlags, seed: int) -> InputsFolder | None:
-    """Return the journal's folder of inputs, or None without `--capture`. Raises `StartError`."""
+    """Return the folder that stores the scheduler's inputs, or None without `--capture`.
+
+    Raises `StartError`.
+    """
     if not flags.capture:
         return None
     limits = inputs_limits(
@@ -658,7 +676,7 @@ def _inputs(journal: Journal, flags: ServeFlags, seed: int) -> InputsFolder | No
 
 
 def _history(journal: Journal, flags: ServeFlags) -> DecisionsFolder | None:
-    """Return the journal's folder of decisions, or None without `--decisions-dir`."""
+    """Return the folder that stores decisions, or None without `--decisions-dir`."""
     if not flags.decisions_dir:
         return None
     limits = decisions_limits(flags.decisions_max_bytes, flags.decisions_max_age)

@@ -1,4 +1,4 @@
-"""Implement `epp changes`: compare the time before and after a configuration change or another
+"""Implement `epp changes`: compare the decisions before and after a configuration change or another
 moment.
 """
 
@@ -25,11 +25,17 @@ SHOWN: Final = 0
 NOTHING: Final = 1
 UNREADABLE: Final = 2
 EVENTS_MAX: Final = 12
-"""Maximum number of events listed between the two periods; further events are only counted."""
+"""Maximum number of events that `epp changes` lists between the two periods; further events are
+only counted.
+"""
 CHANGES_MAX: Final = 5
-"""Maximum number of effects shown per change, one sentence each."""
+"""Maximum number of changed settings listed per configuration change, and of other changes that
+`--at` can select.
+"""
 _ENDPOINTS_MAX: Final = 20
-"""Maximum number of endpoints shown; those whose share changed most come first."""
+"""Maximum number of endpoints that `epp changes` compares; those whose share of the requests
+changed most come first.
+"""
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -40,10 +46,10 @@ class _Event(msgspec.Struct, frozen=True):
 def show_changes(
     flags: ChangesFlags, out: TextIO, err: TextIO, clock: Callable[[], Seconds] = time.time
 ) -> int:
-    """Compare two periods and print the result.
+    """Compare the periods before and after a moment and print the result.
 
-    Return the exit code: 0 if the periods were compared, 1 if there was no such change, 2 if the
-    files cannot be read.
+    Return the exit code: 0 if the periods were compared, 1 without `--at` if the configuration
+    never changed, 2 if the journal's files cannot be read.
     """
     folder, now_s = Path(flags.dir), clock()
     try:
@@ -78,7 +84,7 @@ def show_changes(
 
 
 def _last(known: Sequence[PastChange]) -> float | None:
-    """Return the time at which the configuration last changed, or None if it never changed.
+    """Return the Unix time at which the configuration last changed, or None if it never changed.
 
     A change is a document with another hash than the previous one of the same picker.
     """
@@ -95,7 +101,11 @@ def _last(known: Sequence[PastChange]) -> float | None:
 
 
 def _compare(folder: Path, before: Stretch, after: Stretch) -> list[_Event]:
-    """Add the records of both periods to `before` and `after`; return the events in order of time."""
+    """Add the recorded decisions of `folder` to `before` and `after`.
+
+    Return the events of both periods (changes of configuration or endpoint state, missing records)
+    in order of time.
+    """
     events: list[_Event] = []
     states: dict[str, States] = {}
     first_s, started_s = math.inf, math.inf
@@ -120,7 +130,7 @@ def _compare(folder: Path, before: Stretch, after: Stretch) -> list[_Event]:
 
 
 def _differences(was: States, past: PastStates) -> list[_Event]:
-    """Return an event for every endpoint whose state changed."""
+    """Return an event for every endpoint whose state in `past` differs from its state in `was`."""
     ready = EndpointState()
     return [
         _Event(past.at_s, f"{name} is {now.state}" + (f": {now.reason}" if now.reason else ""))
@@ -198,7 +208,9 @@ def _side(row: dict[str, Any]) -> list[str]:
 
 
 def _endpoints(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return table lines that compare the endpoints' shares and figures before and after."""
+    """Return lines of a table of endpoints: share of requests, times, cache hits and failures
+    before and after the change.
+    """
     was, now = before["endpoints"], after["endpoints"]
     names = sorted(was.keys() | now.keys())
 

@@ -30,7 +30,7 @@ INVALID: Final = 1
 UNREADABLE: Final = 2
 
 CONFIG_MAP_KEY: Final = "config.yaml"
-"""Key in the chart's ConfigMap that holds the configuration."""
+"""Key under which the chart's ConfigMap holds the `EndpointPickerConfig`."""
 
 
 def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
@@ -58,13 +58,14 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
             f"{old.source} and {config.source} have the same effect"
         ]:
             print(line, file=out)
-    return _held_against(config, flags.capture, plugins, out, err) if flags.capture else VALID
+    return _print_comparison(config, flags.capture, plugins, out, err) if flags.capture else VALID
 
 
 def _upgraded(file: str, out: TextIO, err: TextIO) -> int:
-    """Write the upgraded document in `file` to `out` and its changes to `err`.
+    """Write the document in `file`, rewritten to today's form, to `out`, and the list of changes to
+    `err`.
 
-    Return the exit code for the document after the upgrade: 1 if a part of it still does not load.
+    Return the exit code for the rewritten document: 1 if a part of it still does not load.
     """
     try:
         text, source = _text_of(file)
@@ -94,10 +95,13 @@ def _failed(error: ConfigError | OSError, err: TextIO) -> int:
     return INVALID
 
 
-def _held_against(
+def _print_comparison(
     config: PickerConfig, capture: str, plugins: PluginTables, out: TextIO, err: TextIO
 ) -> int:
-    """Print how many captured decisions `config` would change. Return the exit code."""
+    """Print how many decisions in the folder `capture` would differ with `config`.
+
+    Return the exit code: 0, or 2 if the capture cannot be read.
+    """
     try:
         judged = judge(Path(capture), plugins, config)
     except ConfigError as error:
@@ -113,8 +117,8 @@ def _held_against(
 
 
 def _verdict(judged: Judged) -> Iterator[str]:
-    """Yield sentences about decisions that could be replayed, then about those that could not and
-    why.
+    """Yield sentences about captured decisions: how many would change, then how many could not be
+    compared, and why.
     """
     known, decisions = judged.made_again, judged.decisions
     if known:
@@ -135,7 +139,7 @@ def _verdict(judged: Judged) -> Iterator[str]:
 
 
 def _load(file: str, plugins: PluginTables) -> PickerConfig:
-    """Load the configuration in `file`."""
+    """Return the valid configuration in `file`. Raises `ConfigError` and `OSError`."""
     text, source = _text_of(file)
     return load_config(text, source, plugins)
 
@@ -153,9 +157,10 @@ def _text_of(file: str) -> tuple[bytes | str, str]:
 
 
 def _document_in(content: bytes, source: str) -> tuple[bytes | str, str]:
-    """Return the configuration text, extracted if `content` is a ConfigMap.
+    """Return the text of the `EndpointPickerConfig` and the name of its source.
 
-    The document is under `CONFIG_MAP_KEY`, or is the only entry of the ConfigMap.
+    If `content` is a ConfigMap, the text is its only entry, or else the entry `CONFIG_MAP_KEY`.
+    Raises `ConfigError`.
     """
     manifest = read_mapping(content, source)
     if manifest.get("kind") != "ConfigMap":

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from epp.core.types import Seconds
 
 TIMEOUT_S: Final = 5.0
-"""Timeout of a complete response in seconds."""
+"""Timeout in seconds of a complete response of the debug port."""
 ANSWER_BYTES_MAX: Final = 8 * 1024 * 1024
 TOKEN_BYTES_MAX: Final = 4_096
 TOKEN_VARIABLE: Final = "HOMING_DEBUG_TOKEN"  # noqa: S105  a name
@@ -22,7 +22,7 @@ PORT_FORWARD: Final = "kubectl port-forward deploy/homing 9090"
 
 
 class NoAnswerError(Exception):
-    """The picker did not answer, or its answer was not the expected one.
+    """The debug port of a picker did not answer, or its answer was not the expected one.
 
     The message is one sentence.
     """
@@ -59,15 +59,18 @@ class DebugClient:
         self._clock = clock
 
     def at(self, host: str) -> str:
-        """Return the URL with the same scheme and port for another `host`, an IP address."""
+        """Return this client's URL with the IP address `host` in place of its host; scheme and port
+        stay.
+        """
         named = f"[{host}]" if ":" in host else host
         port = "" if self._port is None else f":{self._port}"
         return f"{'https' if self._secure else 'http'}://{named}{port}"
 
     def get(self, path: str, *, accept: str) -> tuple[int, bytes]:
-        """Return the status and body of a page of at most `ANSWER_BYTES_MAX` bytes.
+        """Return the HTTP status and the body of the page `path` of the debug port.
 
-        Raises `NoAnswerError`.
+        Raises `NoAnswerError` without an answer, and for a body of more than `ANSWER_BYTES_MAX`
+        bytes.
         """
         headers = {"accept": accept, "user-agent": "epp"}
         if self._token:
@@ -112,10 +115,10 @@ class DebugClient:
 
 
 def read_token(file: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the token in `file`, or "" if there is none.
+    """Return the bearer token of debug ports, or "" if none is configured.
 
-    If `file` is "", the file named by `TOKEN_FILE_VARIABLE` is read, or else `TOKEN_VARIABLE`.
-    Raises `NoAnswerError` if the token cannot be read.
+    It is read from `file`, else from the file that `TOKEN_FILE_VARIABLE` names, else from
+    `TOKEN_VARIABLE`. Raises `NoAnswerError` if the token cannot be read.
     """
     name = f"--token-file {file}"
     if not file:

@@ -1,4 +1,4 @@
-"""Implement `epp decisions`: list and sum up recorded decisions of a period."""
+"""Implement `epp decisions`: list and sum up the recorded decisions of a period."""
 
 import heapq
 import time
@@ -23,15 +23,16 @@ SHOWN: Final = 0
 NOTHING: Final = 1
 UNREADABLE: Final = 2
 EXPLAINED_MAX: Final = 5
-"""Maximum number of requests explained for one id, newest first."""
+"""Maximum number of requests with the same id that `epp explain --dir` explains, newest first."""
 
 
 def show_decisions(
     flags: DecisionsFlags, out: TextIO, err: TextIO, clock: Callable[[], Seconds] = time.time
 ) -> int:
-    """Print decisions and refusals of a period.
+    """Print the recorded decisions and refusals of a period.
 
-    Return the exit code: 0 if there are some, 1 if there are none, 2 if the files cannot be read.
+    Return the exit code: 0 if there are some, 1 if there are none, 2 if the journal's files cannot
+    be read.
     """
     wanted = Wanted(endpoint=flags.endpoint, model=flags.model, refused=flags.refused)
     now_s = clock()
@@ -70,9 +71,10 @@ def _stretch(flags: DecisionsFlags, now_s: float) -> Stretch:
 
 
 def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) -> list[Row]:
-    """Return explained rows of a request from all recorded decisions, newest first.
+    """Return explanations of the `EXPLAINED_MAX` newest recorded decisions about requests with the
+    id `request_id`, newest first.
 
-    Raises `JournalError` if the files cannot be read.
+    Raises `JournalError` if the journal in `folder` cannot be read.
     """
     wanted = Wanted(request_id=request_id)
     found: list[tuple[float, int, PastDecision | PastRefusal]] = []

@@ -1,4 +1,6 @@
-"""Implement `epp envoy-config`: print or write an Envoy bootstrap for standalone use."""
+"""Implement `epp envoy-config`: print or write a bootstrap configuration for an Envoy that runs
+without Kubernetes.
+"""
 
 from pathlib import Path
 from typing import Final, TextIO
@@ -14,9 +16,10 @@ UNWRITABLE: Final = 1
 
 
 def envoy_config(flags: EnvoyFlags, out: TextIO, err: TextIO) -> int:
-    """Print or write the bootstrap. Return 0, or 1 if the file cannot be written.
+    """Print or write the bootstrap configuration of Envoy.
 
-    Raises `FlagError` if the flags do not describe a valid bootstrap.
+    Return 0, or 1 if the file cannot be written. Raises `FlagError` if the flags do not describe a
+    valid bootstrap.
     """
     options = msgspec.structs.asdict(flags)
     file, timeout = options.pop("out"), options.pop("message_timeout")

@@ -22,7 +22,7 @@ _UNKNOWN: Final = 404
 
 
 def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
-    """Request the decision from each picker and print the first answer.
+    """Request the explanation of a decision from each picker and print the first one found.
 
     Return the exit code: 0 if a picker knows the request, 1 if none does, 2 if a picker did not
     answer and no other one knows the request.
@@ -60,7 +60,9 @@ def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
 
 
 def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
-    """Explain the request from recorded files, without a picker."""
+    """Print the explanation of the request from recorded decisions, without a picker; return the
+    exit code.
+    """
     try:
         rows = explain_past(flags.dir, flags.request_id, flags.endpoint, time.time())
     except JournalError as error:
@@ -78,5 +80,7 @@ def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
 
 
 def _shown(body: bytes) -> Iterable[str]:
-    """Split a response into printable lines, so that it cannot control the terminal."""
+    """Yield the printable lines of a response body, without characters that control the
+    terminal.
+    """
     return map(printable, body.decode("utf-8", "replace").splitlines())

@@ -13,14 +13,15 @@ T = TypeVar("T")
 
 
 def as_one(lives: Sequence[Live]) -> Live:
-    """Merge at least one live view of different pickers.
+    """Return one view merged from the live views of different pickers; there must be at least one.
 
-    The picker with the freshest metrics supplies an endpoint's figures. Four fields differ:
+    The picker with the freshest metrics supplies the figures of an endpoint, with four exceptions:
 
     - An endpoint is not ready, slow or failing if any picker reports that.
     - Its KV events have the worst state that any picker reports.
     - Its requests in flight are the maximum, because pickers that share state count each other's.
-    - The process is the one with the greatest event-loop lag, and the capture is the sum of all.
+    - The figures of the process are those with the greatest event-loop lag, and the capture is the
+      sum of all.
     """
     newest = max(lives, key=lambda live: live.configuration.at_s)
     if len(lives) == 1:
@@ -59,7 +60,7 @@ def as_one(lives: Sequence[Live]) -> Live:
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sum of several counts by reason."""
+    """Return the sum of several counters, each by the reason of a refusal."""
     summed: Counter[str] = Counter()
     for one in counts:
         summed.update(one)
@@ -67,7 +68,9 @@ def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def differences(lives: Sequence[Live]) -> str:
-    """Return a phrase about versions, configurations and pools that differ, or "" if none differ."""
+    """Return a phrase about pickers whose versions, configurations or pools differ, or "" if none
+    differ.
+    """
     found = []
     for what, values in (
         ("versions", {live.version for live in lives}),
@@ -80,7 +83,7 @@ def differences(lives: Sequence[Live]) -> str:
 
 
 def _captures(told: Sequence[JournalSnapshot]) -> JournalSnapshot | None:
-    """Return the sum of all captures, or None if there are none."""
+    """Return the capture counters of all pickers added up, or None if no picker captures."""
     if not told:
         return None
     dropped: Counter[str] = Counter()
@@ -96,7 +99,10 @@ def _captures(told: Sequence[JournalSnapshot]) -> JournalSnapshot | None:
 
 
 def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveEndpoint:
-    """Merge the views that some of `pickers` have of one endpoint."""
+    """Return one view of an endpoint, merged from the views of the pickers that know it.
+
+    `decided` is the number of decisions of all `pickers` pickers.
+    """
     freshest = min(told, key=lambda one: (one.metrics_age_s is None, one.metrics_age_s or 0.0))
     against = sorted((one for one in told if one.reason), key=lambda one: one.since)
     if against:
@@ -136,7 +142,7 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
 
 
 def _mean(shares: Iterable[tuple[float | None, int]]) -> float | None:
-    """Return the mean of shares weighted by tokens, or None if no share is known."""
+    """Return the mean of shares weighted by their prompt tokens, or None if no share is known."""
     known = [(share, tokens) for share, tokens in shares if share is not None]
     total = sum(tokens for _, tokens in known)
     return sum(share * tokens for share, tokens in known) / total if total else None

@@ -12,7 +12,7 @@ from epp.core.types import Seconds
 from epp.flags.serve import ServeFlags
 from epp.shell.operators.logs.set_up import configure_logging
 from epp.shell.process.event_loop import loop_factory, raise_open_files_limit
-from epp.shell.process.garbage import GARBAGE_THRESHOLDS, spare_what_is_there
+from epp.shell.process.garbage import GARBAGE_THRESHOLDS, exempt_existing_objects
 from epp.shell.process.memory import tune_allocator
 from epp.shell.process.standard_error import StandardError
 from epp.shell.starting import StartError
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
-    """Serve until SIGTERM or SIGINT, then drain.
+    """Run a picker until SIGTERM or SIGINT, then drain it.
 
     All messages are logged and nothing is printed. Return 0, or 1 if the picker cannot start.
     """
@@ -38,7 +38,7 @@ def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
         _log.warning(warning)
     try:
         picker = EndpointPicker(flags)
-        spare_what_is_there()
+        exempt_existing_objects()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.get_loop().set_exception_handler(standard_error.task_failed)
             runner.run(until_signal(picker))
@@ -52,7 +52,7 @@ def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
 async def until_signal(
     picker: EndpointPicker, interrupted_max_s: Seconds = INTERRUPTED_DRAIN_S_MAX
 ) -> None:
-    """Serve until a signal ends the process."""
+    """Run a picker until a signal sets its `stop` event."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 

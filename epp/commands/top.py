@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Peer(msgspec.Struct):
-    """The part of a row of `/debug/peers` that is needed."""
+    """A row of the debug page `/debug/peers`, reduced to the address that `epp top` needs."""
 
     address: str
 
@@ -77,7 +77,8 @@ def watch(flags: TopFlags, out: TextIO, err: TextIO) -> int:
 
 
 def look(clients: Sequence[DebugClient]) -> tuple[Live, str]:
-    """Return the merged view of the pickers and a sentence about problems, or "" if there are none.
+    """Return the merged live view of the pickers and a sentence about problems, or "" if there are
+    none.
 
     All pickers are requested concurrently, so the slowest one determines the time. Raises
     `NoAnswerError` if no picker answers.
@@ -103,7 +104,11 @@ def look(clients: Sequence[DebugClient]) -> tuple[Live, str]:
 
 
 def _clients(flags: TopFlags) -> list[DebugClient]:
-    """Return a client for each picker. Raises `NoAnswerError` for invalid or too many addresses."""
+    """Return an HTTP client for each picker of `--url` and, with `--with-peers`, for each replica
+    of the first one.
+
+    Raises `NoAnswerError` for invalid or too many addresses.
+    """
     token = read_token(flags.token_file)
     urls = dict.fromkeys(flags.url)
     if flags.with_peers:
@@ -115,7 +120,7 @@ def _clients(flags: TopFlags) -> list[DebugClient]:
 
 
 def _peers(client: DebugClient) -> list[str]:
-    """Return the IP addresses of the replicas that a picker shares state with.
+    """Return the IP addresses of the replicas with which a picker shares state.
 
     Raises `NoAnswerError` if they are unknown.
     """
@@ -133,7 +138,7 @@ def _look(client: DebugClient) -> Live:
 
 
 def _asked(client: DebugClient, path: str, decode: Callable[[bytes], T]) -> T:
-    """Return the decoded page of a picker. Raises `NoAnswerError`."""
+    """Return the decoded debug page at `path` of a picker. Raises `NoAnswerError`."""
     status, body = client.get(path, accept="application/json")
     if status != _OK:
         hint = ": give --token-file or HOMING_DEBUG_TOKEN" if status == 401 else ""

@@ -15,10 +15,10 @@ from epp.shell.printable import printable
 COLUMNS_MIN: Final = 80
 _NAME_COLUMNS_MIN: Final = 13
 _POD_COLUMNS: Final = 67
-"""Columns of a row in the table of pods, without the name."""
+"""Terminal columns of a row in the table of pods, besides the pod's name."""
 _STATE_COLUMNS: Final = 13
 _DECISION_COLUMNS: Final = 66
-"""Columns of a decision's line, without the names of its two endpoints."""
+"""Terminal columns of a decision's line, besides the names of its two endpoints."""
 _REQUEST_COLUMNS: Final = 38
 _TTFT_FROM_COLUMNS: Final = 90
 _TTFT_COLUMNS: Final = 6
@@ -31,20 +31,22 @@ _WIDE_COLUMNS: Final = 120
 _FAILED_FROM: Final = 400
 _BAR_COLUMNS: Final = 16
 _OTHER_LINES: Final = 16
-"""Lines of the screen that are neither pods nor decisions."""
+"""Terminal lines of the screen that are neither pods nor decisions."""
 _DECISIONS_MAX: Final = 8
 _PODS_MIN: Final = 4
 _REASONS_MAX: Final = 4
-"""Maximum number of endpoints whose reason for not being ready is shown."""
+"""Maximum number of endpoints for which the screen shows the reason why they are not ready."""
 _COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
-"""Colours of scorers, in their order; names distinguish them too."""
+"""Colours of scorers in the bar of a decision, in the order of the scorers; their names distinguish
+them too.
+"""
 _FULL: Final = 0.9
 _UNHEARD: Final = frozenset({"none", "stale", "silent"})
 """States of KV events in which the cached blocks of the endpoint are unknown."""
 
 
 def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = "") -> RenderableType:
-    """Draw `live` for a terminal of the given size.
+    """Draw the live view `live` for a terminal of the given size.
 
     `lines` is None if the output may have any length. `problem` is a sentence about the view, or
     "".
@@ -147,7 +149,9 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
 
 
 def _events(one: LiveEndpoint) -> Text:
-    """Return the state of the KV events; "partly" means that some cached blocks are unknown."""
+    """Return the state of an endpoint's KV-cache events; "partly" means that some of its cached
+    blocks are unknown.
+    """
     told = printable(one.kv_events or "-")
     return Text("partly" if told == "live, incomplete" else told, "red" if _is_unheard(one) else "")
 
@@ -157,7 +161,9 @@ def _is_unheard(one: LiveEndpoint) -> bool:
 
 
 def _unheard(live: Live) -> Iterable[Text]:
-    """Yield a line with the number of endpoints without KV events and the reason of one of them."""
+    """Yield a line with the number of endpoints without KV-cache events, and the reason of one of
+    them; nothing if there are none.
+    """
     unheard = [one for one in live.endpoints if _is_unheard(one)]
     if unheard:
         first = next((one for one in unheard if one.kv_events_problem), unheard[0])
@@ -172,7 +178,9 @@ def _unheard(live: Live) -> Iterable[Text]:
 
 
 def _reasons(live: Live) -> Iterable[Text]:
-    """Yield the reasons of endpoints that are not ready or are outliers, newest first."""
+    """Yield a line for each endpoint that is not ready or is an outlier, with the reason, newest
+    first.
+    """
     told = sorted((one for one in live.endpoints if one.reason), key=lambda one: one.since)
     for one in told[: -_REASONS_MAX - 1 : -1]:
         line = Text(no_wrap=True, overflow="ellipsis")
@@ -202,7 +210,7 @@ def _pod(one: LiveEndpoint, name_columns: int) -> Iterable[Text]:
 
 
 def _state(one: LiveEndpoint) -> str:
-    """Return the standing of an endpoint, or its outlier status if it is ready."""
+    """Return why an endpoint is not ready, or else its outlier status, or "ready"."""
     if one.state != "ready" or one.outlier is None:
         return one.state
     if one.ejected:
@@ -211,7 +219,7 @@ def _state(one: LiveEndpoint) -> str:
 
 
 def _legend(live: Live, columns: int) -> Iterable[Text]:
-    """Yield the legend of scorers' colours, on as many lines as needed."""
+    """Yield the legend: the colour, name and weight of each scorer, on as many lines as needed."""
     line = Text("decisions", "bold")
     for at, (name, weight) in enumerate(live.configuration.weights.items()):
         told = f"{_scorer(name)} x{weight:g}"
@@ -274,7 +282,7 @@ def _choose(
 
 
 def _sum(score: LiveScore) -> str:
-    """Format a cost with its unit, or a total score if there is no cost.
+    """Return an endpoint's cost with its unit, or its total score if there is no cost.
 
     Costs are preferred because one bad endpoint compresses the scores of all others.
     """
@@ -284,7 +292,9 @@ def _sum(score: LiveScore) -> str:
 
 
 def _bar(score: LiveScore, most: float, scorers: Sequence[str]) -> Text:
-    """Draw one piece per scorer; the length of the bar is relative to the greatest total."""
+    """Return a bar with one piece per scorer, as long as the scorer's part of `score`; the total
+    `most` fills the bar.
+    """
     bar = Text()
     so_far, drawn = 0.0, 0
     for name, part in score.parts.items():
@@ -315,12 +325,15 @@ def _configuration(live: Live) -> Iterable[Text]:
 
 
 def _scorer(name: str) -> str:
-    """Return the scorer's name without the common suffix."""
+    """Return the scorer's name without the suffix `-scorer`."""
     return printable(name).removesuffix("-scorer")
 
 
 def _tail(name: str, columns: int) -> str:
-    """Return the name without namespace; a long name keeps its end, where pods of a set differ."""
+    """Return an endpoint's name without its namespace, in at most `columns` columns.
+
+    A long name keeps its end, where pods of a set differ.
+    """
     short = printable(name).rpartition("/")[2]
     return short if len(short) <= columns else f"…{short[len(short) - columns + 1 :]}"
 

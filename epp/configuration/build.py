@@ -1,5 +1,5 @@
-"""Translation of a configuration into the scheduler's settings, shared by server, check and
-simulator.
+"""Translation of a configuration document into the scheduler's settings, shared by server, `epp
+check-config` and simulator.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,8 +84,9 @@ def plugin_tables() -> PluginTables:
 
 
 def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
-    """Add the class behind `entry` to the table of its main method. Return what prevents it, or
-    None.
+    """Add the class behind `entry` to the table of its main method.
+
+    Return a phrase about what prevents it, or None if the class was added.
     """
     try:
         kind = entry.load()
@@ -110,7 +111,7 @@ def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
 
 
 def default_config(plugins: PluginTables) -> PickerConfig:
-    """Return the configuration that applies if none is given."""
+    """Return the configuration that applies without a configuration document: `DEFAULT_CONFIG`."""
     return load_config(DEFAULT_CONFIG, DEFAULT_SOURCE, plugins)
 
 
@@ -182,14 +183,16 @@ def build_settings(
 
 
 def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
-    """Return the age of metrics from which the saturation detector counts an endpoint as full,
-    unless configured.
+    """Return the age of metrics in seconds above which the saturation detector counts an endpoint
+    as full, unless the configuration sets it.
     """
     return max(_SATURATION_STALENESS_MIN_S, _SATURATION_STALENESS_INTERVALS * refresh_interval_s)
 
 
 def oldest_metrics_s(settings: SchedulerSettings) -> Seconds:
-    """Return the smallest age beyond which any part of the decision ignores metrics."""
+    """Return the age of metrics in seconds above which at least one part of the decision ignores
+    them: the smallest such limit.
+    """
     readers: list[Any] = [
         settings.saturation,
         *(
@@ -210,7 +213,9 @@ def settings_warnings(
     refresh_interval_s: Seconds = REFRESH_INTERVAL_S,
     fallback_endpoints_max: int = 0,
 ) -> list[str]:
-    """Return one sentence for each setting in `config` that conflicts with these flags."""
+    """Return one sentence for each setting in `config` that conflicts with these flags, or that
+    they make ineffective.
+    """
     warnings: list[str] = []
     refresh_interval_s = max(refresh_interval_s, config.metrics.source.interval_s)
     threshold_s = float(config.saturation.metrics_staleness_threshold)
@@ -238,7 +243,7 @@ def settings_warnings(
 
 
 def _picking(picker: Picker, count: int) -> Picker:
-    """Return `picker`, set to choose `count` endpoints if it has such a parameter."""
+    """Return `picker`, set to choose `count` endpoints if it can choose several."""
     if not picker.abilities.picks_several:
         return picker
     replace: Callable[..., Any] = msgspec.structs.replace

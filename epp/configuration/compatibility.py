@@ -42,14 +42,17 @@ _LABEL: Final = re.compile(r"\s*[A-Za-z_]\w*\s*=\s*(?:\"[^\",]*\"|[^\",]*)", re.
 
 
 class MetricSpec(str):
-    """A series of a metrics page, as `name` or `name{label=value,...}`; "" for none."""
+    """A reference to a series of a metrics page, as `name` or `name{label=value,...}`; "" for no
+    series.
+    """
 
     __slots__ = ()
 
 
 def parse_metric_spec(text: str) -> MetricSpec:
-    """Return the series that `text` names. Raises `ValueError`, with one sentence, if it names
-    none.
+    """Return the reference to a series in `text`.
+
+    Raises `ValueError`, with one sentence, if `text` is neither empty nor such a reference.
     """
     spec = _SPEC.fullmatch(text)
     labels = (spec[1] or "").split(",") if spec else []
@@ -59,12 +62,12 @@ def parse_metric_spec(text: str) -> MetricSpec:
 
 
 class NoParameters(Parameters, frozen=True):
-    """The parameters of a type that has none."""
+    """Parameters of a plugin type that has none."""
 
 
 class DataParallelHandler(Parameters, frozen=True):
-    """`data-parallel-profile-handler`: no effect, because ranks with a port each are separate
-    endpoints.
+    """`data-parallel-profile-handler`: accepted without effect, because ranks with a port each are
+    separate endpoints.
 
     Ranks behind one address are one endpoint; for them `data-parallel-rank-producer` selects the
     rank.
@@ -74,7 +77,8 @@ class DataParallelHandler(Parameters, frozen=True):
 
 
 class InflightLoadProducer(Parameters, frozen=True):
-    """`inflight-load-producer`: the ledger always counts requests and uncached prompt tokens.
+    """`inflight-load-producer`: the picker always counts requests and uncached prompt tokens in
+    flight, also without it.
 
     The tokens drain at the `peak_prefill_throughput` (tokens/s) of each endpoint. If labels of an
     endpoint match entries of `peak_prefill_throughputs`, the first of these applies. If neither is
@@ -87,17 +91,17 @@ class InflightLoadProducer(Parameters, frozen=True):
     add_estimated_output_tokens: bool = False
     output_ratio: Annotated[float, Meta(ge=0)] = 1.5
     max_estimated_output_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """No effect, because tokens of answers are not added."""
+    """No effect, because the tokens of answers do not count as load in flight."""
     prefix_match_info_producer_name: str = ""
-    """Name of the prefix index that estimates the uncached tokens; only the default one is
-    possible.
+    """Name of the prefix index that estimates a prompt's uncached tokens; only the default prefix
+    index is possible.
     """
     sync_cross_replica_state: bool = True
 
 
 INTERVAL_MAX_S: Final = 3_600.0
 GPU_UTILIZATION: Final = "GPUUtilization"
-"""Attribute of an endpoint that `dcgm-extractor` provides."""
+"""Name of the attribute of an endpoint that `dcgm-extractor` provides."""
 DCGM_EXTRACTOR: Final = "dcgm-extractor"
 MODELS_EXTRACTOR: Final = "models-data-extractor"
 
@@ -108,14 +112,15 @@ class MetricsScheme(StrEnum):
 
 
 class _PageSource(Parameters, frozen=True):
-    """The settings for requesting pages of endpoints."""
+    """Settings for requesting a page, such as metrics, from each endpoint."""
 
     scheme: MetricsScheme = MetricsScheme.HTTP
     insecure_skip_verify: bool = True
-    """True to accept any certificate, with `https`."""
+    """True to accept any certificate of the endpoint, if `scheme` is `https`."""
     interval: str = ""
-    """Time between two requests of an endpoint's page, if it is longer than the default interval; a
-    duration.
+    """Time between two requests of the page from an endpoint, as a duration such as "5s".
+
+    It has an effect only if it is longer than the default interval.
     """
 
     def __post_init__(self) -> None:
@@ -126,21 +131,27 @@ class _PageSource(Parameters, frozen=True):
 
     @property
     def interval_s(self) -> Seconds:
-        """Return the interval in seconds, or 0 for the default one."""
+        """Return the seconds between two requests of the page from an endpoint, or 0 for the
+        default interval.
+        """
         return float(parse_duration(self.interval)) if self.interval else 0.0
 
 
 class _TrustingSource(_PageSource, frozen=True):
-    """A source with certificates of its own."""
+    """A page source with PEM files for the certificates of its `https` connections."""
 
     ca_cert_path: str = ""
-    """PEM file of the authority for the endpoints' certificates, with `https` and without
-    `insecureSkipVerify`; the system's if not given.
+    """PEM file of the authority that signed the endpoints' certificates, for `https` without
+    `insecureSkipVerify`.
+
+    If empty, the system's authorities apply.
     """
     client_cert_path: str = ""
-    """PEM file of the picker's own certificate, with `https`, for endpoints that request one."""
+    """PEM file of the certificate that the picker presents to endpoints that request one, for
+    `https`.
+    """
     client_key_path: str = ""
-    """PEM file of the private key of the picker's certificate."""
+    """PEM file of the private key of the certificate that the picker presents."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,50 +160,60 @@ class _TrustingSource(_PageSource, frozen=True):
 
 
 class MetricsDataSource(_TrustingSource, frozen=True):
-    """`metrics-data-source`: the address at which each endpoint serves its metrics."""
+    """`metrics-data-source`: the scheme, port and path at which each endpoint serves its
+    metrics.
+    """
 
     path: Annotated[str, Meta(pattern="^/")] = "/metrics"
     port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
-    """Port of the metrics, or None for the port that serves requests."""
+    """Port at which each endpoint serves its metrics, or None for the port that serves requests."""
 
 
 class ModelsDataSource(_TrustingSource, frozen=True):
-    """`models-data-source`: the address of each endpoint's list of models, which `/debug/endpoints`
-    shows.
+    """`models-data-source`: the scheme and path at which each endpoint lists its models, which
+    `/debug/endpoints` shows.
 
     It needs a `models-data-extractor`, and does not affect decisions.
     """
 
     path: Annotated[str, Meta(pattern="^/")] = "/v1/models"
-    """Path of the list."""
+    """URL path at which each endpoint lists its models."""
 
 
 class DcgmDataSource(_PageSource, frozen=True):
-    """`dcgm-data-source`: the address of the DCGM exporter's metrics of each endpoint's GPUs.
+    """`dcgm-data-source`: the address of the DCGM exporter that serves metrics of each endpoint's
+    GPUs.
 
-    The highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, 0 to 1, becomes its attribute
-    `GPUUtilization` if there is a `dcgm-extractor`. `endpoint-attribute-filter` and `-scorer` can read it.
-    Samples with a label `pod` count only for the pod of that name.
+    The highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, as a share from 0 to 1, becomes its
+    attribute `GPUUtilization` if there is a `dcgm-extractor`. `endpoint-attribute-filter` and
+    `endpoint-attribute-scorer` can read it. Samples with a label `pod` count only for the pod of
+    that name.
     """
 
     path: Annotated[str, Meta(pattern="^/")] = "/metrics"
     port: Annotated[int, Meta(ge=1, le=65_535)] = 9400
-    """Port of the exporter."""
+    """Port of the DCGM exporter."""
     use_node_address: bool = False
-    """True to use the exporter of the node, if its address is known, instead of one within the
-    pod.
+    """True to use the DCGM exporter of the endpoint's node, if the node's address is known.
+
+    If False, the exporter runs within the pod.
     """
 
 
 class ExtraMetric(Parameters, frozen=True):
-    """A series, and the name under which `endpoint-attribute-filter` and `-scorer` find it."""
+    """A series of the metrics page, and the name under which attribute filters and
+    scorers read it.
+    """
 
     attribute_key: Annotated[str, Meta(min_length=1)]
     metric_spec: MetricSpec
 
 
 class EngineMetrics(Parameters, frozen=True):
-    """The names of an engine's metrics. A configured engine replaces the built-in one as a whole."""
+    """The names of the metrics of one inference engine.
+
+    A configured engine replaces the built-in engine of the same name as a whole.
+    """
 
     name: Annotated[str, Meta(min_length=1)]
     queued_requests_spec: MetricSpec = MetricSpec("")
@@ -213,7 +234,7 @@ class EngineMetrics(Parameters, frozen=True):
 
 
 ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
-"""Labels that name an endpoint's engine; the second is deprecated."""
+"""Labels of a pod that name its inference engine; the second is deprecated."""
 
 BUILT_IN_ENGINES: Final = (
     "vllm",
@@ -226,7 +247,9 @@ BUILT_IN_ENGINES: Final = (
 
 
 class CoreMetricsExtractor(Parameters, frozen=True):
-    """`core-metrics-extractor`: the engine of each endpoint, and the names of its metrics."""
+    """`core-metrics-extractor`: the label that names the engine of an endpoint, and the metric
+    names of each engine.
+    """
 
     engine_label_key: Annotated[str, Meta(min_length=1)] = ENGINE_LABELS[0]
     default_engine: Annotated[str, Meta(min_length=1)] = "vllm"
@@ -245,14 +268,16 @@ class CoreMetricsExtractor(Parameters, frozen=True):
 
 
 class KubernetesNotificationSource(Parameters, frozen=True):
-    """`k8s-notification-source`: no effect, because changes of Kubernetes objects always arrive."""
+    """`k8s-notification-source`: accepted without effect, because the picker always watches the
+    objects that it needs.
+    """
 
     group: str = ""
-    """No effect."""
+    """No effect: API group of the Kubernetes objects to watch."""
     version: str = ""
-    """No effect."""
+    """No effect: API version of the Kubernetes objects to watch."""
     kind: str = ""
-    """No effect."""
+    """No effect: kind of the Kubernetes objects to watch."""
 
 
 HANDLERS: Final[Mapping[str, type[Parameters]]] = {
@@ -262,7 +287,10 @@ HANDLERS: Final[Mapping[str, type[Parameters]]] = {
 }
 
 NOTIFICATION_SOURCES: Final = ("endpoint-notification-source", "k8s-notification-source")
-"""Sources that subscribe to changes of endpoints, which always arrive here."""
+"""Types of data sources that subscribe to changes of endpoints.
+
+They have no effect, because the picker always receives these changes.
+"""
 
 ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **HANDLERS,
@@ -292,7 +320,7 @@ DEPRECATED: Final[Mapping[str, str]] = {
     "model-server-protocol-metrics": "core-metrics-extractor",
     "tokenizer": "token-producer",
 }
-"""Replacement of each deprecated type name. The old names keep working."""
+"""Current name of each deprecated plugin type. The deprecated names are still accepted."""
 
 MOVED_TO_INDEX: Final = (
     "autoTune",
@@ -303,7 +331,7 @@ MOVED_TO_INDEX: Final = (
     "maxPrefixBlocksToMatch",
     "maxPrefixTokensToMatch",
 )
-"""Parameters that `prefix-cache-scorer` had before the index became a separate plugin."""
+"""Parameters that `prefix-cache-scorer` had before the prefix index became a separate plugin."""
 
 _NO_QUEUE: Final = "requests are not queued in the picker"
 _NO_PREDICTOR: Final = "there is no latency predictor"
@@ -352,7 +380,10 @@ FEATURE_GATES: Final[Mapping[str, str]] = {
     "prepareDataPlugins": "producers are always prepared",
     "dataLayer": "metrics are always collected by the data layer",
 }
-"""Feature gates without effect, with the reason. `flowControl` is refused if it is on."""
+"""Feature gates that are accepted without effect, with the reason.
+
+The gate `flowControl` is refused if it is on.
+"""
 
 _BY_FLAGS: Final = "replicas share by --peer-service, --peers or --peer-url"
 
@@ -363,8 +394,9 @@ IGNORED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.crossReplicaPublishTimeout": "sharing never waits for replicas",
     "dataLayer.crossReplica": _BY_FLAGS,
 }
-"""Members of the document that load without effect, with the reason. Like flags, they need a
-restart.
+"""Members of the configuration document that are accepted without effect, with the reason.
+
+Some of them correspond to flags, which take effect only at a restart.
 """
 
 REFUSED_SECTIONS: Final[Mapping[str, str]] = {
@@ -379,7 +411,7 @@ REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "flowControl.usageLimitPolicyPluginRef": _NO_QUEUE,
     "discovery": "endpoints are given with --endpoints-file",
 }
-"""Members of the document that are not supported and must be removed, with the reason."""
+"""Members of the configuration document that are refused and must be removed, with the reason."""
 
 
 RIVALS: Final = frozenset(
@@ -428,12 +460,14 @@ RIVALS: Final = frozenset(
         "work-times-batch-scorer",
     }
 )
-"""Types of homing-rivals; if it is not installed, the error names it."""
+"""Plugin types of the distribution homing-rivals; if it is not installed, the error
+recommends it.
+"""
 
 
 def refusal_of(type_name: str) -> str | None:
-    """Return why a known type of llm-d-router is not supported, with a replacement; None if it is
-    unknown.
+    """Return why a plugin type of llm-d-router is not supported, with a replacement; None for any
+    other type.
     """
     if type_name.startswith("multicluster-"):
         return "one picker serves one pool: remove it"

@@ -1,8 +1,8 @@
 """Loading of an `EndpointPickerConfig`: bytes to one typed configuration, or to all of its
 problems.
 
-Nothing is read or opened here: `load_config` is a function of its arguments. The server, `epp
-check-config`, hot reload and the simulator use it alike.
+`load_config` is a function of its arguments, without I/O. The server, `epp check-config`, hot
+reload and the simulator call it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +76,7 @@ schedulingProfiles:
   - pluginRef: added-time-scorer
   - pluginRef: max-score-picker
 """
-"""Configuration that applies if none is given: the strategy `homing`."""
+"""Configuration document that applies if none is given: the strategy `homing`."""
 DEFAULT_SOURCE: Final = "built-in default"
 
 _SECTIONS: Final = (
@@ -95,30 +95,34 @@ _SECTIONS: Final = (
 
 
 class PickerConfig(Struct, frozen=True, kw_only=True):
-    """A complete, valid configuration, with all defaults filled in."""
+    """A complete, valid configuration document with all defaults filled in."""
 
     source: str
     stages: Stages
     indexes: Mapping[str, AffinityIndexSettings]
     """Index settings by the name under which filters and scorers request the index."""
     prefix: str = ""
-    """Name of the default prefix index among `indexes`, or "" if there is none."""
+    """Name of the default prefix index in `indexes`, or "" if there is none."""
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
     staleness_given: bool = False
-    """True if the document sets the detector's staleness threshold."""
+    """True if the document sets the age of metrics from which the saturation detector counts an
+    endpoint as full.
+    """
     parsers: tuple[str, ...] = PARSERS
-    """Types of the parsers, in the order in which they are tried."""
+    """Types of the request parsers, in the order in which they are tried."""
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     inflight: InflightLoadProducer = field(default_factory=InflightLoadProducer)
-    """Configured prefill speeds of endpoints."""
+    """Prefill speeds of endpoints that the configuration sets."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     """Settings of outlier ejection, which apply to every profile."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
-    """Settings of the producer of token ids."""
+    """Settings of the source of prompts' token ids."""
     shadow: SchedulingProfile | None = None
-    """Shadow profile, which judges the decisions of `profile` and never acts, or None."""
+    """Profile that is applied to requests only for comparison with the decisions of `profile`, or
+    None.
+    """
     shadow_share: float = 1.0
-    """Share of the decisions that the shadow profile judges."""
+    """Share of the decisions, from 0 to 1, to which the shadow profile is applied."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -128,18 +132,19 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_asked(self) -> TokenProducer:
-        """Return the producer of token ids, or one without effect if no part of the decision reads
-        token ids.
+        """Return the settings of the source of token ids, or settings without effect if no index or
+        plugin reads token ids.
         """
         profiles = _profiles_of(self.stages, self.shadow)
         return self.tokens if _reads_tokens(self.indexes, profiles) else TokenProducer()
 
 
 def load_config(text: bytes | str, source: str, plugins: PluginTables) -> PickerConfig:
-    """Load a configuration and try its plugins; `source` names it in messages.
+    """Return the valid configuration in a document, after a trial of its plugins; `source` names
+    the document in messages.
 
-    Raises `ConfigError` with every problem of the document, and with every plugin that fails on
-    test endpoints.
+    Raises `ConfigError` with every problem of the document, or with every plugin that fails on test
+    endpoints.
     """
     document = read_mapping(text, source)
     findings = Findings(source)
@@ -260,8 +265,8 @@ def _try_out(
     prefix: str,
     declared: DeclaredPlugins,
 ) -> None:
-    """Raise `ConfigError` with the plugins that fail on test endpoints, before any request is
-    at stake.
+    """Raise `ConfigError` with the plugins that fail in a trial on test endpoints, before they
+    decide about requests.
     """
     settings = SchedulerSettings(
         stages=Stages(decode=profile),

@@ -43,18 +43,20 @@ P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
-    """The classes of all types that a configuration can name (made in `epp.configuration.build`)."""
+    """The plugin classes for all types that a configuration can name, by type;
+    `epp.configuration.build` collects them.
+    """
 
     filters: Mapping[str, type[Filter]]
     scorers: Mapping[str, type[Scorer]]
     pickers: Mapping[str, type[Picker]]
     indexes: Mapping[str, type[AffinityIndexSettings]]
     deprecated: Mapping[str, str] = field(default_factory=dict)
-    """Replacement of each deprecated type name."""
+    """Current name of each deprecated plugin type."""
 
 
 class Role(StrEnum):
-    """The role of a plugin in the configuration."""
+    """The purpose of a plugin, which determines where a configuration can refer to it."""
 
     FILTER = "filter"
     SCORER = "scorer"
@@ -72,17 +74,19 @@ class Role(StrEnum):
 
 
 class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
-    """A plugin with its name in the configuration."""
+    """A plugin declared in a configuration document."""
 
     name: str
     type_name: str
     role: Role
     where: str
-    """Place of the plugin in the document, for messages."""
+    """Path of the plugin in the configuration document, for messages."""
     plugin: Any
-    """Filter, scorer, picker, index settings, or a struct of `epp.configuration.compatibility`."""
+    """Instance of a filter, scorer, picker, the settings of an index, or a struct of
+    `epp.configuration.compatibility`.
+    """
     given: frozenset[str] = frozenset()
-    """Parameters that the document sets."""
+    """Names of the plugin's parameters that the configuration document sets."""
 
 
 class _PluginSpec(Parameters, frozen=True):
@@ -111,23 +115,26 @@ _ROLES: Final[Mapping[str, Role]] = {
 
 
 class DeclaredPlugins:
-    """The declared plugins by name, as far as they are valid."""
+    """The valid plugins that a configuration document declares, by name."""
 
     def __init__(self, tables: PluginTables, findings: Findings) -> None:
         self.tables = tables
         self.findings = findings
         self.plugins: dict[str, ConfiguredPlugin] = {}
         self.for_index: dict[str, Any] = {}
-        """Parameters of the index that old configurations set on `prefix-cache-scorer`."""
+        """Parameters of the prefix index that the document sets, as old configurations do, on
+        `prefix-cache-scorer`.
+        """
         self.stages_unknown = False
         """True if a plugin that splits requests into stages has a problem of its own."""
         self._broken: set[str] = set()
-        """Names of plugins with a problem of their own; references to them are not reported as
-        missing.
+        """Names of declared plugins with a problem of their own.
+
+        References to them are not reported as missing.
         """
 
     def read(self, value: Any) -> None:
-        """Read the section `plugins`."""
+        """Read the section `plugins` of the document, and record its problems."""
         names: Counter[str] = Counter()
         for index, item in enumerate(self.findings.items(value, "plugins")):
             where = f"plugins[{index}]"
@@ -156,7 +163,9 @@ class DeclaredPlugins:
                 self.plugins[name] = plugin
 
     def _add_precise_index(self, where: str, parameters: dict[str, Any]) -> None:
-        """Replace the deprecated scorer by a scorer and the index that it reads."""
+        """Declare the prefix index that the deprecated `precise-prefix-cache-scorer` contained, and
+        warn.
+        """
         self.findings.warn(
             f"{where}: type {_PRECISE_SCORER} is deprecated, use {PRECISE_INDEX} with these "
             f"parameters, and prefix-cache-scorer with prefixMatchInfoProducerName {PRECISE_INDEX}"
@@ -187,7 +196,9 @@ class DeclaredPlugins:
     def plugin(
         self, where: str, name: str, type_name: str, parameters: dict[str, Any]
     ) -> ConfiguredPlugin | None:
-        """Return a plugin of type `type_name`, or None after a problem."""
+        """Return a plugin of type `type_name`, or None if it is invalid; a problem is recorded
+        then.
+        """
         found = self._find(type_name)
         if found is None:
             why = refusal_of(type_name)
@@ -213,7 +224,7 @@ class DeclaredPlugins:
             return None
         self.warn_of_parameters(where, plugin, parameters)
         if kind.abilities.warns:
-            self._warn_as_told(where, plugin)
+            self._add_plugin_warnings(where, plugin)
         if kind.abilities.differs:
             self.findings.warn(f"{where}: {kind.abilities.differs}")
         return ConfiguredPlugin(
@@ -225,7 +236,7 @@ class DeclaredPlugins:
             given=frozenset(parameters),
         )
 
-    def _warn_as_told(self, where: str, plugin: Any) -> None:
+    def _add_plugin_warnings(self, where: str, plugin: Any) -> None:
         try:
             told: tuple[str, ...] = msgspec.convert(plugin.warnings(), tuple[str, ...])
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -255,8 +266,8 @@ class DeclaredPlugins:
         return {name: value for name, value in parameters.items() if name not in MOVED_TO_INDEX}
 
     def has_blocks(self, where: str, index: AffinityIndexSettings) -> bool:
-        """Return whether the block size of `index` is valid, if it counts blocks; False after a
-        problem.
+        """Return False if `index` counts blocks and its block size is invalid, which is recorded as
+        a problem; else True.
         """
         if not counts_blocks(index):
             return True
@@ -274,7 +285,9 @@ class DeclaredPlugins:
         return False
 
     def warn_of_parameters(self, where: str, plugin: Any, parameters: dict[str, Any]) -> None:
-        """Warn of accepted parameters that have less effect than documented, or another one."""
+        """Warn of each parameter that `plugin` accepts but that has no effect, or another effect
+        than documented.
+        """
         if plugin.abilities.counts_blocks:
             self._warn_of_blocks(where, plugin, parameters)
         match plugin:
@@ -325,7 +338,9 @@ class DeclaredPlugins:
             )
 
     def refer(self, where: str, name: str, *roles: Role) -> ConfiguredPlugin | None:
-        """Return the plugin `name`, which must have one of `roles`, or None after a problem."""
+        """Return the declared plugin `name`, or None if it is missing or has none of `roles`; a
+        problem is recorded then.
+        """
         plugin = self.plugins.get(name)
         if plugin is None:
             if name not in self._broken:
@@ -339,12 +354,16 @@ class DeclaredPlugins:
         return plugin
 
     def where_of(self, name: str) -> str:
-        """Return the place of the plugin `name` in the document, for messages."""
+        """Return the path of the plugin `name` in the configuration document, for messages."""
         plugin = self.plugins.get(name)
         return plugin.where if plugin else name
 
     def only(self, kind: type[P]) -> P:
-        """Return the first declared plugin of `kind`, or one with defaults; warn of further ones."""
+        """Return the first declared plugin of class `kind`, or one with default parameters if there
+        is none.
+
+        Each further declared plugin of the class has no effect and causes a warning.
+        """
         declared = [p for p in self.plugins.values() if isinstance(p.plugin, kind)]
         for more in declared[1:]:
             self.findings.warn(
@@ -354,5 +373,5 @@ class DeclaredPlugins:
 
 
 def counts_blocks(index: AffinityIndexSettings) -> bool:
-    """Return whether the unit of an index is a block of tokens."""
+    """Return True if the unit of an affinity index is a block of tokens."""
     return index.abilities.counts_blocks

@@ -1,4 +1,6 @@
-"""A configuration as plain values, for comparison of two configurations and for a hash."""
+"""Description of a configuration as plain values, for its hash and for the comparison of two
+configurations.
+"""
 
 import hashlib
 from typing import Any, Final
@@ -13,12 +15,13 @@ from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
 
 _SHADOW: Final = "shadow "
-"""Beginning of lines about the shadow profile."""
+"""Prefix of lines about the shadow profile."""
 
 
 def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
-    """Return the canonical form: the effective settings as plain values, equal if and only if the
-    effect is.
+    """Return the canonical form of a configuration: plain values by part and parameter.
+
+    Two configurations with the same effect have equal forms, and only they.
     """
     lines: dict[str, dict[str, Any]] = {}
     if config.stages.alone:
@@ -92,13 +95,17 @@ def _plain(plugin: Any) -> dict[str, Any]:
 
 
 def plain_parameters(plugin: Any) -> dict[str, Any]:
-    """Return every parameter of a plugin under its name in the document, as plain values."""
+    """Return every parameter of a plugin as a plain value, by its name in a configuration
+    document.
+    """
     parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode)
     return {name: _whole(value) for name, value in parameters.items()}
 
 
 def _whole(value: Any) -> Any:
-    """Return a float without a fraction as an integer, so that 5 and 5.0 are equal."""
+    """Return `value`, or an integer if it is a float without a fraction, so that 5 and 5.0 are
+    written alike.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -109,16 +116,18 @@ def _encode(value: Any) -> Any:
 
 
 def config_hash(config: PickerConfig) -> str:
-    """Return 12 hexadecimal digits, which are equal for configurations with the same effect."""
+    """Return a hash of the configuration in 12 hexadecimal digits, equal for configurations with
+    the same effect.
+    """
     encoded = msgspec.json.encode(describe(config), order="deterministic")
     return hashlib.sha256(encoded).hexdigest()[:12]
 
 
 def diff_configs(old: PickerConfig, new: PickerConfig) -> list[str]:
-    """Return the changes from `old` to `new`, one line per parameter; empty if no effective setting
-    changes.
+    """Return one line per parameter or plugin that differs between `old` and `new`; empty if the
+    effect is the same.
 
-    Lines about the acting profile come before those about its shadow.
+    Lines about the acting profile come before those about the shadow profile.
     """
     before, after = describe(old), describe(new)
     lines: list[str] = []

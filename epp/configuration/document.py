@@ -18,11 +18,11 @@ CONFIG_MAX_BYTES: Final = 1_048_576
 """Maximum size of a document in bytes, which is the limit of a ConfigMap."""
 _DEPTH_MAX: Final = 32
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""YAML loader: the one in C if PyYAML was built with it."""
+"""Class of the YAML loader: the one in C if PyYAML was built with it, else the one in Python."""
 
 
 def as_one_line(sentence: str) -> str:
-    """Return `sentence` with unprintable characters escaped as in a Python literal.
+    """Return `sentence` as one line, with unprintable characters escaped as in a Python literal.
 
     Names in a document may contain line breaks and terminal control sequences.
     """
@@ -35,8 +35,9 @@ def as_one_line(sentence: str) -> str:
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used. Each problem is one sentence: where, what happened, what
-    was expected.
+    """The error of a configuration document that cannot be used.
+
+    Each of its problems is one sentence: where, what happened, what was expected.
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
@@ -87,16 +88,18 @@ def read_mapping(text: bytes | str, source: str) -> dict[str, Any]:
 
 
 def load_yaml(text: bytes | str) -> Any:
-    """Return the one document in `text` as plain values.
+    """Return the one YAML document in `text` as plain values.
 
-    Raises `yaml.YAMLError` or `ValueError`, also for valid YAML that is refused here.
+    Raises `yaml.YAMLError` or `ValueError`, also for valid YAML with duplicate keys, aliases or
+    deep nesting.
     """
     _check_shape(text)
     return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - it is a safe loader
 
 
 def _check_shape(text: bytes | str) -> None:
-    """Refuse text that costs more to build than to read: aliases and very deep nesting.
+    """Raise `yaml.YAMLError` for text that costs more to build than to read: aliases and very deep
+    nesting.
 
     Building a nest of 100,000 levels overflows the stack of libyaml, which ends the process.
     """
@@ -120,8 +123,10 @@ def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
 
 
 def decode(kind: type[Any], value: Any) -> Any:
-    """Return the value of a type that msgspec does not know: a duration or a metric spec, both
-    given as text.
+    """Return the value that a text in the document stands for, if its type is unknown to msgspec: a
+    duration or a reference to a metric.
+
+    Raises `ValueError` for any other type or text.
     """
     if not isinstance(value, str):
         raise ValueError(f"expected a text, got {value!r}")  # noqa: TRY004 - msgspec adds the path
@@ -133,7 +138,9 @@ def decode(kind: type[Any], value: Any) -> Any:
 
 
 def sentence_of(where: str, error: Exception, kind: Any) -> str:
-    """Return `where`, the path within it, and what is wrong there with a `kind`."""
+    """Return an error sentence: the place `where` in the document, the path within it, and why the
+    value there is no valid `kind`.
+    """
     place, what = place_and_sentence(str(error), kind)
     colon = "" if what.startswith(("needs field", "has unknown field")) else ":"
     return f"{where}{place}{colon} {what}"

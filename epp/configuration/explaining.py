@@ -1,4 +1,4 @@
-"""Descriptions for people of what a configuration does, with defaults filled in."""
+"""Descriptions for people of the effect of a configuration, with defaults filled in."""
 
 import inspect
 from collections.abc import Mapping
@@ -43,18 +43,22 @@ _WORDS: Final[Mapping[str, str]] = {
     "answer_tokens": "length of answers",
     "unreported_requests": "requests that engines have not reported yet",
 }
-"""Description of names in `reads`; other names are shown as they are."""
+"""Description of the values that a plugin declares in `reads`, by name; other names are shown as
+they are.
+"""
 
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
 )
-"""Lines about what no configuration determines, but two settings together."""
+"""Lines about data of responses, which need a flag of the picker and a setting of the gateway, not
+a configuration.
+"""
 
 
 def what_it_reads(kind: type[Any]) -> str:
-    """Return what a plugin reads, as its class declares it; "" if it reads nothing or declares
-    nothing.
+    """Return a phrase about the data that a plugin class declares to read; "" if it
+    declares none.
     """
     if kind.abilities.reads is None:
         return ""
@@ -67,7 +71,7 @@ def what_it_reads(kind: type[Any]) -> str:
 
 
 def explain(config: PickerConfig) -> str:
-    """Return a description of what `config` does, for reading on a terminal."""
+    """Return a description of the effect of `config`, as text for a terminal."""
     settings = build_settings(config)
     stages = settings.stages
     lines = [f"configuration  {config.source}", f"hash           {config_hash(config)}", ""]
@@ -188,7 +192,9 @@ def _shadow(profile: SchedulingProfile, share: float) -> list[str]:
 
 
 def _speeds(settings: SchedulerSettings) -> list[str]:
-    """Return the prefill speed of each endpoint; the first line that matches it applies."""
+    """Return lines with the prefill speeds in tokens/s; for an endpoint, the first line with its
+    labels applies.
+    """
     labelled = [
         f"  {speed.peak_prefill_throughput:,.0f} tokens/s with labels "
         + ", ".join(f"{name}={value}" for name, value in speed.match_labels.items())
@@ -203,7 +209,9 @@ def _speeds(settings: SchedulerSettings) -> list[str]:
 
 
 def _ejection(ejection: OutlierEjection) -> list[str]:
-    """Return the state of outlier ejection, with the parameters that differ from their defaults."""
+    """Return lines about outlier ejection: on or off, and the parameters that differ from their
+    defaults.
+    """
     if not ejection.enabled:
         return ["ejection: off, slow and failing endpoints stay in service"]
     defaults = plain_parameters(OutlierEjection())
@@ -232,7 +240,7 @@ def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:
 
 
 def _parameters(plugin: Any) -> list[str]:
-    """Return a line for each parameter that has a value."""
+    """Return a line for each parameter of `plugin` that is not empty."""
     return [
         f"  {name} = {value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
         for name, value in plain_parameters(plugin).items()

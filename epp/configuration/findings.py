@@ -1,4 +1,6 @@
-"""The problems and warnings of one configuration document, and the conversion of its values."""
+"""The problems and warnings about one configuration document, and the typed conversion of its
+values.
+"""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -14,7 +16,10 @@ T = TypeVar("T")
 
 
 class Findings:
-    """The problems and warnings found so far. `source` names the document in each of them."""
+    """The problems and warnings about one configuration document so far.
+
+    Each begins with the document's name, `source`.
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -22,20 +27,22 @@ class Findings:
         self.warnings: list[str] = []
 
     def problem(self, sentence: str) -> None:
-        """Add a problem, which makes the document invalid."""
+        """Add a problem to those of the document, which makes the document invalid."""
         self.problems.append(f"{self.source}: {sentence}")
 
     def warn(self, sentence: str) -> None:
-        """Add a warning."""
+        """Add a warning to those of the document."""
         self.warnings.append(as_one_line(f"{self.source}: {sentence}"))
 
     def raise_problems(self) -> None:
-        """Raise `ConfigError` if there are problems."""
+        """Raise `ConfigError` with all problems of the document, if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
 
     def convert(self, value: Any, kind: type[T], where: str) -> T | None:
-        """Convert `value` to a `kind`. Return None after a problem."""
+        """Return `value` converted to the type `kind`, or None if that is impossible; the problem
+        is recorded then.
+        """
         before = len(self.problems)
         if isinstance(value, dict) and issubclass(kind, Struct):
             value = self._without_unknown(value, kind, where)
@@ -52,7 +59,11 @@ class Findings:
     def _without_unknown(
         self, value: dict[str, Any], kind: type[Struct], where: str
     ) -> dict[str, Any]:
-        """Report all unknown fields at once, because msgspec would report only the first."""
+        """Return the known fields of `value`, and record every unknown field as a problem or a
+        warning.
+
+        msgspec would report only the first unknown field.
+        """
         known = kind.__struct_encode_fields__
         for name in value:
             member = f"{where}.{name}"
@@ -65,7 +76,10 @@ class Findings:
         return {name: member for name, member in value.items() if name in known}
 
     def items(self, value: Any, where: str) -> Sequence[Any]:
-        """Return the members of a list; none if there is no list, or after a problem."""
+        """Return the members of the list `value`; empty without a list.
+
+        A value that is not a list is recorded as a problem.
+        """
         if value is None:
             return ()
         if not isinstance(value, list):
@@ -75,8 +89,9 @@ class Findings:
 
 
 def raised(where: str, what: str, error: BaseException, *expected: str) -> str:
-    """Return the problem that a plugin raised `error`. Raises `error` again if it is an
-    `Interrupted`.
+    """Return a sentence saying that a plugin raised `error` in the step `what`.
+
+    Raises `error` again if it is an `Interrupted`.
     """
     if isinstance(error, Interrupted):
         raise error
@@ -84,5 +99,5 @@ def raised(where: str, what: str, error: BaseException, *expected: str) -> str:
 
 
 def shown(given: object) -> str:
-    """Return the text of a document's value for a message."""
+    """Return a value of the document as text for a message: its `repr`, or "missing" for None."""
     return "missing" if given is None else repr(given)

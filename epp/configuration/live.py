@@ -1,4 +1,6 @@
-"""The configuration in force: loaded at start, and replaced as a whole by each valid document."""
+"""The configuration in force: loaded at start, and replaced as a whole by each valid document that
+is read later.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +27,7 @@ from epp.flags.serve import ServeFlags
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A document that may come into force, and its changes."""
+    """The settings by a configuration document that may come into force."""
 
     config: PickerConfig
     settings: SchedulerSettings
@@ -33,12 +35,13 @@ class Offer(Struct, frozen=True, kw_only=True):
     text: str = ""
     """Text of the document as it was read."""
     changes: tuple[str, ...] = ()
-    """Changes relative to the document in force, one sentence each."""
+    """Differences from the configuration in force, one sentence each."""
 
 
 class LiveConfiguration:
-    """The configuration by the flags and the last good document. Reading a document does not change
-    it.
+    """The configuration in force: the flags and the last valid document.
+
+    `read` only returns what a document would change; `accept` puts it into force.
     """
 
     def __init__(
@@ -49,17 +52,19 @@ class LiveConfiguration:
         session_keys: Sequence[bytes] = (),
         memory: MemoryPlan | None = None,
     ) -> None:
-        """Load the configuration. `content` is that of `--config-file`, None without one. Raises
-        `ConfigError`.
+        """Load the configuration in force at start. Raises `ConfigError`.
 
-        `memory` limits the memory of indexes; None leaves it to the document.
+        `content` is that of `--config-file`, or None without that flag. `memory` limits the memory
+        of the indexes; if it is None, only the document does.
         """
         self._flags = flags
         self._memory = memory
         self.sign_with(session_keys)
         self._plugins = plugins
         self.generation = 1
-        """Number of the document in force, from 1."""
+        """Number of the configuration in force: 1 at start, and one more for each accepted
+        document.
+        """
         if content is not None:
             text: bytes | str = content
             source = flags.config_file
@@ -72,27 +77,31 @@ class LiveConfiguration:
 
     @property
     def hash(self) -> str:
-        """Return a hash of the document's meaning, which does not depend on its layout."""
+        """Return a hash of the configuration in force, which does not depend on the layout of its
+        document.
+        """
         return config_hash(self.config)
 
     @property
     def parsers(self) -> ParserSet:
-        """Return the parsers that the document names."""
+        """Return the request parsers that the configuration in force names."""
         return parser_set(self.config)
 
     def sign_with(self, session_keys: Sequence[bytes]) -> None:
-        """Make session tokens with these keys, from the next offer on."""
+        """Use `session_keys` for session tokens in every later offer."""
         self._session_tokens = SessionTokens(
             session_keys, accept_unsigned=self._flags.accept_unsigned_session_tokens
         )
 
     def current(self, endpoints: int) -> Offer:
-        """Return the settings for a pool of `endpoints` endpoints, by the document in force."""
+        """Return the settings by the configuration in force, for a pool of `endpoints`
+        endpoints.
+        """
         return self._offer(self.config, self._text, endpoints)
 
     def told(self, endpoints: int) -> Configured:
-        """Return the configuration in force for a pool of `endpoints` endpoints, for later
-        re-enactment.
+        """Return a record of the configuration in force, for a pool of `endpoints` endpoints, from
+        which decisions can be re-enacted.
         """
         config, flags = self.config, self._flags
         return Configured(
@@ -108,14 +117,18 @@ class LiveConfiguration:
         )
 
     def read(self, content: bytes, source: str, endpoints: int) -> Offer:
-        """Return the settings that would apply if `content` of `source` came into force. Raises
-        `ConfigError`.
+        """Return the settings that would apply if the document `content` came into force.
+
+        `source` names the document, `endpoints` is the size of the pool. Raises `ConfigError`.
         """
         config = load_config(content, source, self._plugins)
         return self._offer(config, content.decode("utf-8", "replace"), endpoints)
 
     def accept(self, offer: Offer) -> None:
-        """Put the document of `offer` into force; the generation stays if it already is in force."""
+        """Put the configuration in `offer` into force.
+
+        The generation increases unless it is already in force.
+        """
         self.generation += offer.config is not self.config
         self.config = offer.config
         self._text = offer.text
@@ -166,5 +179,5 @@ def _reads_tokens(plugin: Any) -> bool:
 
 
 def parser_set(config: PickerConfig) -> ParserSet:
-    """Return the parsers that `config` names."""
+    """Return the request parsers that `config` names."""
     return frozenset(ParserName(name) for name in config.parsers)

@@ -1,6 +1,6 @@
-"""The division of the memory limit.
+"""The division of the picker's memory limit.
 
-Three parts share one limit: bodies of unanswered requests, the prefix indexes, and the process
+Three parts share the limit: bodies of unanswered requests, the prefix indexes, and the process
 itself. The rest is for temporary memory of requests: a body takes two to three times its length
 while it is read.
 """
@@ -14,12 +14,13 @@ from msgspec import Struct
 from epp.core.knowledge.index import AffinityIndexSettings
 
 PROCESS_BYTES: Final = 128 * 2**20
-"""Memory of the process in bytes: 110 MB for interpreter and libraries, 18 MB for decisions on
-debug pages.
+"""Memory in bytes that the picker's process is assumed to need: 110 MB for interpreter and
+libraries, 18 MB for decisions on debug pages.
 """
 INDEX_BYTES_MIN: Final = 8 * 2**20
-"""Minimum memory of the indexes in bytes: prefixes of some thousand prompts. Less is useless for
-routing.
+"""Minimum memory in bytes of all prefix indexes: the prefixes of some thousand prompts.
+
+Less is useless for routing.
 """
 _INDEX_SHARE: Final = 2
 
@@ -27,13 +28,15 @@ _INDEX_SHARE: Final = 2
 class MemoryPlan(Struct, frozen=True, kw_only=True):
     limit_bytes: int
     bodies_bytes: int
-    """Maximum size of the unfinished bodies of all streams together."""
+    """Maximum bytes of the unfinished request bodies of all streams together."""
     indexes_bytes: int
-    """Maximum memory of all prefix indexes together, if the configuration allows as much."""
+    """Maximum bytes of all prefix indexes together; the configuration may set lower limits."""
 
 
 def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:
-    """Return the plan in which the indexes get half of what the process and the bodies leave."""
+    """Return the division of `limit_bytes`: the prefix indexes get half of what the process and the
+    bodies leave.
+    """
     left_bytes = limit_bytes - PROCESS_BYTES - bodies_bytes
     return MemoryPlan(
         limit_bytes=limit_bytes,
@@ -45,7 +48,9 @@ def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:
 def fitted(
     indexes: Mapping[str, AffinityIndexSettings], plan: MemoryPlan
 ) -> dict[str, AffinityIndexSettings]:
-    """Return `indexes`, with the memory of each limited to an even share of the plan."""
+    """Return the settings in `indexes`, with the memory of each index limited to an even share of
+    `plan.indexes_bytes`.
+    """
     count = sum(settings.abilities.limits_memory for settings in indexes.values())
     return {
         name: _fitted(settings, plan.indexes_bytes // count if count else 0)

@@ -1,4 +1,6 @@
-"""The affinity indexes of a configuration: those that are declared, and those that plugins need."""
+"""The affinity indexes of a configuration: those that it declares, and those that its
+plugins need.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +28,7 @@ from epp.core.parameters import Plugin
 
 
 class _NeededIndex(Struct, frozen=True):
-    """The index that a filter or scorer needs."""
+    """Name, type and parameters of the affinity index that a filter or scorer needs."""
 
     name: str
     type_name: str
@@ -34,21 +36,25 @@ class _NeededIndex(Struct, frozen=True):
 
 
 class NeededIndexes:
-    """The indexes that the declared plugins provide or need, by the name under which they are
-    looked up.
+    """Determines the affinity indexes of a configuration, declared or needed by plugins, by the
+    name under which plugins look them up.
     """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
         self.declared = declared
         self.findings = declared.findings
-        self._settled: dict[str, set[str]] = {}
-        """Parameters of each index that the document has set so far, by name of the index."""
+        self._parameters_set: dict[str, set[str]] = {}
+        """Names of the parameters that the document sets for each index, by the name of
+        the index.
+        """
 
     def of(
         self, profiles: Sequence[SchedulingProfile], decider: ConfiguredPlugin | None = None
     ) -> tuple[dict[str, AffinityIndexSettings], str]:
-        """Return the declared indexes and those that the profiles need, and the name of the default
-        prefix index.
+        """Return the settings of the declared indexes and of those that `profiles` need, by lookup
+        name, and the name of the default prefix index.
+
+        The name is "" if there is no prefix index.
 
         `decider` is a plugin that needs a prefix index without being in a profile, or None.
         """
@@ -72,7 +78,7 @@ class NeededIndexes:
                     lookup = plugin.type_name
                 named.setdefault(plugin.type_name, lookup)
                 indexes[lookup] = plugin.plugin
-                self._settled[lookup] = set(plugin.given)
+                self._parameters_set[lookup] = set(plugin.given)
         for where, needed in wanted:
             self._need_index(where, needed, indexes, named)
         if not self.findings.problems and not any(is_prefix(index) for index in indexes.values()):
@@ -92,18 +98,20 @@ class NeededIndexes:
                 f"{', '.join(self.declared.for_index)} of prefix-cache-scorer have no effect, because "
                 f"{PREFIX_INDEX} is declared"
             )
-        self._beside_told(indexes, named)
+        self._add_index_of_decisions(indexes, named)
         # The matches of other indexes are converted to this index's blocks, because it counts
         # tokens, not bytes.
         prefix = next((name for name, index in indexes.items() if is_told(index)), "")
         prefix = prefix or next((name for name, index in indexes.items() if is_prefix(index)), "")
         return indexes, prefix
 
-    def _beside_told(
+    def _add_index_of_decisions(
         self, indexes: dict[str, AffinityIndexSettings], named: dict[str, str]
     ) -> None:
-        """Add an index of decisions for endpoints without KV-cache events, if an index receives
-        such events.
+        """If an index receives KV-cache events, add a prefix index of routing decisions for
+        endpoints without such events.
+
+        Warn if no token ids are available for prompts that arrive as text.
         """
         told = next((name for name, index in indexes.items() if is_told(index)), None)
         if told is None or self.findings.problems:
@@ -121,7 +129,9 @@ class NeededIndexes:
             )
 
     def _needed(self, where: str, reader: Plugin) -> _NeededIndex | None:
-        """Return the index that `reader` needs; None if it needs none, or after a problem."""
+        """Return the index that the plugin `reader` needs, or None if it needs none or its
+        declaration is invalid; a problem is recorded then.
+        """
         if not reader.abilities.reads_index:
             return None
         index: Any = reader
@@ -176,7 +186,7 @@ class NeededIndexes:
             self.declared.warn_of_parameters(where, settings, parameters)
             indexes[type_name] = settings
             named[type_name] = type_name
-            self._settled[type_name] = set(parameters)
+            self._parameters_set[type_name] = set(parameters)
 
     def _adjust(
         self,
@@ -185,7 +195,10 @@ class NeededIndexes:
         parameters: Mapping[str, Any],
         indexes: dict[str, AffinityIndexSettings],
     ) -> None:
-        """Apply a reader's parameters to an existing index; parameters that are already set stay."""
+        """Set the parameters that a plugin wants for the existing index `lookup`.
+
+        A parameter that the document sets differently stays, with a warning.
+        """
         index: Any = indexes[lookup]
         told = self.findings.convert(
             dict(parameters), type(index), f"{where}: parameters of {lookup}"
@@ -194,7 +207,7 @@ class NeededIndexes:
             return
         fields = dict(zip(index.__struct_encode_fields__, index.__struct_fields__, strict=True))
         wanted = msgspec.structs.asdict(told)
-        settled = self._settled.setdefault(lookup, set())
+        settled = self._parameters_set.setdefault(lookup, set())
         for parameter, name in fields.items():
             if parameter not in parameters:
                 continue
@@ -226,7 +239,7 @@ class NeededIndexes:
 
 def _prefix_reader(profile: SchedulingProfile) -> str | None:
     """Return the name of the first plugin of `profile` that may read the default prefix index, or
-    None.
+    None if no plugin does.
     """
     readers = (
         *((member.name, member.plugin.abilities) for member in profile.members),
@@ -236,14 +249,14 @@ def _prefix_reader(profile: SchedulingProfile) -> str | None:
 
 
 def is_prefix(index: AffinityIndexSettings) -> bool:
-    """Return whether an index can fill `matched_blocks`: it counts blocks that endpoints have
-    cached.
+    """Return True if an index estimates the blocks of a prompt that each endpoint has cached, for
+    `matched_blocks`.
     """
     return index.abilities.origin is not None
 
 
 def is_told(index: AffinityIndexSettings) -> bool:
-    """Return whether an index receives KV-cache events from engines."""
+    """Return True if an index receives KV-cache events from engines."""
     return index.abilities.hears_engines
 
 
@@ -252,10 +265,11 @@ def _is_decided(index: AffinityIndexSettings) -> bool:
 
 
 def joined_names(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> tuple[str, ...]:
-    """Return the index `prefix`, and the first one of each other origin with the same block length.
+    """Return the names of the prefix indexes whose matches are combined: `prefix`, and the first
+    index of each other origin with the same block length.
 
     If `prefix` receives KV-cache events, other block lengths are accepted too, because it counts
-    tokens and the others are converted.
+    tokens and the matches of the others are converted.
     """
     named: dict[Origin | None, str] = {}
     tokens = block_tokens_of(indexes, prefix)
@@ -270,6 +284,8 @@ def joined_names(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> t
 
 
 def block_tokens_of(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> int:
-    """Return the tokens in a block of the default prefix index, or the default if there is none."""
+    """Return the number of tokens in a block of the index `prefix`, or `BLOCK_TOKENS_MIN` if there
+    is no such index.
+    """
     index: Any = indexes.get(prefix)
     return index.block_tokens if index else BLOCK_TOKENS_MIN

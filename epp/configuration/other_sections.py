@@ -1,4 +1,6 @@
-"""The remaining sections of a configuration document: saturation, parsers and metrics."""
+"""Reading of the sections of a configuration document other than plugins and profiles: saturation,
+parsers and metrics.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -27,29 +29,33 @@ _EXTRACTORS: Final[Mapping[str, str]] = {
     "models-data-source": MODELS_EXTRACTOR,
     "dcgm-data-source": DCGM_EXTRACTOR,
 }
-"""Type of the extractor that reads the pages of each type of data source."""
+"""Type of the extractor that a data source needs, by type of the data source."""
 _LOAD_PRODUCER: Final = "inflight-load-producer"
 
 
 class MetricsSettings(Struct, frozen=True, kw_only=True):
-    """The settings of the scraper."""
+    """Settings for reading metrics and other pages of endpoints."""
 
     source: MetricsDataSource = field(default_factory=MetricsDataSource)
     extractor: CoreMetricsExtractor = field(default_factory=CoreMetricsExtractor)
     models: ModelsDataSource | None = None
-    """Source of each endpoint's list of models, or None if it is not requested."""
+    """Settings for requesting each endpoint's list of models, or None if it is not requested."""
     gpus: DcgmDataSource | None = None
-    """Source of the metrics of each endpoint's GPUs, or None if they are not requested."""
+    """Settings for requesting the GPU metrics of each endpoint, or None if they are not
+    requested.
+    """
 
     @property
     def pages(self) -> dict[str, ModelsDataSource | DcgmDataSource]:
-        """Return the requested pages of each endpoint besides its metrics, by name."""
+        """Return the pages that are requested from each endpoint besides its metrics: `models` and
+        `gpus`, as far as configured.
+        """
         asked = {"models": self.models, "gpus": self.gpus}
         return {name: source for name, source in asked.items() if source is not None}
 
     @property
     def attributes(self) -> frozenset[str]:
-        """Return the keys of the attributes that endpoints may have."""
+        """Return the keys of the configured attributes, which plugins can read from endpoints."""
         keys = {
             attribute_key(metric.attribute_key)
             for engine in self.extractor.engine_configs
@@ -84,7 +90,9 @@ class _FlowControl(Parameters, frozen=True):
 
 
 class OtherSections:
-    """The reader of the sections besides plugins and profiles."""
+    """Reads the sections of a configuration document other than plugins and profiles, and records
+    their problems.
+    """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
         self.declared = declared
@@ -188,7 +196,9 @@ class OtherSections:
             )
 
     def check_load_producers(self) -> None:
-        """Check that every named producer of load in flight exists."""
+        """Record a problem for each plugin that names an `inflight-load-producer` that is not
+        declared.
+        """
         for plugin in self.declared.plugins.values():
             if not plugin.plugin.abilities.names_load_producer:
                 continue
@@ -203,7 +213,9 @@ class OtherSections:
                 )
 
     def check_attributes(self, metrics: MetricsSettings) -> None:
-        """Warn of plugins that read an attribute without a producer, because it stays unknown."""
+        """Warn of each plugin that reads an attribute that no producer provides, because its value
+        is always unknown.
+        """
         for plugin in self.declared.plugins.values():
             if plugin.plugin.abilities.reads_attribute:
                 key: object = plugin.plugin.attribute_key

@@ -1,4 +1,6 @@
-"""The scheduling profiles of a configuration document: the acting one and the shadow."""
+"""Reading of the scheduling profiles of a configuration document: the acting one, which routes
+requests, and the shadow.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -18,7 +20,7 @@ from epp.core.decision.profile import (
 from epp.core.parameters import Parameters
 
 _WEIGHT: Final = 1.0
-"""Weight of a scorer without one, as in the reference picker."""
+"""Weight of a scorer for which the profile sets none, as in the reference picker."""
 _PICKER: Final = "max-score-picker"
 DETECTOR: Final = "utilization-detector"
 
@@ -42,7 +44,9 @@ class _ShadowSpec(Parameters, frozen=True):
 
 
 class ProfileSections:
-    """The reader of the sections `schedulingProfiles` and `shadow`."""
+    """Reads the sections `schedulingProfiles` and `shadow` of a configuration document, and records
+    their problems.
+    """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
         self.declared = declared
@@ -64,7 +68,9 @@ class ProfileSections:
         return found
 
     def acting(self, value: Any) -> SchedulingProfile | None:
-        """Return the only profile, which places requests, or None after a problem."""
+        """Return the only profile, which routes all requests, or None if it is invalid; a problem is recorded
+        then.
+        """
         items = self.findings.items(value, "schedulingProfiles")
         if len(items) > 1:
             self.findings.problem(
@@ -89,7 +95,9 @@ class ProfileSections:
         return self._profile(spec.name, where, entries, self._responders() if responds else ())
 
     def _responders(self) -> tuple[NamedResponder, ...]:
-        """Return the plugins that take effect by being declared; profiles do not name them."""
+        """Return the plugins that take effect by being declared, without a reference in a profile:
+        those that set headers.
+        """
         return tuple(
             NamedResponder(plugin.name, plugin.plugin)
             for plugin in self.declared.plugins.values()
@@ -97,7 +105,11 @@ class ProfileSections:
         )
 
     def shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
-        """Return the shadow profile, and the share of the decisions that it judges."""
+        """Return the shadow profile, and the share of the decisions (0 to 1) to which it is
+        applied.
+
+        The profile is None if there is none or it is invalid.
+        """
         spec = None if value is None else self.findings.convert(value, _ShadowSpec, "shadow")
         if spec is None:
             return None, 1.0
@@ -107,7 +119,10 @@ class ProfileSections:
     def _entries(
         self, where: str, plugins: Sequence[_ProfilePlugin]
     ) -> list[tuple[ConfiguredPlugin, float]]:
-        """Return the plugins of a profile with their weights, without those that have a problem."""
+        """Return the plugins that a profile refers to, with their weights.
+
+        An invalid reference is left out and recorded as a problem.
+        """
         entries: list[tuple[ConfiguredPlugin, float]] = []
         seen: set[str] = set()
         for index, entry in enumerate(plugins):
@@ -130,8 +145,9 @@ class ProfileSections:
         return entries
 
     def _profile_of_all(self) -> SchedulingProfile | None:
-        """Return a profile of every declared filter, scorer and picker, for a document without
-        profiles.
+        """Return a profile of every declared filter, scorer and picker, or None if it is invalid.
+
+        It applies if the document has no profiles.
         """
         in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}
         entries = [
@@ -182,8 +198,9 @@ class ProfileSections:
             return None
 
     def _filter_of(self, plugin: ConfiguredPlugin) -> NamedFilter | None:
-        """Return the filter that `plugin` is or brings along; None if there is none, or after a
-        problem.
+        """Return the filter that `plugin` is, or that it contributes as a scorer.
+
+        None if there is no filter, or if the plugin fails; a problem is recorded then.
         """
         if plugin.role is Role.FILTER:
             return NamedFilter(plugin.name, plugin.plugin)

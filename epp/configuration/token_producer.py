@@ -1,4 +1,6 @@
-"""`token-producer`: the source of a prompt's token ids, and the time that requests wait for them."""
+"""Configuration of `token-producer`: the source of prompts' token ids, and the time that requests
+wait for them.
+"""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -17,17 +19,17 @@ PORT_MAX: Final = 65_535
 
 
 class RenderMode(StrEnum):
-    """The rendering of requests of an API that older engines cannot render."""
+    """Path at which the renderer renders a request of an API that older engines do not render."""
 
     AUTO = "auto"
-    """Use the API's own path if the engine has one."""
+    """Render at the API's own path if the engine has one."""
     NATIVE = "native"
     LEGACY = "legacy"
 
 
 class PortRule(Parameters, frozen=True):
-    """A port rule: endpoints that `selector` selects render at `base_port` plus the number of their
-    rank.
+    """Port of the renderer of endpoints: those that `selector` selects render at `base_port` plus
+    the number of their rank.
     """
 
     base_port: Annotated[int, Meta(ge=1, le=PORT_MAX)]
@@ -39,25 +41,32 @@ class LoadBalancer(Parameters, frozen=True):
 
 
 class EndpointDiscovery(Parameters, frozen=True):
-    """Settings for rendering by the endpoints of the pool, round robin, with one retry at another
-    endpoint.
+    """Settings for rendering prompts by the endpoints of the pool, round robin, with one retry at
+    another endpoint.
     """
 
     port_rules: tuple[PortRule, ...] = ()
-    """Rules for the port; the first that selects an endpoint applies. If empty, the port that
-    serves requests.
+    """Rules for the port at which an endpoint renders; the first rule that selects it applies.
+
+    Without rules, every endpoint renders at the port that serves requests.
     """
     load_balancer: LoadBalancer = field(default_factory=LoadBalancer)
-    """Load balancing; only `round-robin` is supported."""
+    """Distribution of render requests over endpoints; only `round-robin` is supported."""
     attempt_timeout: Duration | None = None
-    """Timeout of each of two attempts; if not given, both together have the request's timeout."""
+    """Timeout of each of at most two attempts to render; None if both together have the timeout of
+    the render request.
+    """
     discover_model_limits: bool = False
-    """Discovery of limits; `false` is the only value supported."""
+    """Discovery of the length that each endpoint can render; only `false` is supported."""
     min_model_len: Annotated[int, Meta(ge=0)] = 0
-    """Minimum number of tokens that an endpoint must be able to render."""
+    """Minimum number of tokens that an endpoint must be able to render; endpoints with less do not
+    render.
+    """
     context_limit_label: str = ""
-    """Label with the number of tokens that an endpoint can render; endpoints without it are not
-    used.
+    """Label of endpoints that holds the number of tokens that they can render. Endpoints without a
+    valid value do not render.
+
+    Empty if all endpoints can render.
     """
 
     def __post_init__(self) -> None:
@@ -74,8 +83,8 @@ class EndpointDiscovery(Parameters, frozen=True):
             )
 
     def port_of(self, endpoint: Endpoint, rank: int) -> int | None:
-        """Return the port at which `endpoint`, the `rank`-th of its pod, renders; None if it does
-        not render.
+        """Return the port at which `endpoint`, the rank `rank` (from 0) of its pod, renders
+        prompts, or None if it must not render.
         """
         if self.context_limit_label:
             limit = endpoint.labels.get(self.context_limit_label, "")
@@ -93,34 +102,44 @@ class EndpointDiscovery(Parameters, frozen=True):
 
 
 class VllmRenderer(Parameters, frozen=True):
-    """The settings of vLLM's render and tokenize API."""
+    """Settings for rendering prompts by vLLM's render and tokenize API."""
 
     url: str = "http://localhost:8000"
     """URL of the renderer, without the path of an API."""
     timeout: Duration = Duration(5.0)
-    """Timeout of a request for a completion. The time that the picker's request waits is
-    `tokenizeTimeout`.
+    """Timeout of a request to the renderer for a completion's prompt.
+
+    The picker's own request waits for tokens at most `tokenizeTimeout`.
     """
     mm_timeout: Duration = Duration(30.0)
-    """Timeout for chats, messages and responses, if it is longer."""
+    """Timeout of a request to the renderer for chats, messages and responses; `timeout` applies if
+    it is longer.
+    """
     messages_render_mode: RenderMode = RenderMode.AUTO
-    """Rendering of Anthropic messages: at their own path, or not at all with `legacy`."""
+    """Rendering of Anthropic messages: at the API's own path, or not at all with `legacy`."""
     responses_render_mode: RenderMode = RenderMode.AUTO
-    """Rendering of Responses: at their own path, or not at all with `legacy`."""
+    """Rendering of OpenAI responses: at the API's own path, or not at all with `legacy`."""
     endpoint_discovery: EndpointDiscovery | None = None
-    """Settings for rendering by the endpoints of the pool instead of `url`."""
+    """Settings for rendering by the endpoints of the pool, or None if the renderer at `url`
+    renders.
+    """
     prefill_only: bool = False
-    """True to ask the renderer for one token of output, whatever the client wants."""
+    """True to set the output limit in render requests to one token, whatever limit the
+    client set.
+    """
     omit_mm_kwargs: bool = field(default=True, name="omitMMKwargs")
-    """True to omit the tensors that the renderer makes of media in prompts."""
+    """True to ask the renderer to omit the tensors that it makes of images and other media."""
     ca_cert_path: str = ""
-    """PEM file of the authority for the renderer's certificate; the system's if not given."""
+    """PEM file of the authority that signed the renderer's certificate.
+
+    If empty, the system's authorities apply.
+    """
     client_cert_path: str = ""
-    """PEM file of the picker's own certificate, for renderers that request one."""
+    """PEM file of the certificate that the picker presents to renderers that request one."""
     client_key_path: str = ""
-    """PEM file of the private key of the picker's certificate."""
+    """PEM file of the private key of the certificate that the picker presents."""
     insecure_skip_verify: bool = False
-    """True to accept any certificate."""
+    """True to accept any certificate of the renderer."""
 
     def __post_init__(self) -> None:
         check_above_zero("timeout", self.timeout)
@@ -143,7 +162,7 @@ class VllmRenderer(Parameters, frozen=True):
 
 
 class ContentFormat(StrEnum):
-    """The form in which a chat template gets content of several parts:
+    """Form in which a chat template receives content of several parts, as in vLLM's
     `--chat-template-content-format`.
     """
 
@@ -153,24 +172,25 @@ class ContentFormat(StrEnum):
 
 
 class LocalTokenizers(Parameters, frozen=True):
-    """The settings of mounted tokenizer files.
+    """Settings for rendering prompts in the picker, from mounted tokenizer files.
 
-    The files are `tokenizer.json`, `tokenizer_config.json` and, if the template is not in it,
+    The files are `tokenizer.json`, `tokenizer_config.json` and, if the chat template is not in it,
     `chat_template.jinja`.
     """
 
     auto_discovery_dir: str = ""
-    """Folder to search; each folder below it with a `tokenizer.json` is the model named by its
-    path.
+    """Folder to search for tokenizers.
+
+    Each folder below it with a `tokenizer.json` belongs to the model that its relative path names.
     """
     model_tokenizer_map: Mapping[str, str] = field(default_factory=dict)
-    """Folder or file of each model, by model."""
+    """Tokenizer file of each model, or the folder that contains it, by model name."""
     chat_template_content_format: ContentFormat = ContentFormat.AUTO
-    """Form in which the template gets content of several parts, as in
+    """Form in which the chat template receives content of several parts, as in vLLM's
     `--chat-template-content-format`.
     """
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Additional variables of the template; a request's own values take precedence."""
+    """Additional variables of the chat template; values of the request take precedence."""
 
     def __post_init__(self) -> None:
         if not (self.auto_discovery_dir or self.model_tokenizer_map):
@@ -178,7 +198,9 @@ class LocalTokenizers(Parameters, frozen=True):
 
 
 class Backend(StrEnum):
-    """The source of a prompt's token ids."""
+    """Source of prompts' token ids: an estimate by length, the engine's renderer, or tokenizer
+    files.
+    """
 
     ESTIMATE = "estimate"
     VLLM = "vllm"
@@ -186,11 +208,11 @@ class Backend(StrEnum):
 
 
 class TokenProducer(Parameters, frozen=True):
-    """Source of a prompt's token ids: its bytes, 4 per token (`estimate`), the engine's renderer
-    (`vllm`), or tokenizer files (`local`).
+    """Source of prompts' token ids: an estimate of 4 bytes per token (`estimate`), the engine's
+    renderer (`vllm`), or tokenizer files (`local`).
 
-    A request waits for its token ids at most `tokenize_timeout`. It is placed by its bytes after
-    that, or at once if the ids are not available.
+    A request waits for its token ids at most `tokenize_timeout`. After that, or at once if the ids
+    are not available, it is routed by the bytes of its prompt.
     """
 
     abilities: ClassVar[Abilities] = Abilities(warns=True)
@@ -202,7 +224,9 @@ class TokenProducer(Parameters, frozen=True):
     }
 
     model_name: str = ""
-    """Model whose tokenizer serves models without one of their own, such as adapters; for `local`."""
+    """Name of the model whose tokenizer is used for models without a tokenizer of their own, such
+    as adapters; for `local`.
+    """
     tokenize_timeout: Duration = Duration(0.02)
     estimate: Mapping[str, Any] | None = None
     vllm: VllmRenderer | None = None
@@ -229,12 +253,14 @@ class TokenProducer(Parameters, frozen=True):
 
     @property
     def renderer(self) -> VllmRenderer:
-        """Return the settings of the backend `vllm`."""
+        """Return the settings of the backend `vllm`, which are the defaults if it is not
+        configured.
+        """
         return self.vllm or VllmRenderer()
 
     def warnings(self) -> list[str]:
-        """Return warnings about parameters with no effect or an unexpected one, without their
-        place.
+        """Return one sentence for each parameter that has no effect or an unexpected one; the
+        caller adds its place in the document.
         """
         found: list[str] = []
         if self.estimate:

@@ -64,12 +64,12 @@ _METRICS: Final = (
     ),
     EndpointMetrics(waiting_requests=40.0, running_requests=256.0, kv_cache_usage=1.0),
 )
-"""Metrics by slot; None for an endpoint that was never scraped."""
+"""Metrics of the test endpoints, by slot; None for an endpoint that was never scraped."""
 _NEVER_FULL: Final = UtilizationDetector(
     queue_depth_threshold=math.inf, metrics_staleness_threshold=Duration(math.inf)
 )
 _STALE: Final = 1
-"""Slot of an endpoint that was scraped long ago."""
+"""Slot of the test endpoint whose metrics are old."""
 _REFUSING: Final = 4
 
 _LABELS: Final[tuple[Mapping[str, str], ...]] = (
@@ -82,11 +82,11 @@ _LABELS: Final[tuple[Mapping[str, str], ...]] = (
 
 
 def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
-    """Return the plugins of `settings` that fail although the contract of `epp.plugins.contract`
-    holds.
+    """Return the plugins of `settings` that break the contract of `epp.plugins.contract` on test
+    requests.
 
-    The trial takes some milliseconds. State that plugins keep from it is dropped with the scheduler
-    made for it.
+    The trial takes some milliseconds. It uses a scheduler of its own, so plugins keep no state from
+    it.
     """
     profile = settings.profile
     of_filters = PluginFailures()
@@ -126,7 +126,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
-    """End the request in one of four ways, by the number of the decision."""
+    """End the test request in one of four ways, which alternate with the number of the decision."""
     match decision.number % 4:
         case 0:
             decision.response_headers("")
@@ -168,8 +168,8 @@ def _scrape(scheduler: Scheduler) -> None:
 
 
 def _requests() -> Iterator[InferenceRequest]:
-    """Yield a request for a single endpoint, then requests of each API with zero, one and two
-    prompts.
+    """Yield the test requests: first one that may use a single endpoint, then requests of each API
+    with zero, one and two prompts.
     """
     long = bytes(range(256)) * 32
     yield InferenceRequest(request_id="subset", subset=("192.0.2.1",), prompts=(long,))

@@ -1,5 +1,5 @@
-"""Rewriting of documents with renamed, moved or removed parts into the form that llm-d-router loads
-today.
+"""Rewriting of configuration documents with renamed, moved or removed parts into the form that
+llm-d-router loads today.
 
 The text is edited in place, so that comments, order and layout stay. One change is made at a time.
 The document is parsed again before the next one, because a change moves positions.
@@ -30,7 +30,7 @@ from epp.configuration.disaggregation import (
 from epp.configuration.document import ConfigError, as_one_line, read_mapping
 
 CHANGES_MAX: Final = 64
-"""Maximum number of changes of a document, which is parsed again for each of them."""
+"""Maximum number of changes of a document, which is parsed again after each of them."""
 _PREFIX_INDEX: Final = "approx-prefix-cache-producer"
 _PRECISE_INDEX: Final = "precise-prefix-cache-producer"
 _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
@@ -44,7 +44,7 @@ _RENAMED: Final[Mapping[str, str]] = {
     **DEPRECATED,
     "by-label-selector": _SELECTOR,
 }
-"""Current type with the same parameters, for each old type."""
+"""Current plugin type for each old type that has the same parameters."""
 _RENAMED_PARAMETERS: Final[Mapping[tuple[str, str], str]] = {
     (_PREFIX_INDEX, "blockSize"): "blockSizeTokens",
     ("mm-embeddings-cache-producer", "cacheSizeInMB"): "cacheSizeInMBPerServer",
@@ -59,9 +59,9 @@ _REMOVED_PARAMETERS: Final[Mapping[tuple[str, str], str]] = {
         "predictions during a stream are no longer made"
     ),
 }
-"""Reason why a parameter is ignored, by type and parameter."""
+"""Reason why llm-d-router ignores a parameter today, by plugin type and parameter name."""
 _REMOVED_GATES: Final = ("dataLayer", "prepareDataPlugins")
-"""Feature gates that are always on today."""
+"""Feature gates that llm-d-router no longer knows, because their features are always on."""
 _ATTRIBUTE_MEMBERS: Final[Mapping[str, str]] = {
     "endpoint-attribute-filter": "attribute",
     "endpoint-attribute-scorer": "attributeKey",
@@ -69,25 +69,27 @@ _ATTRIBUTE_MEMBERS: Final[Mapping[str, str]] = {
 
 
 class Change(Struct, frozen=True):
-    """One rewritten part."""
+    """One rewritten part of a configuration document."""
 
     line: int
-    """Line of the original document, from 1."""
+    """Line of the rewritten part in the original document, from 1."""
     what: str
-    """Sentence without a final period."""
+    """Description of the change: one sentence without a final period."""
 
 
 class Upgraded(Struct, frozen=True):
-    """A rewritten document."""
+    """A configuration document in today's form, and the changes that led to it."""
 
     text: str
     changes: tuple[Change, ...]
-    """Changes in the order of their lines."""
+    """Changes in the order of their lines in the original document."""
 
 
 def upgrade(text: bytes | str, source: str) -> Upgraded:
-    """Return `text` in the form that llm-d-router loads today. Raises `ConfigError` if it is not a
-    mapping.
+    """Return the configuration document `text` in the form that llm-d-router loads today.
+
+    Raises `ConfigError` if it is not a mapping in UTF-8, or has more than `CHANGES_MAX` parts to
+    rewrite.
     """
     read_mapping(text, source)
     try:
@@ -113,7 +115,7 @@ def _upgraded(document: "_Document", source: str) -> Upgraded:
 
 
 class _Entry(Struct, frozen=True):
-    """A key of a mapping, and its value."""
+    """The YAML nodes of a key of a mapping and of its value."""
 
     key: Any
     value: Any
@@ -138,8 +140,9 @@ def _text_of(entry: _Entry | None) -> str:
 
 
 def _end_of(node: Any) -> int:
-    """Return the index after the last character; YAML's own end of a block is the beginning of the
-    next part.
+    """Return the index in the text after the last character of `node`.
+
+    For a block, the end that YAML reports is the beginning of the next node.
     """
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
@@ -149,7 +152,9 @@ def _end_of(node: Any) -> int:
 
 
 class _Document:
-    """A text under edit, and the positions of its parts."""
+    """The text of a configuration document while it is rewritten, and the positions of
+    its parts.
+    """
 
     def __init__(self, text: str) -> None:
         # Marks count characters, and must not count a byte order mark or carriage returns.
@@ -157,12 +162,15 @@ class _Document:
         if not self.text.endswith("\n"):
             self.text += "\n"
         self._lines = list(range(1, self.text.count("\n") + 2))
-        """Line of the original text, by line of the current text."""
+        """Number of the line in the original text, for each line of the current text."""
         self.changes: list[Change] = []
         self.compose()
 
     def compose(self) -> None:
-        """Parse the text again to find the positions of its parts. Raises `yaml.YAMLError`."""
+        """Parse the rewritten text again to find the positions of its parts.
+
+        Raises `yaml.YAMLError`.
+        """
         # The loader in Python is used, because marks of the one in C count bytes.
         self.root = yaml.compose(self.text, Loader=yaml.SafeLoader)
 
@@ -171,36 +179,45 @@ class _Document:
         return _entries(self.root)
 
     def plugins(self) -> Iterator[tuple[Any, str]]:
-        """Yield the node of each plugin and its type."""
+        """Yield the YAML node and the type of each declared plugin."""
         found = self.members.get("plugins")
         for item in _items(found.value if found else None):
             yield item, _text_of(_entries(item).get("type"))
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the plugins, or their types if they have none."""
+        """Return the name of each declared plugin, or its type if it has no name."""
         return [_text_of(_entries(one).get("name")) or kind for one, kind in self.plugins()]
 
     def tell(self, node: Any, what: str) -> None:
-        """Record a change of `node`, before it is made."""
+        """Record the description `what` of a change of `node`.
+
+        It must be called before the text changes.
+        """
         line = self.text.count("\n", 0, node.start_mark.index)
         self.changes.append(Change(self._lines[line], as_one_line(what)))
 
     def replace(self, start: int, end: int, by: str) -> None:
-        """Make one edit. Further edits of the same change must be made from the end of the text on."""
+        """Replace the characters from `start` to `end` by `by`.
+
+        Several replacements of one change must be made from the end of the text on, because each
+        moves the later positions.
+        """
         first, last = self.text.count("\n", 0, start), self.text.count("\n", 0, end)
         self._lines[first : last + 1] = [self._lines[first]] * (by.count("\n") + 1)
         self.text = self.text[:start] + by + self.text[end:]
 
     def rewrite(self, node: Any, value: str) -> None:
-        """Replace the value of a scalar."""
+        """Replace the value of the scalar `node` by `value`, in the same style of quotes."""
         start, end = node.start_mark.index, node.end_mark.index
         # A block of text includes its last line break.
         ending = "\n" if self.text[:end].endswith("\n") else ""
         self.replace(start, end, _spelt(value, node.style) + ending)
 
     def remove(self, parent: Any, name: str) -> None:
-        """Remove a member of a mapping; a mapping with one member becomes empty."""
+        """Remove the member `name` of the mapping `parent`, which becomes `{}` if it was the only
+        one.
+        """
         entries = [(key, value) for key, value in parent.value]
         at = next(index for index, (key, _) in enumerate(entries) if key.value == name)
         key, value = entries[at]
@@ -221,7 +238,7 @@ class _Document:
         self.replace(before, self._line_after(end), "")
 
     def remove_item(self, parent: Any, at: int) -> None:
-        """Remove an item of a list that has others."""
+        """Remove the item at index `at` of the list `parent`, which must have other items."""
         item = parent.value[at]
         start, end = item.start_mark.index, _end_of(item)
         if parent.flow_style:
@@ -234,7 +251,7 @@ class _Document:
         self.replace(self.text.rfind("\n", 0, start) + 1, self._line_after(end), "")
 
     def append(self, parent: Any, value: Any) -> None:
-        """Append an item to a list, or members to a mapping."""
+        """Append an item to the list `parent`, or members to the mapping `parent`."""
         end = _end_of(parent)
         if parent.flow_style:
             written = _on_one_line(value)
@@ -252,7 +269,10 @@ class _Document:
         self.replace(after, after, "".join(f"{' ' * column}{line}\n" for line in lines))
 
     def _line_after(self, end: int) -> int:
-        """Return the start of the line after `end`; a block of text ends after its last line break."""
+        """Return the index of the start of the line after the node that ends at `end`.
+
+        A block of text ends after its last line break, so `end` is that index already.
+        """
         if self.text[:end].endswith("\n"):
             return end
         at = self.text.find("\n", end)
@@ -266,7 +286,7 @@ def _spelt(value: str, style: str | None) -> str:
 
 
 def _on_one_line(value: Any) -> str:
-    """Return JSON, which is also YAML, so that a JSON document stays JSON."""
+    """Return `value` as JSON on one line. JSON is also YAML, and a JSON document stays JSON."""
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
     except TypeError:  # a key that JSON does not allow
@@ -274,7 +294,7 @@ def _on_one_line(value: Any) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Return a node as plain values."""
+    """Return the value of a YAML node as plain Python values."""
     constructor = yaml.constructor.SafeConstructor()
     return constructor.construct_document(node)
 
@@ -303,10 +323,11 @@ def _types(document: _Document) -> bool:
 
 
 def _places(document: _Document, plugin: Any, type_name: str, newer: str) -> list[Any]:
-    """Return the scalars with the type of `plugin` and all references to it, in the order of the
-    document.
+    """Return the scalar nodes that must change if the type of `plugin` changes: the type and, if it
+    serves as the name, all references.
 
-    If `newer` is the name of another plugin, this plugin keeps the old type as its name.
+    The nodes are in the order of the document. If `newer` is the name of another plugin, this
+    plugin gets the old type as its name.
     """
     type_node = _entries(plugin)["type"].value
     if "name" in _entries(plugin):
@@ -319,7 +340,7 @@ def _places(document: _Document, plugin: Any, type_name: str, newer: str) -> lis
 
 
 def _references(node: Any) -> Iterator[Any]:
-    """Yield the scalars that name a plugin."""
+    """Yield the scalar nodes below `node` that refer to a plugin by its name."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _references(item)
@@ -333,7 +354,7 @@ def _references(node: Any) -> Iterator[Any]:
 
 
 def _labels(document: _Document) -> bool:
-    """Replace `by-label` by a selector if the label is required."""
+    """Replace a plugin of type `by-label` by a label selector, if the label is required."""
     for plugin, type_name in document.plugins():
         entries = _entries(plugin)
         parameters = entries.get("parameters")
@@ -386,7 +407,9 @@ def _parameters(document: _Document) -> bool:
 
 
 def _drop(document: _Document, plugin: Any, name: str) -> None:
-    """Remove a parameter, and the member that holds the parameters if it was the last one."""
+    """Remove the parameter `name` of `plugin`, and the member `parameters` if that was the only
+    one.
+    """
     parameters = _parameters_of(plugin)
     if len(parameters.value) == 1:
         document.remove(plugin, "parameters")
@@ -448,7 +471,9 @@ def _stage_headers(document: _Document) -> bool:
 
 
 def _blocks_to_match(document: _Document, type_name: str, plugin: Any) -> bool:
-    """Remove a limit in blocks, which has no effect beside one in tokens unless that is 0."""
+    """Remove `maxPrefixBlocksToMatch` of a prefix index, which has no effect beside a limit in
+    tokens unless that limit is 0.
+    """
     entries = _entries(_parameters_of(plugin))
     old, newer = entries.get("maxPrefixBlocksToMatch"), entries.get("maxPrefixTokensToMatch")
     if type_name != _PREFIX_INDEX or old is None or (newer and _plain(newer.value) == 0):
@@ -464,7 +489,9 @@ def _blocks_to_match(document: _Document, type_name: str, plugin: Any) -> bool:
 
 
 def _token_blocks(document: _Document, type_name: str, plugin: Any) -> bool:
-    """Rename `blockSize` of `tokenProcessorConfig`."""
+    """Rename `blockSize` within the parameter `tokenProcessorConfig` to `blockSizeTokens`, or
+    remove it if both are set.
+    """
     processor = _entries(_parameters_of(plugin)).get("tokenProcessorConfig")
     inner = _entries(processor.value) if processor else {}
     old = inner.get("blockSize")
@@ -482,7 +509,9 @@ def _token_blocks(document: _Document, type_name: str, plugin: Any) -> bool:
 
 
 def _attribute(document: _Document, type_name: str, plugin: Any) -> bool:
-    """Split an attribute and its producer, which used to be one text."""
+    """Split the name of an attribute and of its producer, which used to be one text, into two
+    parameters.
+    """
     parameters = _parameters_of(plugin)
     entries = _entries(parameters)
     entry = entries.get(_ATTRIBUTE_MEMBERS.get(type_name, ""))
@@ -514,7 +543,9 @@ _PARAMETER_RULES: Final = (_blocks_to_match, _token_blocks, _attribute, _session
 
 
 def _index_parameters(document: _Document) -> bool:
-    """Move the index parameters of `prefix-cache-scorer` to a plugin for the index."""
+    """Move the parameters of the prefix index from `prefix-cache-scorer` to a plugin of
+    their own.
+    """
     for plugin, type_name in document.plugins():
         told = _entries(_parameters_of(plugin)) if type_name == _PREFIX_SCORER else {}
         moved = {name: entry for name, entry in told.items() if name in MOVED_TO_INDEX}
@@ -540,7 +571,9 @@ def _index_parameters(document: _Document) -> bool:
 
 
 def _of_index(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a scorer as the index spells them, with one block size in tokens."""
+    """Return the index parameters that a `prefix-cache-scorer` has, with the index's names and one
+    block size in tokens.
+    """
     found = {name: value for name, value in values.items() if name not in _BLOCK_TOKENS}
     characters = values.get("hashBlockSize")
     if isinstance(characters, int):
@@ -551,7 +584,7 @@ def _of_index(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scorer_with(document: _Document, name: str) -> Any:
-    """Return the first `prefix-cache-scorer` that has a parameter `name`."""
+    """Return the node of the first `prefix-cache-scorer` that has a parameter `name`, or None."""
     return next(
         one
         for one, kind in document.plugins()
@@ -560,7 +593,9 @@ def _scorer_with(document: _Document, name: str) -> Any:
 
 
 def _precise_scorer(document: _Document) -> bool:
-    """Split the deprecated plugin into the index and the scorer that reads it."""
+    """Split the deprecated `precise-prefix-cache-scorer` into the prefix index and the scorer that
+    reads it.
+    """
     kinds = [kind for _, kind in document.plugins()]
     for plugin, type_name in document.plugins():
         if type_name != _PRECISE_SCORER or _PRECISE_INDEX in kinds:
@@ -588,7 +623,7 @@ def _precise_scorer(document: _Document) -> bool:
 
 
 def _detector(document: _Document) -> bool:
-    """Move `saturationDetector` into `flowControl`."""
+    """Move the section `saturationDetector` into `flowControl`."""
     old = document.members.get("saturationDetector")
     told = _plain(old.value) if old else None
     flow = document.members.get("flowControl")
@@ -629,7 +664,7 @@ def _detector(document: _Document) -> bool:
 
 
 def _has_room(document: _Document) -> bool:
-    """Return whether a detector can be declared: there is none, and its name is free."""
+    """Return True if a saturation detector can be declared: there is none, and its name is free."""
     plugins = document.members.get("plugins")
     if plugins is not None and not isinstance(plugins.value, yaml.SequenceNode):
         return False
@@ -638,7 +673,7 @@ def _has_room(document: _Document) -> bool:
 
 
 def _parser(document: _Document) -> bool:
-    """Move `parser` to `requestHandler.parsers`."""
+    """Move the section `parser` to `requestHandler.parsers`."""
     old = document.members.get("parser")
     told = _plain(old.value) if old else None
     handler = document.members.get("requestHandler")

@@ -1,5 +1,5 @@
-"""Optional abilities of plugins. A class declares its abilities; the code never detects them by
-inspection.
+"""Optional abilities of plugins. A plugin class declares its abilities; the framework never detects
+them by inspection.
 """
 
 from enum import StrEnum
@@ -11,16 +11,18 @@ class Origin(StrEnum):
     """The source of an index's knowledge about what endpoints have cached."""
 
     TOLD = "told"
-    """The engines report it."""
+    """The engines report which blocks they have cached."""
     DECIDED = "decided"
-    """The index assumes it from the decisions of this picker, and of peers that share theirs."""
+    """The index estimates cached prompts by the decisions of this picker, and of peers that share
+    theirs.
+    """
     PEERS = "peers"
-    """The index assumes it from the decisions of peers alone."""
+    """The index estimates cached prompts by the decisions of peers alone."""
 
 
 class Abilities(Struct, frozen=True, kw_only=True):
-    """The things that a plugin reads, learns, shares and computes; its class declares them as
-    `abilities`.
+    """The abilities that a plugin has beyond its main method; its class declares them as the class
+    variable `abilities`.
 
     A plugin that declares an ability must have the members that the ability's text names. The
     framework never uses an ability that is not declared.
@@ -35,80 +37,110 @@ class Abilities(Struct, frozen=True, kw_only=True):
 
     reads: tuple[str, ...] | None = None
     """Names of the candidate columns and request fields that the plugin reads, from `READABLE`;
-    None if it may read any. The framework computes a scorer's scores again only after a change in
-    what it reads, if all its reads are in `KEPT_READS`.
+    None if it may read any. If a scorer reads only names in `KEPT_READS`, its scores are computed
+    again only after one of them has changed.
     """
     reads_index: bool = False
-    """The plugin has `producer_type` and `producer`: it is a `ReadsIndex`."""
+    """True if the plugin reads an affinity index; it then has the members of `ReadsIndex`,
+    `producer_type` and `producer`.
+    """
     configures_index: bool = False
-    """The plugin has `producer_parameters`, the parameters with which a missing index is made."""
+    """True if the plugin sets the parameters of the index that it reads; it then has
+    `producer_parameters`, with which the framework creates a missing index.
+    """
     sheds_load: bool = False
-    """The client receives status 429 if this filter drops every candidate, instead of 503."""
+    """True if the client receives status 429, instead of 503, when this filter drops every
+    candidate.
+    """
     holds_requests: bool = False
-    """The filter is a `HoldsRequests`."""
+    """True if the filter can make requests wait; it then has the members of `HoldsRequests`."""
     goes_by_sessions: bool = False
-    """The plugin is a `GoesBySessions`."""
+    """True if the plugin uses the sessions of requests; it then has the members of
+    `GoesBySessions`.
+    """
     reads_session_tokens: bool = False
-    """The plugin has `reads_tokens`, which is true if its parameters make it use session tokens."""
+    """True if the plugin may use session tokens; it then has `reads_tokens`, which is true if its
+    parameters make it do so.
+    """
     marks_responses: bool = False
-    """The plugin is a `MarksResponses`."""
+    """True if the plugin sets headers on responses; it then has the members of `MarksResponses`."""
     marks_requests: bool = False
-    """The plugin is a `MarksRequests`."""
+    """True if the plugin sets headers on requests; it then has the members of `MarksRequests`."""
     chooses_ranks: bool = False
-    """The plugin is a `ChoosesRanks`; with it, the picker subscribes to every rank of an engine
-    behind one address.
+    """True if the plugin selects data-parallel ranks; it then has the members of `ChoosesRanks`.
+    The picker then subscribes to every rank of an engine behind one address.
     """
     tells_cost: bool = False
-    """The plugin is a `TellsCost`."""
+    """True if the scorer can return costs; it then has the members of `TellsCost`."""
     limits_metrics_age: bool = False
-    """The plugin has `metrics_age_max_s`, the age above which it ignores metrics."""
+    """True if the plugin ignores old metrics; it then has `metrics_age_max_s`, the age in seconds
+    above which it does.
+    """
     tells_prefill_speed: bool = False
-    """The plugin has `peak_prefill_throughput`, in tokens per second, or None."""
+    """True if the plugin has `peak_prefill_throughput`, a prefill speed in tokens per second, or
+    None.
+    """
     reads_attribute: bool = False
-    """The plugin has `attribute_key`, the key of the endpoint attribute that it reads."""
+    """True if the plugin reads an endpoint attribute; it then has `attribute_key`, the key of that
+    attribute.
+    """
     brings_filter: bool = False
-    """The scorer has `filter`, a filter that is added to the profile together with it, or None."""
+    """True if the scorer has `filter`: a filter that is added to the profile together with the
+    scorer, or None.
+    """
     names_load_producer: bool = False
-    """The plugin has `in_flight_load_producer_name`, the name of the producer that counts load in
-    flight, or "" for the default.
+    """True if the plugin has `in_flight_load_producer_name`: the name of the producer that counts
+    load in flight, or "" for the default.
     """
     warns: bool = False
-    """The plugin has `warnings`: sentences about parameters that have less effect than documented,
-    or another one.
+    """True if the plugin has `warnings`: sentences about parameters that have less effect than
+    documented, or another effect.
     """
     picks_several: bool = False
-    """The picker has a parameter `max_num_of_endpoints`."""
+    """True if the picker plugin has a parameter `max_num_of_endpoints`."""
 
     # Abilities of the settings of an index.
 
     origin: Origin | None = None
-    """The source of the index's knowledge, or None if the index does not count cached blocks.
+    """Source of what the index knows about cached blocks, or None if it does not count cached
+    blocks.
 
-    An index with an origin counts cached blocks of `block_tokens` tokens. It forgets a request that
-    was not served. The first index of each origin contributes to `matched_blocks`.
+    An index with an origin counts cached blocks of `block_tokens` tokens. Its record of a request
+    that is not served is undone. The first index of each origin contributes to `matched_blocks`.
     """
     counts_blocks: bool = False
-    """The settings have `block_tokens`; the index needs the hashes of blocks of that many tokens.
+    """True if the index counts blocks; its settings then have `block_tokens`, the number of tokens
+    in a block for which it needs hashes.
     """
     caches_media: bool = False
     """The index counts encoded images, audio and video. If another endpoint encodes them for a
     request, the index records the request at that endpoint only.
     """
     names_sessions: bool = False
-    """The settings have `session_in`, which returns the session that a request names, or "" if it
-    names none.
+    """True if the settings have `session_in`, which returns the session that a request names, or ""
+    if it names none.
     """
     shares: bool = False
-    """The index is a `SharedIndex`."""
+    """True if pickers can share the content of the index; it then has the members of `SharedIndex`."""
     counts_inflight: bool = False
-    """The index is a `CountsInflight`."""
+    """True if the index must learn when requests end; it then has the members of `CountsInflight`."""
     corrected: bool = False
-    """The index is a `CorrectedIndex`."""
+    """True if the index is corrected by counted cache hits; it then has the members of
+    `CorrectedIndex`.
+    """
     limits_memory: bool = False
-    """The index is a `LimitsMemory`, and its settings have `memory_max_bytes`."""
+    """True if the memory of the index can be limited; it then has the members of `LimitsMemory`,
+    and its settings have `memory_max_bytes`.
+    """
     measures: bool = False
-    """The index is a `MeasuresItself`."""
+    """True if the index reports its entries, memory and look-ups; it then has the members of
+    `MeasuresItself`.
+    """
     hears_engines: bool = False
-    """The index is a `HearsEngines`, and its settings have `kv_events_config`."""
+    """True if the index receives KV-cache events; it then has the members of `HearsEngines`, and
+    its settings have `kv_events_config`.
+    """
     reads_token_ids: bool = False
-    """The index looks up prompts by token ids; requests wait until their token ids are known."""
+    """True if the index looks up prompts by token ids; requests then wait until their token ids are
+    known.
+    """

@@ -7,10 +7,10 @@ def host_of(address: str) -> str:
 
 
 def port_of(address: str) -> int:
-    """Return the port of `address`. Raises `ValueError` if it has none."""
+    """Return the port of `address`. Raises `ValueError` if `address` has none."""
     return int(address.rpartition(":")[2])
 
 
 def address_of(host: str, port: int) -> str:
-    """Return "ip:port", with IPv6 addresses in brackets."""
+    """Return the address "ip:port" of `host` and `port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -19,15 +19,17 @@ _WHOLE: Final = re.compile(rf"[+-]?(?:{_PART.pattern})+", re.ASCII)
 
 
 class Duration(float):
-    """A number of seconds. A parameter of this type is read from Go's spelling."""
+    """A duration as a number of seconds. In a configuration, it is written as in Go, such as
+    "1m30s".
+    """
 
     __slots__ = ()
 
 
 def parse_duration(text: str) -> Duration:
-    """Return the duration that `text` spells as in Go; "0" needs no unit.
+    """Return the duration that `text` states in Go's spelling, such as "300ms"; "0" needs no unit.
 
-    Raises `ValueError`, with one sentence, for anything else.
+    Raises `ValueError`, whose message is one sentence, for any other text.
     """
     if text == "0":
         return Duration(0.0)
@@ -38,6 +40,8 @@ def parse_duration(text: str) -> Duration:
 
 
 def check_above_zero(name: str, span: Duration) -> None:
-    """Raise `ValueError`, with one sentence, unless the parameter `name` is finite and above 0."""
+    """Raise `ValueError`, whose message is one sentence, unless `span` is finite and above 0.
+    `name` is the name of the parameter in the message.
+    """
     if not (math.isfinite(span) and span > 0):
         raise ValueError(f"{name} is {float(span)}s; it must be a duration above 0s")

@@ -1,4 +1,4 @@
-"""Error messages for people about the content of a document.
+"""Conversion of msgspec's error messages about a document to sentences for operators.
 
 msgspec uses programmers' terms: "Expected `int` >= 1, got `str` - at `$.pods[2].port`". This module
 turns that into a whole number and a text, at `pods[2].port`.
@@ -12,7 +12,9 @@ from msgspec import inspect
 
 _PLACE: Final = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", re.DOTALL)
 _STEP: Final = re.compile(r"\.(?P<field>[^.\[]+)|\[[^\]]*\]")
-"""One step of a place in a document: a field or an index."""
+"""Regular expression that matches one step of a place in a document: the name of a field, or an
+index.
+"""
 _NONE_OF_THEM: Final = re.compile(r"Invalid enum value (?P<value>.*)", re.DOTALL)
 _NAMES: Final[Mapping[str, str]] = {
     "int": "a whole number",
@@ -31,7 +33,9 @@ _UNITS: Final[Mapping[str, tuple[str, str]]] = {
     "str": ("character", "characters"),
     "bytes": ("byte", "bytes"),
 }
-"""Unit of a length, singular and plural, by type; every other type counts entries."""
+"""Singular and plural of the unit in which the length of a type is counted; other types have
+"entries".
+"""
 _BOUNDS: Final[Mapping[str, str]] = {
     ">=": "of at least",
     "<=": "of at most",
@@ -41,8 +45,8 @@ _BOUNDS: Final[Mapping[str, str]] = {
 
 
 def place_and_sentence(message: str, kind: Any = None) -> tuple[str, str]:
-    """Return the place that a msgspec message points to, and the rest as a sentence that begins in
-    lower case.
+    """Return the place in the document that a msgspec message names, and the rest as a sentence
+    that begins in lower case.
 
     The place is "" or begins with "." or "[". A text that is no msgspec message stays as it is.
     `kind` is the type that the document was converted to, if known. For an enumeration, msgspec
@@ -58,15 +62,19 @@ def place_and_sentence(message: str, kind: Any = None) -> tuple[str, str]:
 
 
 def misfit(place: str, problem: Exception, kind: Any) -> str:
-    """Return `place`, the place within it that msgspec points to, and what was expected there of a
-    `kind`.
+    """Return one text: the place of the error, which is `place` and the place within it that
+    msgspec names, and what was expected there.
+
+    `kind` is the type to which the part of the document at `place` was converted.
     """
     within, sentence = place_and_sentence(str(problem), kind)
     return ": ".join(part for part in (place, within.removeprefix("."), sentence) if part)
 
 
 def _values(kind: inspect.Type, place: str) -> list[str]:
-    """Return the values that may stand at `place` in a document of `kind`, or [] if any value may."""
+    """Return the values that are allowed at `place` in a document of type `kind`, or [] if any
+    value is.
+    """
     if isinstance(kind, inspect.UnionType):
         return next((found for one in kind.types if (found := _values(one, place))), [])
     step = _STEP.match(place)
@@ -93,7 +101,7 @@ def _sentence(what: str) -> str:
 
 
 def _kind(names: str) -> str:
-    """Return the names for people of types as msgspec lists them: "int | null"."""
+    """Return the operators' words for the types that msgspec lists, such as "int | null"."""
     return _either(list(dict.fromkeys(_NAMES.get(name, name) for name in names.split(" | "))))
 
 

@@ -24,9 +24,11 @@ INTS: Final = np.dtype(np.int64)
 FLOATS: Final = np.dtype(np.float64)
 
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""Syntax of a header name (RFC 9110, 5.6.2)."""
+"""Regular expression that matches a valid header name (RFC 9110, 5.6.2)."""
 _NOT_IN_A_HEADER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""Characters that a gateway refuses in a header value; it then drops the whole response."""
+"""Regular expression that finds a character that a gateway refuses in a header value; it would drop
+the whole response.
+"""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -37,22 +39,26 @@ class Interrupted(KeyboardInterrupt):
 
 
 class FailingPlugin(Struct):
-    """A plugin that failed at least once."""
+    """A plugin that failed at least once, with its number of failures."""
 
     name: str
     """Name of the plugin in the configuration."""
     failures: int = 0
     what: str = ""
-    """Latest failure, such as "score raised KeyError at near/near.py:14"."""
+    """Description of the plugin's latest failure, such as "score raised KeyError at
+    near/near.py:14".
+    """
 
 
 class PluginFailures:
-    """The failed plugins of one scheduler, by name; bounded by the number of configured plugins."""
+    """The plugins of one scheduler that failed, by name. There are at most as many as configured
+    plugins.
+    """
 
     def __init__(self) -> None:
         self._failing: dict[str, FailingPlugin] = {}
         self.so_far = 0
-        """Total number of failures, including those of plugins that are no longer configured."""
+        """Total number of failures of plugins, including plugins that are no longer configured."""
 
     def __len__(self) -> int:
         return len(self._failing)
@@ -61,8 +67,8 @@ class PluginFailures:
         return iter(self._failing.values())
 
     def raised(self, name: str, verb: str, error: BaseException) -> None:
-        """Record that method `verb` of plugin `name` raised. Raises `error` again if it is an
-        `Interrupted`.
+        """Record that method `verb` of plugin `name` raised `error`. Raises `error` again if it is
+        an `Interrupted`.
         """
         if isinstance(error, Interrupted):
             raise error
@@ -73,7 +79,7 @@ class PluginFailures:
         self.add(name, f"{verb} returned {fault}")
 
     def add(self, name: str, what: str) -> None:
-        """Count one failure of plugin `name`."""
+        """Count one failure of plugin `name`, described by `what`."""
         failing = self._failing.setdefault(name, FailingPlugin(name))
         failing.failures += 1
         self.so_far += 1
@@ -82,7 +88,9 @@ class PluginFailures:
     def call(
         self, name: str, verb: str, method: Callable[P, object], *given: P.args, **named: P.kwargs
     ) -> bool:
-        """Call `method`, which is `verb` of plugin `name`. Return False if it failed."""
+        """Call `method`, which is the method `verb` of plugin `name`, with `given` and `named`.
+        Return False, and record the failure, if it raised.
+        """
         try:
             method(*given, **named)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -91,7 +99,9 @@ class PluginFailures:
         return True
 
     def retain(self, names: Collection[str]) -> None:
-        """Forget all plugins except `names`; the others are no longer configured."""
+        """Drop the failures of all plugins that are not among `names`, because these are no longer
+        configured.
+        """
         self._failing = {name: one for name, one in self._failing.items() if name in names}
 
 
@@ -100,15 +110,15 @@ class PluginFailures:
 
 
 def array_fault(found: object, dtype: "np.dtype[np.generic]", n: int) -> str:
-    """Return what is wrong with `found`, which must be an array of `dtype` with shape (n,)."""
+    """Return why `found` is no array of `dtype` with shape (n,), or "" if it is one."""
     if type(found) is ndarray and found.dtype == dtype and found.shape == (n,):
         return ""
     return f"{kind_of(found)}, expected {dtype.name}[{n}]"
 
 
 def positions_fault(found: object, n: int) -> str:
-    """Return what is wrong with `found`, which must hold distinct positions below `n`, at least
-    one.
+    """Return why `found` is no int64 array of distinct positions from 0 to n - 1, at least one, or
+    "" if it is.
     """
     if type(found) is not ndarray or found.dtype != INTS or found.ndim != 1:
         return f"{kind_of(found)}, expected {INTS.name}[k]"
@@ -126,8 +136,8 @@ def positions_fault(found: object, n: int) -> str:
 
 
 def headers_fault(found: object) -> str:
-    """Return what is wrong with `found`, which must map header names to values that a gateway can
-    set.
+    """Return why `found` is no mapping of header names to values that a gateway can set, or "" if
+    it is.
     """
     if not isinstance(found, Mapping):
         return f"{kind_of(found)}, expected a mapping of header names to values"
@@ -150,14 +160,16 @@ def _encodable(value: str) -> bool:
 
 
 def kind_of(found: object) -> str:
-    """Return the type of `found`, and never its content, which may come from a client."""
+    """Return the type of `found` as text, without its content, which may come from a client."""
     if type(found) is ndarray:
         return f"{found.dtype.name}[{', '.join(map(str, found.shape))}]"
     return type(found).__name__
 
 
 def place_of(error: BaseException) -> str:
-    """Return where `error` was raised, and the plugin's line that led there: " at near/near.py:14"."""
+    """Return the place where `error` was raised, as text that follows a verb, such as " at
+    near/near.py:14". It includes the plugin's line that led there.
+    """
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is None:
         return " when it was called"
@@ -172,6 +184,8 @@ def place_of(error: BaseException) -> str:
 
 
 def _line(traceback: TracebackType) -> str:
-    """Return the last two parts of the path, and the line number."""
+    """Return the last two parts of the file's path and the line number of a traceback entry, such
+    as "near/near.py:14".
+    """
     path = traceback.tb_frame.f_code.co_filename.rsplit("/", 2)[-2:]
     return f"{'/'.join(path)}:{traceback.tb_lineno}"

@@ -17,7 +17,7 @@ class LabelOperator(StrEnum):
 
 
 class LabelExpression(Parameters, frozen=True):
-    """A requirement of a label selector.
+    """One requirement of a label selector, an entry of `matchExpressions`.
 
     As in Kubernetes, `NotIn` also accepts an endpoint without the label. Raises `ValueError` if
     `values` is empty although the operator needs it, or given although the operator takes none.
@@ -49,8 +49,8 @@ class LabelExpression(Parameters, frozen=True):
 
 
 class Selector(Parameters, frozen=True):
-    """A label selector. All of its labels and expressions must hold; an empty selector selects
-    everything.
+    """A label selector. An endpoint must have all of its labels and meet all of its expressions; an
+    empty selector accepts every endpoint.
     """
 
     match_labels: dict[str, str] = field(default_factory=dict)

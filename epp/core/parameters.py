@@ -1,4 +1,4 @@
-"""The base types of plugins: frozen structs whose fields are their configuration."""
+"""The base types of plugins: frozen structs whose fields are their parameters in the configuration."""
 
 from typing import ClassVar, Protocol
 

@@ -1,4 +1,5 @@
-"""Session tokens, which a client sends back to reach the endpoint that served it before.
+"""Session tokens. A client sends its token back, so that its request reaches the endpoint that
+served it before.
 
 A token is a keyed hash (HMAC-SHA256) of the endpoint's identity. It reveals nothing about the
 endpoint, and it cannot be created without the key. Every replica with the key creates the same
@@ -15,24 +16,25 @@ from epp.core.types import Endpoint
 _VERSION: Final = b"\x01"
 _TAG_BYTES: Final = 16
 _CHARACTERS: Final = 23
-"""Length of a token: version and tag in base64 without padding. The reference picker's tokens are
-padded base64, so their length is a multiple of 4.
+"""Number of characters of a token: version and tag in base64 without padding. The reference
+picker's tokens are padded base64, so their length is a multiple of 4.
 """
 _PURPOSE: Final = b"homing session token 1\0"
 ENDPOINTS_MAX: Final = 16_384
-"""Maximum number of endpoints with cached tokens (about 200 bytes for each endpoint and key); the
-cache is cleared when it is full.
+"""Maximum number of endpoints whose tokens are cached (about 200 bytes for each endpoint and key);
+the cache is cleared when it is full.
 """
 
 
 class SessionTokens:
-    """A creator and reader of session tokens. Without a key it creates none and recognises none.
+    """A creator and reader of session tokens. Without a key it creates no token and recognises
+    none.
 
-    A hash takes about 2 µs, once for each endpoint and key.
+    A token is hashed once for each endpoint and key, which takes about 2 µs.
     """
 
     def __init__(self, keys: Sequence[bytes] = (), *, accept_unsigned: bool = False) -> None:
-        """Sign with the first of `keys`, and accept all of them.
+        """Create tokens with the first of `keys`, and accept tokens of all `keys`.
 
         `accept_unsigned` also accepts the reference picker's form, the base64-encoded name of the
         endpoint, which any client can forge.
@@ -40,22 +42,22 @@ class SessionTokens:
         self._keys = tuple(keys)
         self._accept_unsigned = accept_unsigned
         self._token_of: dict[str, str] = {}
-        """Token by the first key, by identity of the endpoint."""
+        """Token that the first key gives each endpoint, by identity of the endpoint."""
         self._identity_of: dict[str, str] = {}
-        """Identity of the endpoint, by token of any key."""
+        """Identity of the endpoint that each token stands for, by token of any key."""
 
     def __repr__(self) -> str:
         return f"<SessionTokens [{len(self._keys)} keys]>"
 
     def of(self, endpoint: Endpoint) -> str:
-        """Return the token of `endpoint`, or "" without a key."""
+        """Return the session token of `endpoint`, or "" if there is no key."""
         if not self._keys:
             return ""
         self._learn((endpoint,))
         return self._token_of[endpoint.endpoint_id]
 
     def holders(self, token: str, endpoints: Iterable[Endpoint]) -> list[bool]:
-        """Return, for each of `endpoints`, whether `token` belongs to it. Clients may send any text
+        """Return, for each of `endpoints`, whether `token` stands for it. Clients may send any text
         as a token.
         """
         endpoints = tuple(endpoints)
@@ -69,7 +71,7 @@ class SessionTokens:
         return [endpoint.name == name != "" for endpoint in endpoints]
 
     def _learn(self, endpoints: Sequence[Endpoint]) -> None:
-        """Hash the identities that are new."""
+        """Create and cache the tokens of those `endpoints` that have none in the cache."""
         for endpoint in endpoints:
             identity = endpoint.endpoint_id
             if identity in self._token_of:
@@ -92,7 +94,9 @@ def _token(key: bytes, identity: str) -> str:
 
 
 def _unsigned_name(token: str) -> str:
-    """Return the name that `token` encodes, or "" if it encodes none."""
+    """Return the endpoint name that an unsigned `token` encodes in base64, or "" if it is not valid
+    base64.
+    """
     try:
         return base64.b64decode(token, validate=True).decode()
     except ValueError:

@@ -33,14 +33,16 @@ from epp.core.types import Seconds
 
 Asked: TypeAlias = AskReplay | AskSnapshot
 BLOCKS_PER_WORK: Final = 1_024
-"""Number of engine blocks that one call of `work` applies, which takes one to two milliseconds."""
+"""Number of engine blocks after which one call of `work` stops, which takes one to two
+milliseconds.
+"""
 
 _NAMES: Final[dict[type[Event], str]] = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
 
 
 class Subscription:
-    """A subscription to the events of one rank of the endpoint in `slot`, for indexes that receive
-    them.
+    """A subscription to the KV-cache events of one rank of the endpoint in `slot`, for indexes that
+    receive such events.
     """
 
     def __init__(
@@ -54,9 +56,9 @@ class Subscription:
         read: Callable[[bytes], Batch | BlocksChanged] = read_payload,
         now: Seconds,
     ) -> None:
-        """Subscribe to rank `rank` of `slot`.
+        """Subscribe to rank `rank` of the endpoint in `slot`.
 
-        `replays` is True if the engine can send old frames again, `snapshots` if it can send all
+        `replays` is True if the engine can send past frames again, `snapshots` if it can send all
         cached blocks. `read` decodes a payload; a simulated payload already holds the picker's own
         keys.
         """
@@ -66,17 +68,19 @@ class Subscription:
         self._read_payload = read
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
         self.faults: Counter[Fault] = Counter()
-        """Number of unknown events and payloads, by reason."""
+        """Number of events and payloads that could not be used, by reason."""
         self._events: dict[type[Event], int] = dict.fromkeys(_NAMES, 0)
         self.unreadable = 0
-        """Number of messages that are not KV-cache events."""
+        """Number of messages that were not KV-cache events; the shell counts them."""
         self.waiting_bytes = 0
-        """Size of queued frames, without the replayed frames that are still buffered in the stream."""
+        """Size in bytes of the frames queued for `work`, without the replayed frames that are still
+        buffered in the stream.
+        """
         self.blocks_heard = 0
-        """Number of engine blocks that were stored and removed."""
+        """Number of engine blocks in the store and removal events that were applied."""
         self.engine_clock_s: Seconds | None = None
-        """Time at which the engine sent the last frame, since 1970 by its own clock; None if none
-        was read.
+        """Time at which the engine sent the last decoded frame, in seconds since 1970 by the
+        engine's clock; None before the first.
         """
         self._scheduler = scheduler
         self._waiting: deque[Apply | Forget | Event | Batch | BlocksChanged] = deque()
@@ -87,13 +91,15 @@ class Subscription:
 
     @property
     def events(self) -> Counter[str]:
-        """Return the number of known events, by type."""
+        """Return the number of applied events by type: "stored", "removed" or "cleared"."""
         told = self._events.items()
         return Counter({_NAMES[kind]: count for kind, count in told if count})
 
     @property
     def state(self) -> StreamState:
-        """Return the state of the stream; it is not live while frames are queued."""
+        """Return the state of the event stream. While frames are queued, it is `REPLAYING` instead
+        of `LIVE`.
+        """
         state = self.stream.state
         return StreamState.REPLAYING if self._waiting and state is StreamState.LIVE else state
 
@@ -103,52 +109,62 @@ class Subscription:
 
     @property
     def noted(self) -> int | None:
-        """Return the number of the last frame up to which all were applied, or None if none was."""
+        """Return the number of the last frame whose events, and those of all frames before, were
+        applied, or None if there is none.
+        """
         last = self._noted if self._waiting else self.stream.last
         return None if last is None or last < 0 else last
 
     # Events of the socket.
 
     def connected(self, now: Seconds) -> list[Asked]:
-        """Record that frames arrive from now on."""
+        """Record that the source is connected. Return the requests that the caller must send to it."""
         self.stream.connected(now)
         return self._act()
 
     def disconnected(self, now: Seconds) -> list[Asked]:
-        """Record that no frames arrive any longer."""
+        """Record that the source is disconnected. Return the requests that the caller must send."""
         self.stream.disconnected(now)
         return self._act()
 
     def received(self, sequence: int, payload: bytes, now: Seconds) -> list[Asked]:
-        """Process a live frame."""
+        """Process a live frame with number `sequence`. Return the requests that the caller must
+        send to the source.
+        """
         self.stream.received(sequence, payload, now)
         return self._act()
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Process a frame of a requested replay."""
+        """Process a frame with number `sequence` of the replay that was requested."""
         self.stream.replayed(sequence, payload, now)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> list[Asked]:
-        """End a replay. `marked` is True if its end marker came, False after a timeout."""
+        """End a replay. `marked` is True if its end marker came, False after a timeout. Return the
+        requests that the caller must send.
+        """
         self.stream.replay_ended(now, marked=marked)
         return self._act()
 
     def snapshot(self, epoch: str, resume: int, payloads: list[bytes], now: Seconds) -> list[Asked]:
-        """Process a snapshot of all cached blocks; frames continue with number `resume`."""
+        """Process a snapshot of all cached blocks; the next live frame has number `resume`. Return
+        the requests that the caller must send.
+        """
         self.stream.snapshot(epoch, resume, payloads, now)
         return self._act()
 
     def heartbeat(
         self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds
     ) -> list[Asked]:
-        """Process a heartbeat of the source."""
+        """Process a heartbeat of the source. Return the requests that the caller must send to it."""
         self.stream.heartbeat(epoch, sequence, interval_s, now)
         return self._act()
 
     # Periodic calls by the shell.
 
     def watch(self, now: Seconds) -> list[Asked]:
-        """Compare the stream with the pool's state. Call this a few times a second."""
+        """Compare the event stream with the pool's state of the endpoint; call this a few times a
+        second. Return the requests that the caller must send.
+        """
         scheduler = self._scheduler
         index = next(iter(scheduler.indexes.hearing.values()), None)
         if index is not self._index:
@@ -168,21 +184,23 @@ class Subscription:
 
     @property
     def works(self) -> bool:
-        """Return whether any frame is queued for `work`."""
+        """Return whether any frame is queued for `work`, which must then be called."""
         return bool(self._waiting)
 
     def read(self) -> None:
-        """Decode the payload that `work` would decode first.
+        """Decode the payload that `work` would decode first, without applying it.
 
-        A caller with several payloads decodes them all before it calls `work`, because each of the
-        two loops is faster alone.
+        A caller with several subscriptions calls this for all of them before it calls `work`,
+        because each of the two loops is faster alone.
         """
         waiting = self._waiting
         if waiting and isinstance(first := waiting[0], Apply):
             waiting[0] = self._read_waiting(first)
 
     def work(self, now: Seconds, *, blocks_max: int = BLOCKS_PER_WORK) -> list[Asked]:
-        """Apply queued frames, up to about `blocks_max` blocks."""
+        """Apply queued frames with up to about `blocks_max` engine blocks. Return the requests that
+        the caller must send to the source.
+        """
         waiting = self._waiting
         left = blocks_max
         asked: list[Asked] = []
@@ -210,7 +228,9 @@ class Subscription:
         return asked
 
     def close(self, now: Seconds) -> None:
-        """Invalidate the events, because the endpoint left or its events are no longer needed."""
+        """Drop all events of this subscription in the indexes, because the endpoint left or its
+        events are no longer needed.
+        """
         self._clear()
         self._scheduler.take(EventsVoided(self.slot, self.rank), now)
         gone = StreamChanged(self.slot, StreamState.NONE, complete=False, rank=self.rank)
@@ -246,8 +266,8 @@ class Subscription:
         self._scheduler.take(told, now)
 
     def _open(self, batch: Batch, left: int, now: Seconds) -> tuple[Sequence[Event], int]:
-        """Return the events of `batch` and their number of work units, or nothing if they must
-        wait.
+        """Return the events of `batch` and the number of blocks and events in them. If they exceed
+        `left` or a removal was unreadable, queue the events instead and return ((), 0).
         """
         if batch.at_s:
             self.engine_clock_s = batch.at_s
@@ -267,8 +287,8 @@ class Subscription:
         return (), 0
 
     def _next_of(self, first: Event, left: int) -> tuple[Sequence[Event], int]:
-        """Return `first` and queued events to apply together with it, and their number of work
-        units.
+        """Return `first` with the queued events to apply together with it, and the number of blocks
+        and events in them, at most about `left`.
         """
         waiting = self._waiting
         events = [first]
@@ -284,7 +304,9 @@ class Subscription:
         return events, blocks + len(events)
 
     def _hear(self, events: Sequence[Event], now: Seconds) -> bool:
-        """Apply events. Return whether they contradict the earlier ones."""
+        """Apply events in the scheduler. Return whether they contradict the engine's earlier
+        events.
+        """
         for event in events:
             self._events[type(event)] += 1
         said = EventsHeard(self.slot, events, self.rank)
@@ -296,7 +318,9 @@ class Subscription:
         return heard.unbalanced
 
     def _say_state(self, now: Seconds) -> None:
-        """Report the state to the scheduler if it changed."""
+        """Report the state of the event stream to the scheduler if it changed since the last
+        report.
+        """
         known = (self.state, self.complete)
         if known != self._told:
             self._told = known

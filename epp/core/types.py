@@ -11,14 +11,20 @@ from msgspec import Struct, field
 from epp.core.address import host_of, port_of
 
 Seconds: TypeAlias = float
-"""Monotonic seconds since any origin. The core never reads a clock; callers pass the time."""
+"""A time or a duration in seconds. Times are monotonic, since any origin. The core never reads a
+clock; callers pass the time.
+"""
 
 BYTES_PER_TOKEN = 4
-"""Bytes of prompt that count as one token without a tokenizer, as in the reference picker."""
+"""Number of prompt bytes that count as one token if the prompt is not tokenized, as in the
+reference picker.
+"""
 
 
 class ApiKind(StrEnum):
-    """The API of a request. It is part of the hash seed, so prompts of two APIs never share blocks."""
+    """The API that a request uses. It is part of the hash seed, so prompts of two APIs never share
+    blocks.
+    """
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -27,7 +33,7 @@ class ApiKind(StrEnum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     OPAQUE = "opaque"
-    """Unknown API or unread body: routed by load alone."""
+    """The API is unknown or the body was not read, so the request is routed by load alone."""
 
 
 class Stage(StrEnum):
@@ -44,17 +50,21 @@ class Stage(StrEnum):
 
 
 CORE_EXTRACTOR: Final = "core-metrics-extractor"
-"""Producer of attributes for which a configuration names no producer."""
+"""Name of the producer of endpoint attributes for which a configuration names no producer."""
 NO_ATTRIBUTES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 def attribute_key(attribute: str, producer: str = CORE_EXTRACTOR) -> str:
-    """Return the key of an endpoint attribute: its name and its producer, "" for any producer."""
+    """Return the key of an endpoint attribute, "name/producer". The producer "" stands for any
+    producer.
+    """
     return f"{attribute}/{producer}"
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):
-    """The address at which the shell scrapes an endpoint. The core does not use it."""
+    """The port, scheme and path at which the shell scrapes an endpoint's metrics. The core does not
+    use it.
+    """
 
     port: int
     scheme: str = "http"
@@ -62,45 +72,49 @@ class MetricsTarget(Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """A place that serves requests: one pod and port."""
+    """An endpoint, which serves requests: one port of one pod."""
 
     endpoint_id: str
-    """Identity: (pod UID, port), or (name, port) without Kubernetes."""
+    """Identity of the endpoint: (pod UID, port), or (name, port) without Kubernetes."""
     name: str
     address: str
-    """"ip:port", with IPv6 in brackets: the exact text that the gateway receives."""
+    """Address "ip:port" of the endpoint, with IPv6 in brackets: the exact text that the gateway
+    receives.
+    """
     incarnation: str = ""
-    """Value that changes when the container restarts; knowledge about the old container is then
-    dropped.
+    """Value that changes when the endpoint's container restarts; knowledge about the old container
+    is then dropped.
     """
     labels: Mapping[str, str] = field(default_factory=dict)
     node_address: str = ""
-    """IP address of the endpoint's node, with IPv6 in brackets, or "" if unknown."""
+    """IP address of the Kubernetes node, with IPv6 in brackets, or "" if unknown."""
     metrics: MetricsTarget | None = None
     ready_after_s: float = 0.0
-    """Time after joining, in seconds, at which an endpoint is ready without any scrape (static
+    """Time in seconds, after the endpoint joined, at which it is ready without any scrape (static
     endpoints: 5 s).
     """
 
     @property
     def host(self) -> str:
-        """Return the host of `address`, without brackets."""
+        """Return the host of the endpoint's `address`, without brackets."""
         return host_of(self.address)
 
     @property
     def port(self) -> int:
-        """Return the port of `address`."""
+        """Return the port of the endpoint's `address`."""
         return port_of(self.address)
 
 
 def pod_of(endpoint: Endpoint) -> tuple[str, str]:
-    """Return what all endpoints of one pod share: their identity without the port, and their host."""
+    """Return a key that is equal for all endpoints of one pod: their identity without the port, and
+    their host.
+    """
     return endpoint.endpoint_id.rpartition(":")[0], endpoint.host
 
 
 def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
-    """Return the data-parallel rank of each endpoint, by identity; ranks of a pod ascend with its
-    ports.
+    """Return the data-parallel rank of each endpoint, by its identity. The ranks of the endpoints
+    of one pod ascend with their ports.
     """
     pods: dict[tuple[str, str], list[Endpoint]] = {}
     for endpoint in endpoints:
@@ -120,7 +134,7 @@ class AdapterReport(Struct, frozen=True, kw_only=True):
     """
 
     active: frozenset[str] = frozenset()
-    """Adapters with a running or waiting request."""
+    """Names of the adapters with a running or waiting request."""
     slots_max: int = 0
     resident_known: bool = False
     gpu: frozenset[str] = frozenset()
@@ -129,17 +143,19 @@ class AdapterReport(Struct, frozen=True, kw_only=True):
 
     @property
     def serves_adapters(self) -> bool:
-        """Return whether the engine can serve adapters."""
+        """Return whether the engine can serve LoRA adapters."""
         return self.slots_max > 0 or self.resident_known or bool(self.active)
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all reported adapters."""
+        """Return the names of all adapters that are active or in GPU or CPU memory."""
         return self.active | self.gpu | self.cpu
 
 
 class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The values of one successful scrape. NaN and None mean that the page does not report a value."""
+    """The values of one successful scrape of an endpoint's metrics. NaN and None mean that the page
+    does not report a value.
+    """
 
     waiting_requests: float = math.nan
     running_requests: float = math.nan
@@ -148,42 +164,48 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     the prefix cache.
     """
     cache_queried_tokens: float = math.nan
-    """Prompt tokens looked up in the prefix cache since the engine started."""
+    """Number of prompt tokens that the engine looked up in its prefix cache since it started."""
     cache_hit_tokens: float = math.nan
-    """Prompt tokens found in the prefix cache, in all tiers that the engine reports as one sum."""
+    """Number of prompt tokens that the engine found in its prefix cache since it started, in all
+    tiers that it reports as one sum.
+    """
     tier_hit_tokens: Mapping[str, float] | None = None
-    """Prompt tokens found in the prefix cache, by tier, with "device" among the tiers; None if not
-    reported.
+    """Number of prompt tokens that the engine found in its prefix cache since it started, by tier,
+    with "device" among the tiers; None if not reported.
     """
     ttft_sum_s: float = math.nan
-    """Sum of the times to first token of all requests since the engine started."""
+    """Sum of the times to first token, in seconds, of all requests since the engine started."""
     ttft_count: float = math.nan
-    """Number of requests in `ttft_sum_s`."""
+    """Number of requests whose times to first token are in `ttft_sum_s`."""
     first_outputs_total: float = math.nan
-    """Number of requests that produced their first token since the engine started, counted at that
-    time.
+    """Number of requests that produced their first token since the engine started. Each is counted
+    when it produces that token.
     """
     answers_total: float = math.nan
     """Number of answers that ended since the engine started."""
     answer_tokens_total: float = math.nan
-    """Total number of tokens in these answers."""
+    """Total number of tokens in the answers that ended since the engine started."""
     adapters: AdapterReport | None = None
     block_size_tokens: int | None = None
     blocks_total: int | None = None
     process_started_at_s: float | None = None
-    """Start of the process by the wall clock (`process_start_time_seconds`); a change means a
-    restart.
+    """Time at which the engine's process started, in seconds since 1970
+    (`process_start_time_seconds`). A change means a restart.
     """
     requests_total: float | None = None
-    """Sum of a counter that only a restart can lower."""
+    """Value of a counter that falls only if the engine restarts, by which a restart is detected."""
     rejections_total: float | None = None
-    """Number of requests that the engine refused because it was full, since it started."""
+    """Number of requests that the engine refused since it started, because it was full; None if not
+    reported.
+    """
     attributes: Mapping[str, float] = field(default_factory=dict)
-    """Values that a configuration requests in addition to the load, by `attribute_key`. A missing
-    value is unknown.
+    """Values of endpoint attributes that a configuration requests in addition to the load, by
+    `attribute_key`. An attribute that the page does not report is missing.
     """
     asleep: bool = False
-    """True in vLLM's sleep mode: every rank has its weights off the GPU and serves no request."""
+    """True if the engine is in vLLM's sleep mode: every rank has its weights off the GPU and serves
+    no request.
+    """
 
 
 class RefusalReason(StrEnum):
@@ -193,7 +215,7 @@ class RefusalReason(StrEnum):
     NO_PREFILL_ENDPOINTS = "rejected-no-prefill-endpoints"
     NO_ENCODE_ENDPOINTS = "rejected-no-encode-endpoints"
     OVERLOADED = "rejected-overloaded"
-    """The picker is overloaded; the endpoints were not considered."""
+    """The picker itself is overloaded, so it did not consider the endpoints."""
     SATURATED = "rejected-saturated"
     SHUTTING_DOWN = "rejected-shutting-down"
     BODIES_HELD = "rejected-bodies-held"
@@ -201,18 +223,20 @@ class RefusalReason(StrEnum):
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """The reason why a request is not routed. It is a value, because a refusal is ordinary;
-    exceptions are for bugs and I/O.
+    """The refusal of a request that is not routed, with its reason. It is a value, because a
+    refusal is ordinary; exceptions are for bugs and I/O.
     """
 
     reason: RefusalReason
     status: int
-    """HTTP status: 400, 408, 413, 429 or 503."""
+    """HTTP status of the response to the client: 400, 408, 413, 429 or 503."""
     message: str
-    """One sentence for the client: what happened, where, and what was expected."""
+    """One sentence for the client: what happened, where, and what was expected instead."""
     param: str | None = None
-    """Member of the body that is at fault, or None."""
+    """Path of the member of the body that is at fault, such as "$.model", or None if no single
+    member is.
+    """
     eliminated: Mapping[str, int] = field(default_factory=dict)
-    """Number of endpoints dropped, by name of the step or filter."""
+    """Number of endpoints that each step or filter dropped before the refusal, by its name."""
     stage: Stage | None = None
     """Stage that has no endpoint, or None if the configuration has only one stage."""

@@ -13,7 +13,7 @@ from epp.flags.values import PEER_URL, is_peer_url
 
 
 def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeFlags:
-    """Parse the command line of `epp serve`.
+    """Return the flags of `epp serve` from its command line.
 
     The environment supplies defaults (`NAMESPACE`, `POD_NAME`, `POD_IP` and the variables of the
     flags). Raises `FlagError` if a flag is unknown, invalid or in conflict with another flag.
@@ -63,14 +63,14 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
 
 
 def parse_envoy(arguments: Sequence[str]) -> subcommands.EnvoyFlags:
-    """Parse the command line of `epp envoy-config`. Raises `FlagError`."""
+    """Return the flags of `epp envoy-config` from its command line. Raises `FlagError`."""
     given, rest = split(arguments, subcommands.EnvoyFlags)
     expect_none(rest)
     return convert(given, subcommands.EnvoyFlags)
 
 
 def parse_check(arguments: Sequence[str]) -> subcommands.CheckFlags:
-    """Parse the command line of `epp check-config`. Raises `FlagError`."""
+    """Return the flags of `epp check-config` from its command line. Raises `FlagError`."""
     given, rest = split(arguments, subcommands.CheckFlags)
     if len(rest) > 1:
         raise FlagError(f"unexpected argument {rest[1]!r}, expected one FILE")
@@ -83,7 +83,7 @@ def parse_check(arguments: Sequence[str]) -> subcommands.CheckFlags:
 
 
 def parse_explain(arguments: Sequence[str]) -> subcommands.ExplainFlags:
-    """Parse the command line of `epp explain`. Raises `FlagError`."""
+    """Return the flags of `epp explain` from its command line. Raises `FlagError`."""
     given, rest = split(arguments, subcommands.ExplainFlags)
     if len(rest) != 1 or not rest[0]:
         raise FlagError("expected one REQUEST_ID, the x-request-id header of the response")
@@ -94,7 +94,7 @@ def parse_explain(arguments: Sequence[str]) -> subcommands.ExplainFlags:
 
 
 def parse_top(arguments: Sequence[str]) -> subcommands.TopFlags:
-    """Parse the command line of `epp top`. Raises `FlagError`."""
+    """Return the flags of `epp top` from its command line. Raises `FlagError`."""
     given, rest = split(arguments, subcommands.TopFlags)
     expect_none(rest)
     flags = convert(given, subcommands.TopFlags)
@@ -104,14 +104,14 @@ def parse_top(arguments: Sequence[str]) -> subcommands.TopFlags:
 
 
 def parse_decisions(arguments: Sequence[str]) -> subcommands.DecisionsFlags:
-    """Parse the command line of `epp decisions`. Raises `FlagError`."""
+    """Return the flags of `epp decisions` from its command line. Raises `FlagError`."""
     given, rest = split(arguments, subcommands.DecisionsFlags)
     expect_none(rest)
     return convert(given, subcommands.DecisionsFlags)
 
 
 def parse_changes(arguments: Sequence[str]) -> subcommands.ChangesFlags:
-    """Parse the command line of `epp changes`. Raises `FlagError`."""
+    """Return the flags of `epp changes` from its command line. Raises `FlagError`."""
     given, rest = split(arguments, subcommands.ChangesFlags)
     expect_none(rest)
     return convert(given, subcommands.ChangesFlags)

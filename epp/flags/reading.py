@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Struct)
 
 
 class FlagError(Exception):
-    """A command line is invalid. The message is one sentence."""
+    """The error of an invalid command line. Its message is one sentence."""
 
 
 def wants_help(arguments: Iterable[str]) -> bool:
@@ -38,7 +38,9 @@ def wants_help(arguments: Iterable[str]) -> bool:
 
 
 def help_text(usage: str, kind: type[Struct]) -> str:
-    """Return the help of a command: every flag by group, with one line of text and its default."""
+    """Return the help text of a command: its usage, and every flag by group, with one line of text
+    and its default.
+    """
     lines = [f"usage: {usage}"]
     for title, flags in groupby(flags_of(kind).values(), lambda flag: flag.row.group):
         lines += ["", f"{title}:"]
@@ -104,7 +106,8 @@ def _boolean(name: str, text: str) -> str:
 
 
 def convert(given: Mapping[str, str], kind: type[F], **arguments: str) -> F:
-    """Build a `kind` from the flags in `given` and from other fields in `arguments`.
+    """Return an instance of the struct `kind`, with the flags in `given` and the other fields in
+    `arguments`.
 
     Raises `FlagError` if a value is invalid.
     """
@@ -116,13 +119,13 @@ def convert(given: Mapping[str, str], kind: type[F], **arguments: str) -> F:
 
 
 def expect_none(rest: Sequence[str]) -> None:
-    """Raise `FlagError` if an argument is left that is not a flag."""
+    """Raise `FlagError` if `rest`, the arguments that remain after the flags, is not empty."""
     if rest:
         raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
 
 
 def _read(flag: Flag, text: str) -> Any:
-    """Parse and check the value of `flag`."""
+    """Return the value of `flag` that `text` spells. Raises `FlagError` if it is invalid."""
     value: Any = text
     if flag.is_list:
         value = [item.strip() for item in text.split(",") if item.strip()]
@@ -161,7 +164,9 @@ def _check_bounds(flag: Flag, value: Any) -> None:
 
 
 def _bound(number: int, value: Any) -> str:
-    """Return `number` with the unit of `value`: hours or seconds for a duration."""
+    """Return `number` as text with the unit in which bounds of `value` are shown: hours or seconds
+    for a duration, none otherwise.
+    """
     if not isinstance(value, Duration):
         return str(number)
     return f"{number // 3600}h" if number and number % 3600 == 0 else f"{number}s"

@@ -13,7 +13,9 @@ class Foreign(Struct, frozen=True):
 
     sentence: str
     ours: str | None = None
-    """Value that describes what Homing does anyway, so that it causes no warning."""
+    """Value of the flag that describes what Homing does anyway, so that it causes no warning; None
+    if every value causes one.
+    """
     boolean: bool = False
 
 
@@ -60,9 +62,10 @@ _ZAP_LEVELS: Final = {"debug": 4, "info": 2, "error": 0, "panic": 0}
 
 
 def translate_zap(given: dict[str, str], warnings: list[str]) -> None:
-    """Replace the reference picker's log flags by `--log-format` and `--v`.
+    """Replace the reference picker's log flags in `given` by `--log-format` and `--v`.
 
-    Flags of Homing that are also given take precedence.
+    If Homing's own flags are given as well, they take precedence. Raises `FlagError` for an unknown
+    value.
     """
     encoder, level = given.pop("zap-encoder", ""), given.pop("zap-log-level", "")
     if encoder not in {"", "json", "console"}:

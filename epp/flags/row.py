@@ -16,18 +16,21 @@ CHART_SETS: Final = "the chart sets this flag"
 
 
 class Row(Struct, frozen=True):
-    """Properties of a flag that its field cannot express."""
+    """Properties of a command-line flag that its field cannot express."""
 
     group: str
-    """Heading of the help text that lists the flag."""
+    """Heading in the help text under which the flag is listed."""
     help: str
     chart: str = ""
-    """Chart value that sets the flag, or a sentence; "" if the flag is given in the chart's
-    `flags`."""
+    """Key of the chart's values that sets the flag, or a sentence about how the chart sets it; ""
+    if the flag is given in the chart's `flags`.
+    """
     environment: str = ""
     """Environment variable that is read if the flag is not given."""
     least: int | None = None
-    """Lower bound of a duration (in seconds) or of a byte count, which `msgspec` cannot check."""
+    """Smallest allowed value of a duration (in seconds) or of a byte count, which `msgspec` cannot
+    check; None for no such bound.
+    """
     most: int | None = None
     above: int | None = None
     kubernetes: bool = False
@@ -37,7 +40,9 @@ class Row(Struct, frozen=True):
 
     @property
     def refusal_of_chart(self) -> str:
-        """Error text of the chart if the flag is given in its `flags`; "" if that is allowed."""
+        """Error text of the chart if the flag is given in its value `flags`; "" if that
+        is allowed.
+        """
         return (
             self.chart
             if self.chart in {"", CHART_SETS} or " " in self.chart
@@ -46,10 +51,10 @@ class Row(Struct, frozen=True):
 
 
 class Flag(Struct, frozen=True):
-    """A row with the name, type and default of its field."""
+    """A command-line flag: the row of its field, with the field's name, type and default."""
 
     name: str
-    """Name on the command line, without dashes."""
+    """Name of the flag on the command line, without dashes."""
     field: str
     type: Any
     default: Any
@@ -57,18 +62,18 @@ class Flag(Struct, frozen=True):
 
     @property
     def base(self) -> Any:
-        """Type of the value without its bounds."""
+        """Type of the flag's value without the bounds."""
         return get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
 
     @property
     def is_list(self) -> bool:
-        """True if the flag takes several values separated by commas."""
+        """True if the flag takes several values, separated by commas."""
         return get_origin(self.base) is tuple
 
 
 @cache
 def flags_of(kind: type[Struct]) -> Mapping[str, Flag]:
-    """Return the flags of a command by name, in the order of declaration.
+    """Return the flags that the struct `kind` declares, by name in the order of declaration.
 
     Fields without a `Row` are skipped.
     """

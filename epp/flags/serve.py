@@ -29,24 +29,28 @@ DECISION_RECORDS: Final = "Decision records"
 LOGS_METRICS_AND_TRACES: Final = "Logs, metrics and traces"
 
 _RECEIVE_MARGIN_BYTES: Final = 65_536
-"""Space for headers and metadata beside a body of the maximum size."""
+"""Bytes of headers and metadata that may surround a body of the maximum size in a gRPC message."""
 _HELD_BODIES_SHARE: Final = 4
 _HELD_BODIES_BYTES_MAX: Final = 512 * 2**20
-"""Upper bound of the default for unfinished bodies, which is a quarter of the memory limit.
+"""Upper bound in bytes of the default of `--held-bodies-max-bytes`, which is a quarter of the
+memory limit.
 
-A quarter is used because decoding a body takes two to three times its length."""
+It is a quarter because decoding a body takes two to three times its length.
+"""
 RECORDS_BYTES_MIN: Final = 65_536
 HISTORY_BYTES_MIN: Final = 2**20
 REFRESH_MIN_S: Final = 0.2
 REFRESH_PER_ENDPOINT_S: Final = 0.000_5
-"""Minimum scrape interval per endpoint: at 1,000 endpoints one scrape starts every 0.5 ms."""
+"""Contribution of each endpoint to the default scrape interval: with 1,000 endpoints, one scrape
+starts every 0.5 ms.
+"""
 
 
 class ServeFlags(Struct, frozen=True, kw_only=True):
     """Validated flags of `epp serve`. The field `grpc_port` is the flag `--grpc-port`, and so on."""
 
     grpc_port: Annotated[
-        Port, Row(SERVING, "port of ext_proc and of gRPC health", chart="extProcPort")
+        Port, Row(SERVING, "port of the gRPC services ext_proc and health", chart="extProcPort")
     ] = 9002
     grpc_bind_address: Annotated[
         IpAddress,
@@ -57,7 +61,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = IpAddress("::")
     grpc_health_port: Annotated[
-        Port, Row(SERVING, "port of gRPC health in plaintext", chart="grpcHealthPort")
+        Port, Row(SERVING, "port of the gRPC health service without TLS", chart="grpcHealthPort")
     ] = 9003
     grpc_health_bind_address: Annotated[
         IpAddress,
@@ -79,7 +83,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Row(
             SERVING,
             "file with the bearer token that debug pages require, read again when it changes; "
-            "without it they require no token",
+            "without this file they require no token",
             chart="debugToken.secretName",
         ),
     ] = ""
@@ -87,14 +91,19 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Transport, Row(SERVING, "gRPC implementation: ngh2 (faster, based on libnghttp2) or grpcio")
     ] = Transport.NGH2
     secure_serving: Annotated[
-        bool, Row(SERVING, "use TLS on --grpc-port; false means plaintext", chart="tls.enabled")
+        bool,
+        Row(
+            SERVING,
+            "use TLS on --grpc-port; false means connections without TLS",
+            chart="tls.enabled",
+        ),
     ] = True
     cert_path: Annotated[
         str,
         Row(
             SERVING,
-            "directory with tls.crt and tls.key; without it the picker uses a self-signed "
-            "certificate",
+            "directory with the certificate tls.crt and the key tls.key of --grpc-port; "
+            "without it the picker uses a self-signed certificate",
             chart="tls.secretName",
         ),
     ] = ""
@@ -118,7 +127,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     concurrent_streams_max: Annotated[
         int,
         Meta(ge=1),
-        Row(SERVING, "maximum number of concurrent requests; requests beyond it get 503"),
+        Row(SERVING, "maximum number of concurrent requests; further requests get status 503"),
     ] = 20_000
     connection_age_max: Annotated[
         Duration,
@@ -130,10 +139,16 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = Duration(1800.0)
     request_body_max_bytes: Annotated[
-        ByteCount, Row(SERVING, "longest request body; a longer one gets 413")
+        ByteCount,
+        Row(SERVING, "maximum size of a request body; a request with a longer one gets status 413"),
     ] = ByteCount(33_554_432)
     grpc_max_recv_msg_size: Annotated[
-        ByteCount | None, Row(SERVING, "longest gRPC message (default: body limit + 64Ki)")
+        ByteCount | None,
+        Row(
+            SERVING,
+            "maximum size of a gRPC message from the gateway (default: "
+            "--request-body-max-bytes + 64Ki)",
+        ),
     ] = None
 
     endpoints_file: Annotated[
@@ -152,19 +167,19 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             ENDPOINTS,
-            "namespace of the pool (default: $NAMESPACE, else default)",
+            "namespace of the InferencePool (default: $NAMESPACE, else default)",
             chart=CHART_SETS,
             environment="NAMESPACE",
         ),
     ] = ""
-    pool_group: Annotated[str, Row(ENDPOINTS, "API group of the pool", chart=CHART_SETS)] = (
-        "inference.networking.k8s.io"
-    )
+    pool_group: Annotated[
+        str, Row(ENDPOINTS, "API group of the InferencePool", chart=CHART_SETS)
+    ] = "inference.networking.k8s.io"
     endpoint_selector: Annotated[
         str,
         Row(
             ENDPOINTS,
-            "label selector of pods, instead of a pool",
+            "label selector of the pods to route to, instead of --pool-name",
             chart="pool.matchLabels",
             kubernetes=True,
         ),
@@ -174,7 +189,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(max_length=8),
         Row(
             ENDPOINTS,
-            "ports of the selected pods, 1 to 8, separated by commas",
+            "1 to 8 ports of each pod that --endpoint-selector selects, separated by commas; "
+            "each port is an endpoint",
             chart="pool.targetPorts",
             kubernetes=True,
         ),
@@ -193,7 +209,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             ENDPOINTS,
-            "name of the Lease in the picker's namespace (default: homing- and the pool)",
+            "name of the Lease for leader election, in the picker's namespace (default: "
+            "homing- and the pool's name)",
             chart="leaderElection.enabled",
             kubernetes=True,
         ),
@@ -203,9 +220,9 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(ge=1, le=1000),
         Row(
             ENDPOINTS,
-            "number of pickers that serve these endpoints at the same time; without shared state "
-            "they use it to agree on endpoints for unknown prompts (`agreement` of "
-            "prefix-cache-scorer)",
+            "number of pickers that route to the same endpoints at the same time; pickers "
+            "without shared state use it to agree on endpoints for unknown prompts "
+            "(`agreement` of prefix-cache-scorer)",
             chart="replicas",
         ),
     ] = 1
@@ -220,7 +237,10 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     config_text: Annotated[
-        str, Row(SCHEDULING, "text of the EndpointPickerConfig", chart="config")
+        str,
+        Row(
+            SCHEDULING, "text of the EndpointPickerConfig, instead of --config-file", chart="config"
+        ),
     ] = ""
     config_map: Annotated[
         str,
@@ -235,17 +255,26 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             SCHEDULING,
-            "key in the ConfigMap (default: the file name of --config-file)",
+            "key of the EndpointPickerConfig in --config-map (default: the file name of "
+            "--config-file)",
             chart="configMapKey",
         ),
     ] = ""
     fallback_endpoints_max: Annotated[
         int,
         Meta(ge=0, le=64),
-        Row(SCHEDULING, "number of endpoints named for retries beside the chosen one"),
+        Row(
+            SCHEDULING,
+            "number of fallback endpoints that the picker names for retries, beside the chosen one",
+        ),
     ] = 0
     disable_endpoint_subset_filter: Annotated[
-        bool, Row(SCHEDULING, "ignore the gateway's subset hint")
+        bool,
+        Row(
+            SCHEDULING,
+            "route also to endpoints outside the subset that the gateway's metadata allows for "
+            "a request",
+        ),
     ] = False
     session_token_key_file: Annotated[
         str,
@@ -290,7 +319,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         MemoryBytes,
         Row(
             KEPT_DECISIONS,
-            "maximum size of all files in the directory; the oldest are removed beyond it",
+            "maximum size of all files in --decisions-dir together; beyond it the oldest files "
+            "are removed",
             chart="decisions.maxSize",
             needs="decisions-dir",
             least=HISTORY_BYTES_MIN,
@@ -300,7 +330,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             KEPT_DECISIONS,
-            "maximum age of files in the directory; older ones are removed",
+            "maximum age of files in --decisions-dir; older files are removed",
             chart="decisions.maxAge",
             above=0,
             needs="decisions-dir",
@@ -339,17 +369,28 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     capture_file_max_bytes: Annotated[
-        ByteCount, Row(CAPTURE, "size at which new capture files are started", needs="capture")
+        ByteCount,
+        Row(
+            CAPTURE,
+            "size at which a capture file is closed and the next one started",
+            needs="capture",
+        ),
     ] = ByteCount(64 * 2**20)
     capture_file_max_age: Annotated[
         Duration,
-        Row(CAPTURE, "age at which new capture files are started", above=0, needs="capture"),
+        Row(
+            CAPTURE,
+            "age at which a capture file is closed and the next one started",
+            above=0,
+            needs="capture",
+        ),
     ] = Duration(600.0)
     capture_max_bytes: Annotated[
         MemoryBytes,
         Row(
             CAPTURE,
-            "maximum size of all files in the directory; the oldest are removed beyond it",
+            "maximum size of all files in --capture together; beyond it the oldest files are "
+            "removed",
             chart="capture.maxSize",
             needs="capture",
         ),
@@ -375,7 +416,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     peer_port: Annotated[
-        Port, Row(REPLICAS, "port that replicas connect to", chart="peers.port")
+        Port, Row(REPLICAS, "port that other replicas of the picker connect to", chart="peers.port")
     ] = 9004
     peer_bind_address: Annotated[
         IpAddress, Row(REPLICAS, "IP address that --peer-port listens on")
@@ -409,14 +450,19 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     peer_snapshot_timeout: Annotated[
-        Duration, Row(REPLICAS, "longest wait at start for the state of other replicas", least=0)
+        Duration,
+        Row(
+            REPLICAS,
+            "maximum time that a starting picker waits for the state of other replicas",
+            least=0,
+        ),
     ] = Duration(2.0)
     snapshot_dir: Annotated[
         str,
         Row(
             REPLICAS,
-            "directory for a snapshot of the shared state, written every 30s and at shutdown, "
-            "read at start",
+            "directory for a snapshot of the state that replicas share, written every 30s and "
+            "at shutdown, and read at start",
             chart="snapshot.enabled",
         ),
     ] = ""
@@ -434,8 +480,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             METRICS_OF_ENDPOINTS,
-            "age from which metrics are stale, at least two refresh intervals; an endpoint with "
-            "stale metrics ranks below every endpoint with fresh ones",
+            "age from which an endpoint's metrics are stale, at least two refresh intervals; "
+            "an endpoint with stale metrics ranks below every endpoint with fresh ones",
             above=0,
         ),
     ] = Duration(2.0)
@@ -459,32 +505,35 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     request_timeout: Annotated[
         Duration,
         Row(
-            REQUESTS, "maximum time to receive a request completely; a slower one gets 408", above=0
+            REQUESTS,
+            "maximum time in which a request must arrive completely; a slower one gets status 408",
+            above=0,
         ),
     ] = Duration(60.0)
     memory_limit: Annotated[
         MemoryBytes | None,
         Row(
             REQUESTS,
-            "memory budget for bodies and indexes; close to it indexes shrink, then long bodies "
-            "are routed without being read (default: the container's limit, else the machine's "
-            "memory)",
+            "memory limit of the picker, which limits stored bodies and indexes; close to it "
+            "indexes shrink, then requests with long bodies are routed unread (default: the "
+            "container's limit, else the machine's memory)",
         ),
     ] = None
     held_bodies_max_bytes: Annotated[
         ByteCount | None,
         Row(
             REQUESTS,
-            "maximum memory for unfinished bodies of all streams; new ones beyond it get 503 "
-            "(default: a quarter of the memory limit, at most 512Mi, at least two bodies)",
+            "maximum size of the unfinished request bodies of all streams together; further "
+            "requests get status 503 (default: a quarter of the memory limit, at most 512Mi, "
+            "at least two bodies of the maximum size)",
         ),
     ] = None
     trust_model_rewrite_header: Annotated[
         bool,
         Row(
             REQUESTS,
-            "accept the header x-llm-d-model-name-rewrite; use it only if the gateway removes "
-            "this header from client requests",
+            "let the request header x-llm-d-model-name-rewrite replace the model name; use it "
+            "only if the gateway removes this header from client requests",
         ),
     ] = False
     decline_response_bodies: Annotated[
@@ -515,7 +564,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             REQUESTS,
-            "time to continue normally after SIGTERM",
+            "time for which the picker still accepts requests after SIGTERM, before it drains",
             chart="drainGraceSeconds",
             least=0,
         ),
@@ -524,7 +573,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             REQUESTS,
-            "maximum time to wait for open streams after SIGTERM; at most 30s after Ctrl-C",
+            "maximum time that a draining picker waits for open streams after SIGTERM; at most "
+            "30s after Ctrl-C",
             chart="drainTimeoutSeconds",
             least=0,
         ),
@@ -598,44 +648,48 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     # The fields below are not flags.
 
     warnings: tuple[str, ...] = ()
-    """Warnings about flags that have no effect, one sentence each."""
+    """Warnings about given flags that have no effect, one sentence each."""
     own_namespace: str = "default"
-    """Namespace of the picker's pod, `$NAMESPACE`; the pool's namespace if the variable is unset."""
+    """Namespace of the picker's pod, from `$NAMESPACE`; the pool's namespace if the variable is
+    unset.
+    """
     instance: str = ""
-    """Name of the picker's pod, `$POD_NAME`."""
+    """Name of the picker's pod, from `$POD_NAME`."""
     own_address: str = ""
-    """IP address of the picker's pod, `$POD_IP`."""
+    """IP address of the picker's pod, from `$POD_IP`."""
 
     @property
     def meshes(self) -> bool:
-        """True if replicas connect directly to each other."""
+        """True if replicas of the picker connect directly to each other."""
         return bool(self.peers or self.peer_service)
 
     @property
     def shares(self) -> bool:
-        """True if replicas share their decisions, directly or through a broker."""
+        """True if replicas of the picker share their decisions, directly or through a broker."""
         return self.meshes or bool(self.peer_url or self.peer_url_file)
 
     @property
     def peer_targets(self) -> tuple[tuple[str, int], ...]:
-        """Host and port of each of `peers`, or of `peer_service`."""
+        """Host and port of each of `peers`, or else of `peer_service`; empty if neither is set."""
         named = self.peers or (self.peer_service,) if self.meshes else ()
         return tuple(parse_host_port(text, self.peer_port) for text in named)
 
     @property
     def replicas_besides(self) -> int:
-        """Number of other pickers that decide at the same time; 0 with leader election."""
+        """Number of other replicas that decide at the same time as this picker; 0 with leader
+        election.
+        """
         return 0 if self.ha_enable_leader_election else self.replicas - 1
 
     @property
     def receive_message_max_bytes(self) -> int:
-        """Largest message in bytes that the gRPC server accepts."""
+        """Maximum size in bytes of a message that the gRPC server accepts."""
         given = self.grpc_max_recv_msg_size
         return self.request_body_max_bytes + _RECEIVE_MARGIN_BYTES if given is None else given
 
     def held_body_bytes_max(self, memory_limit_bytes: int) -> int:
-        """Return the byte limit for unfinished bodies of all streams, given the memory limit in
-        bytes.
+        """Return the maximum bytes of the unfinished request bodies of all streams, for a memory
+        limit of `memory_limit_bytes`.
         """
         if self.held_bodies_max_bytes is not None:
             return self.held_bodies_max_bytes
@@ -644,11 +698,15 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
 
     @property
     def log_level(self) -> Literal["warning", "info", "debug"]:
-        """Log level that `v` stands for; the reference picker logs decisions at 4 and 5 too."""
+        """Log level for the verbosity `v`.
+
+        The reference picker, like Homing, logs decisions from verbosity 4 on.
+        """
         return "warning" if self.v == 0 else "info" if self.v < 4 else "debug"
 
     def refresh_interval_s(self, endpoints: int) -> float:
-        """Return the seconds between two scrapes of each of `endpoints`.
+        """Return the seconds between two scrapes of the same endpoint, in a pool of `endpoints`
+        endpoints.
 
         The flag `--refresh-metrics-interval` is a minimum.
         """

@@ -9,7 +9,7 @@ from epp.flags.row import Row
 from epp.flags.values import BodyMode, ByteCount, Port
 
 DECISIONS_DIR: Final = "/decisions"
-"""Directory where the chart mounts the volume of `--decisions-dir`."""
+"""Directory at which the chart mounts the volume for `--decisions-dir`."""
 
 OUTPUT: Final = "Output"
 LISTENING: Final = "Listening"
@@ -45,16 +45,22 @@ _DecisionsDir: TypeAlias = Annotated[
 class EnvoyFlags(Struct, frozen=True, kw_only=True):
     """Flags of `epp envoy-config`; all but `out` are options of `BootstrapOptions`."""
 
-    out: Annotated[str, Row(OUTPUT, "file to write (default: standard output)")] = ""
+    out: Annotated[
+        str, Row(OUTPUT, "file to write the Envoy bootstrap to (default: standard output)")
+    ] = ""
 
-    listen_host: Annotated[str, Row(LISTENING, "IP address that the gateway listens on")] = (
-        "0.0.0.0"  # noqa: S104 - it is a gateway
-    )
-    listen_port: Annotated[Port, Row(LISTENING, "port that the gateway listens on")] = 8081
+    listen_host: Annotated[
+        str, Row(LISTENING, "IP address on which Envoy accepts requests of clients")
+    ] = "0.0.0.0"  # noqa: S104 - it is a gateway
+    listen_port: Annotated[
+        Port, Row(LISTENING, "port on which Envoy accepts requests of clients")
+    ] = 8081
     admin_port: Annotated[
         Port, Row(LISTENING, "port of Envoy's admin interface on the loopback address")
     ] = 19_000
-    readiness_port: Annotated[Port, Row(LISTENING, "port of /ready and /stats/prometheus")] = 19_001
+    readiness_port: Annotated[
+        Port, Row(LISTENING, "port of Envoy's pages /ready and /stats/prometheus")
+    ] = 19_001
 
     picker_address: Annotated[
         str, Row(PICKER, "host:port of `epp serve`; list several replicas separated by commas")
@@ -100,11 +106,16 @@ class EnvoyFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     fail_open: Annotated[
-        bool, Row(PICKER, "forward requests without the picker when it is unavailable")
+        bool,
+        Row(
+            PICKER,
+            "forward requests without a decision of the picker while it is unavailable, "
+            "instead of refusing them",
+        ),
     ] = False
-    message_timeout: Annotated[Duration, Row(PICKER, "timeout of each message from the picker")] = (
-        Duration(10.0)
-    )
+    message_timeout: Annotated[
+        Duration, Row(PICKER, "maximum time that Envoy waits for each message from the picker")
+    ] = Duration(10.0)
     request_body_mode: Annotated[
         BodyMode, Row(PICKER, "how Envoy sends request bodies to the picker")
     ] = BodyMode.FULL_DUPLEX_STREAMED
@@ -117,7 +128,11 @@ class EnvoyFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = BodyMode.NONE
     request_body_max_bytes: Annotated[
-        ByteCount, Row(PICKER, "longest request body; use the same value as for `epp serve`")
+        ByteCount,
+        Row(
+            PICKER,
+            "maximum size of a request body; use the value of `epp serve --request-body-max-bytes`",
+        ),
     ] = ByteCount(33_554_432)
 
 
@@ -125,11 +140,13 @@ class CheckFlags(Struct, frozen=True, kw_only=True):
     """Flags of `epp check-config`."""
 
     file: str = ""
-    """Path of the configuration; "-" for standard input, "" for the built-in default."""
+    """Path of the configuration to check; "-" for standard input, "" for the built-in default."""
 
-    diff: Annotated[str, Row(OUTPUT, "another configuration; print what FILE changes in it")] = ""
+    diff: Annotated[
+        str, Row(OUTPUT, "another configuration file; print the changes from it to FILE")
+    ] = ""
     explain: Annotated[
-        bool, Row(OUTPUT, "print the effective configuration, including defaults")
+        bool, Row(OUTPUT, "describe the effective configuration, including defaults")
     ] = False
     upgrade: Annotated[
         bool,
@@ -161,9 +178,12 @@ class ExplainFlags(Struct, frozen=True, kw_only=True):
     token_file: _TokenFile = ""
 
     endpoint: Annotated[
-        str, Row(OUTPUT, "name or address of an endpoint; explain also why it was not chosen")
+        str,
+        Row(
+            OUTPUT, "name or address of an endpoint; explain also why this endpoint was not chosen"
+        ),
     ] = ""
-    json: Annotated[bool, Row(OUTPUT, "print everything that is known as JSON")] = False
+    json: Annotated[bool, Row(OUTPUT, "print the complete decision record as JSON")] = False
 
     dir: Annotated[
         str,
@@ -184,9 +204,15 @@ class DecisionsFlags(Struct, frozen=True, kw_only=True):
     ] = "0s"
     endpoint: Annotated[
         str,
-        Row(WHICH, "show only this endpoint: its name, with or without namespace, or its address"),
+        Row(
+            WHICH,
+            "show only decisions for this endpoint: its name, with or without namespace, or "
+            "its address",
+        ),
     ] = ""
-    model: Annotated[str, Row(WHICH, "show only this model, as the client named it")] = ""
+    model: Annotated[
+        str, Row(WHICH, "show only decisions for this model, as the client named it")
+    ] = ""
     refused: Annotated[
         str,
         Row(
@@ -200,7 +226,7 @@ class DecisionsFlags(Struct, frozen=True, kw_only=True):
         Meta(ge=1, le=10_000),
         Row(OUTPUT, "number of latest decisions to list, 1 to 10000; sums always include all"),
     ] = 20
-    json: Annotated[bool, Row(OUTPUT, "print JSON")] = False
+    json: Annotated[bool, Row(OUTPUT, "print the result as JSON")] = False
 
 
 class ChangesFlags(Struct, frozen=True, kw_only=True):
@@ -226,7 +252,7 @@ class ChangesFlags(Struct, frozen=True, kw_only=True):
         ),
     ] = Duration(900.0)
 
-    json: Annotated[bool, Row(OUTPUT, "print JSON")] = False
+    json: Annotated[bool, Row(OUTPUT, "print the result as JSON")] = False
 
 
 class TopFlags(Struct, frozen=True, kw_only=True):
@@ -247,6 +273,6 @@ class TopFlags(Struct, frozen=True, kw_only=True):
     ] = False
 
     interval: Annotated[
-        Duration, Row(OUTPUT, "time between two updates, 1s to 60s", least=1, most=60)
+        Duration, Row(OUTPUT, "time between two updates of the screen, 1s to 60s", least=1, most=60)
     ] = Duration(2.0)
     once: Annotated[bool, Row(OUTPUT, "print the current state once and exit")] = False

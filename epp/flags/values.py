@@ -17,13 +17,15 @@ class ByteCount(int):
 
 
 class MemoryBytes(int):
-    """An amount of a process's memory, written like `ByteCount`; it may exceed a message's size."""
+    """A number of bytes of memory, written like `ByteCount`; it may exceed the size of a gRPC
+    message.
+    """
 
     __slots__ = ()
 
 
 class IpAddress(str):
-    """An IP address to listen on; "::" means all addresses, including IPv4."""
+    """An IP address on which a server listens; "::" means all addresses, including IPv4."""
 
     __slots__ = ()
 
@@ -39,7 +41,7 @@ class LogFormat(StrEnum):
 
 
 class CompatMetrics(StrEnum):
-    """Sets of additional metric names that the metrics page can contain."""
+    """Names that the metrics page can contain in addition to Homing's own metric names."""
 
     NONE = "none"
     GIE = "gie"
@@ -48,7 +50,7 @@ class CompatMetrics(StrEnum):
 
 
 class BodyMode(StrEnum):
-    """Modes in which Envoy sends a body to the picker, in Envoy's spelling."""
+    """Modes in which Envoy sends a request or response body to the picker, in Envoy's spelling."""
 
     NONE = "NONE"
     STREAMED = "STREAMED"
@@ -73,13 +75,15 @@ _HOST_PORT: Final = re.compile(
 )
 _URL: Final = re.compile(r"(valkeys?|rediss?)://[^\s/]+(/\d{0,4})?", re.ASCII)
 _BYTES_MAX: Final = 2**31 - 1
-"""Greatest size that gRPC accepts as a setting."""
+"""Maximum value in bytes of a flag that is written as a byte count, because gRPC accepts no larger
+setting.
+"""
 _MEMORY_BYTES_MIN: Final = 64 * 2**20
 _MEMORY_BYTES_MAX: Final = 2**40
 
 
 def parse_byte_count(text: str) -> ByteCount:
-    """Parse a quantity of at least one byte and less than 2 GiB.
+    """Return the number of bytes that `text` spells: at least 1 and less than 2 GiB.
 
     Raises `ValueError` for any other text.
     """
@@ -87,7 +91,10 @@ def parse_byte_count(text: str) -> ByteCount:
 
 
 def parse_memory_bytes(text: str) -> MemoryBytes:
-    """Parse a quantity from 64 MiB to 1 TiB. Raises `ValueError` for any other text."""
+    """Return the number of bytes that `text` spells: 64 MiB to 1 TiB.
+
+    Raises `ValueError` for any other text.
+    """
     return MemoryBytes(_bytes_of(text, _MEMORY_BYTES_MIN, _MEMORY_BYTES_MAX))
 
 
@@ -102,7 +109,10 @@ def _bytes_of(text: str, least: int, most: int) -> int:
 
 
 def parse_ip_address(text: str) -> IpAddress:
-    """Parse an IPv4 or IPv6 address without a port. Raises `ValueError` for any other text."""
+    """Return the IPv4 or IPv6 address in `text`, which must not contain a port.
+
+    Raises `ValueError` for any other text.
+    """
     try:
         return IpAddress(ip_address(text))
     except ValueError as error:
@@ -112,7 +122,7 @@ def parse_ip_address(text: str) -> IpAddress:
 
 
 def parse_host_port(text: str, port: int) -> tuple[str, int]:
-    """Parse "host:port", or "host" with the default `port`, into host and port.
+    """Return host and port in `text`: "host:port", or "host" with the default `port`.
 
     An IPv6 address is written in brackets, which the result omits. Raises `ValueError` for any
     other text.

@@ -1,1 +1,3 @@
-"""The journal in files: its format and its reader, with readers of older formats."""
+"""The journal of decisions and their inputs in files: its format and its reader, with readers of
+older formats.
+"""

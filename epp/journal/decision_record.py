@@ -1,4 +1,4 @@
-"""Encode decisions, refusals and ends of requests as records of a few hundred bytes.
+"""Encoding of decisions, refusals and ends of requests as records of a few hundred bytes.
 
 A record consists of a head of fixed size, which is overwritten when the request ends, the time of
 the record, and the packed rest. It contains no part of a prompt or an answer, and of the headers
@@ -20,21 +20,27 @@ from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Seconds
 
 TEXT_CHARACTERS_MAX: Final = 256
-"""Maximum number of recorded characters of a text from a client: model name or request id."""
+"""Maximum number of recorded characters of a model name or request id, which come from clients."""
 DECIDED: Final = b"d"
 REFUSED: Final = b"r"
 SERVED: Final = b"s"
-"""Kinds of records, stored in their first byte."""
+"""Kinds of records: a decision, a refusal, and an endpoint that served instead of the chosen one.
+
+The kind is a record's first byte.
+"""
 
 _HEAD: Final = struct.Struct("<cBB?hfffi")
-"""Head of a record, which is overwritten when the request ends.
+"""Binary layout of a record's head, which is overwritten when the request ends.
 
-It contains kind, ending, failure, whether the gateway answered, status, cached tokens, and the
-seconds to the end, to the response headers and to the first output."""
+It contains kind, ending, failure, whether the gateway reported the end, status, the seconds to the
+end, to the response headers and to the first output, and the cached tokens.
+"""
 _AT: Final = struct.Struct("<dq")
-"""Part after the head: Unix time of the record, and position of all candidates' scores."""
+"""Binary layout of the part after a record's head: Unix time of the record, and position of all
+candidates' scores.
+"""
 PACKED_FROM: Final = _HEAD.size + _AT.size
-"""Position of the packed rest in a record."""
+"""Position in a record from which the packed rest begins, in bytes."""
 _ENDINGS: Final = tuple(Ending)
 _FAILURES: Final = tuple(StreamFailure)
 _UNKNOWN: Final = -1
@@ -81,13 +87,13 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Decided(Struct, frozen=True, gc=False, array_like=True):
-    """The recorded data of a decision, without its request and lease. The endpoint is the one to
-    which the gateway sends the request.
+    """The recorded data of a routing decision, without its request and its lease. The endpoint is the
+    one to which the gateway sends the request.
     """
 
     number: int
     setting: int
-    """Number of the configuration that decided."""
+    """Number of the recorded configuration by which the request was routed."""
     request_id: str
     model: str
     priority: int
@@ -103,28 +109,37 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     eliminated: Mapping[str, int]
     candidates: int
     parts: list[float]
-    """Parts of the chosen endpoint's score."""
+    """Parts of the chosen endpoint's total score, by scorer."""
     prefill_tokens: float
-    """Tokens to prefill for this request, already included in `numbers`."""
+    """Prompt tokens of this request that the chosen endpoint must compute.
+
+    `numbers` already include them.
+    """
     numbers: tuple[float, ...]
-    """`NUMBERS` of the chosen endpoint."""
+    """Values of the chosen endpoint in the order of `epp.core.knowledge.candidates.NUMBERS`,
+    including this request.
+    """
     members: int
-    """Generation of the pool."""
+    """Generation of the pool's endpoints at the decision."""
     states: int
-    """Number of the recorded endpoint states."""
+    """Number of the recorded endpoint states that applied at the decision."""
     runner_up: str = ""
-    """Name of the second-best endpoint, or "" if there was none."""
+    """Name of the endpoint with the second-best score, or "" if there was none."""
     runner_up_scores: bytes = b""
-    """Scores of the runner-up without weights, as float64[scorers]."""
+    """Scores of the second-best endpoint without weights, as float64[scorers] in bytes."""
     runner_up_numbers: tuple[float, ...] = ()
     shadow: dict[str, object] | None = None
-    """Choice of the shadow profile, or None without one."""
+    """Choice of the shadow profile for this request, or None if it was not applied."""
     answer_tokens: float | None = None
-    """Expected output tokens, as in `Moment`."""
+    """Expected output tokens of the request, as in `Moment`."""
     matched_most: int = 0
-    """Maximum number of cached blocks of any candidate, or 0 if irrelevant."""
+    """Maximum number of the prompt's blocks that any candidate is estimated to have cached, or 0 if
+    it does not matter for explanations.
+    """
     costs: tuple[Cost, ...] | None = None
-    """Costs, as in `Leg`."""
+    """Costs of the chosen endpoint and the runner-up by scorer, as in `Leg`; None if not
+    recorded.
+    """
     route: str = ""
     """Route of the request through its endpoints (`Route`), or "" if the configuration has one
     stage.
@@ -138,7 +153,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Refused(Struct, frozen=True, gc=False, array_like=True):
-    """The recorded data of a refusal, without its sentence, which may quote the client."""
+    """The recorded data of a refusal, without its error sentence, which may quote the client."""
 
     request_id: str
     model: str
@@ -148,47 +163,57 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     status: int
     eliminated: Mapping[str, int]
     states: int
-    """Number of the recorded endpoint states."""
+    """Number of the recorded endpoint states that applied at the refusal."""
 
 
 class Served(Struct, frozen=True, gc=False, array_like=True):
-    """An endpoint that the gateway used instead of the chosen one."""
+    """The recorded data of an endpoint to which the gateway sent a request instead of the chosen
+    one.
+    """
 
     number: int
     address: str
     endpoint: str = ""
     """Name of the endpoint with this address, or "" if the pool has none."""
     matched_blocks: int = 0
-    """Blocks of the prompt estimated as cached there when it became known."""
+    """Blocks of the prompt that this endpoint was estimated to have cached when the picker learnt
+    of the change.
+    """
 
 
 def served_at(told: Decided, served: Served | None) -> str:
-    """Return the name or else the address of the endpoint that served, as far as known."""
+    """Return the name, or else the address, of the endpoint that served the request, as far as
+    known.
+    """
     if served is None:
         return told.endpoint
     return served.endpoint or served.address
 
 
 def predicted_at(told: Decided, served: Served | None) -> int:
-    """Return the prompt tokens that were estimated as cached at the endpoint that served."""
+    """Return the number of prompt tokens that were estimated as cached at the endpoint that served
+    the request.
+    """
     matched = told.matched_blocks if served is None else served.matched_blocks
     return predicted_tokens(matched, told.block_tokens, told.prompt_tokens)
 
 
 class Scores(Struct, frozen=True, gc=False, array_like=True):
-    """The scores of n candidates: the arrays of the decision as bytes."""
+    """The scores of all n candidates of a decision, as the bytes of its arrays."""
 
     picked: int
     slot: bytes
-    """Slots of the candidates, as int64[n]."""
+    """Slots of the candidates, int64[n] as bytes."""
     scores: bytes
-    """Scores as float64[scorers, n]."""
+    """Scores of the candidates, float64[scorers, n] as bytes."""
     dropped: dict[str, bytes]
-    """Slots of the endpoints that each filter dropped, as int64[k] by the filter's name."""
+    """Slots of the k endpoints that each filter dropped, int64[k] as bytes, by the
+    filter's name.
+    """
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """The end of a request; fields are None if unknown."""
+    """The recorded end of a request; a field is None if its value is unknown."""
 
     ending: str
     failure: str | None
@@ -198,11 +223,11 @@ class Ended(Struct, frozen=True, kw_only=True):
     response_headers_s: Seconds | None
     first_output_s: Seconds | None
     cached_tokens: int | None
-    """Prompt tokens that the engine found in its cache."""
+    """Number of prompt tokens that the engine found in its cache."""
 
 
 class Numbered(Struct, frozen=True, gc=False, array_like=True):
-    """The first field of a packed decision."""
+    """The first field of a packed decision, decoded alone: the decision's number."""
 
     number: int
 
@@ -217,20 +242,21 @@ unpack_scores: Final = msgspec.msgpack.Decoder(Scores).decode
 def record_of(
     kind: bytes, at_s: float, told: Decided | Refused | Served, scores_at: int = -1
 ) -> bytes:
-    """Return a new record, created at `at_s`, of a request that has not ended.
+    """Return the bytes of a new record, created at Unix time `at_s`, of a request that has not
+    ended.
 
-    `scores_at` is the position of a decision's scores.
+    `scores_at` is the position of the scores of all candidates, or -1 if there are none.
     """
     return _OPEN[kind] + _AT.pack(at_s, scores_at) + _pack(told)
 
 
 def scores_of(scores: Scores) -> bytes:
-    """Return a record of scores, which has no head."""
+    """Return the bytes of a record with the scores of all candidates, which has no head."""
     return _pack(scores)
 
 
 def ended_head(exchange: Exchange, outcome: Outcome, now: Seconds) -> bytes:
-    """Return the head that a decision's record gets when its request ends."""
+    """Return the head that replaces the head of a decision's record when its request ends."""
     usage, failure = exchange.usage, exchange.failure
     started_s = exchange.started_at_s
     headers_s, output_s = exchange.response_started_at_s, exchange.first_output_at_s
@@ -249,19 +275,24 @@ def ended_head(exchange: Exchange, outcome: Outcome, now: Seconds) -> bytes:
 
 
 def kept_at_s(record: bytes) -> float:
-    """Return the Unix time of the record."""
+    """Return the Unix time at which `record` was created."""
     at_s: float = _AT.unpack_from(record, _HEAD.size)[0]
     return at_s
 
 
 def scores_at_of(record: bytes) -> int:
-    """Return the position of all candidates' scores, which are retained while there is room."""
+    """Return the position of the scores of all candidates of the decision in `record`.
+
+    The scores may have been dropped for newer ones.
+    """
     scores_at: int = _AT.unpack_from(record, _HEAD.size)[1]
     return scores_at
 
 
 def end_of(record: bytes) -> Ended | None:
-    """Return the end of the request, or None if it is not known to have ended."""
+    """Return the end of the request that `record` holds, or None if the request is not known to
+    have ended.
+    """
     head = _HEAD.unpack_from(record)
     _, ending, failure, by_gateway, status, elapsed_s, headers_s, output_s, cached = head
     if not ending:
@@ -283,6 +314,9 @@ def _seconds(value: float) -> float | None:
 
 
 def kept_text(text: str) -> str:
-    """Return the text shortened and encodable as UTF-8, because clients may send anything."""
+    """Return the first `TEXT_CHARACTERS_MAX` characters of a client's text.
+
+    Characters that UTF-8 cannot encode are replaced by "?".
+    """
     cut = text[:TEXT_CHARACTERS_MAX]
     return cut if cut.isascii() else cut.encode("utf-8", "replace").decode()

@@ -1,4 +1,6 @@
-"""Past decisions in the files of a journal, each with its outcome, and what happened meanwhile."""
+"""Reading of past decisions with their outcomes, and of changes between them, from the files of a
+journal.
+"""
 
 import struct
 from collections.abc import Iterable, Iterator
@@ -52,20 +54,22 @@ from epp.journal.records import (
 )
 
 ENDS_S: Final = 900.0
-"""Time in seconds after the last decision for which ends are searched."""
+"""Time in seconds after the end of a requested period in which ends of its requests are
+searched.
+"""
 SLACK_S: Final = 60.0
-"""Tolerance in seconds for clocks, and between a decision and its record."""
+"""Tolerance in seconds for differences between clocks, and between a decision and its record."""
 _DAY: Final = timedelta(days=1)
 
 
 class Context:
-    """The settings and states that packed records refer to by number."""
+    """The configurations and endpoint states to which packed records refer by number."""
 
     def __init__(self) -> None:
         self.settings: dict[int, Setting] = {}
-        """Settings by number, oldest first."""
+        """Recorded configurations by number, oldest first."""
         self.states: dict[int, States] = {0: {}}
-        """States of endpoints by number, oldest first."""
+        """Recorded endpoint states by number, oldest first."""
 
     def past(self, record: bytes, picker: str = "") -> "PastDecision | PastRefusal":
         """Return the decision or refusal in a packed record.
@@ -96,9 +100,10 @@ class Context:
 
 
 def moment_of(text: str, now_s: float) -> float:
-    """Parse a time: "02:10" (the last one), a date with a time, or an age like "30m".
+    """Return the Unix time that `text` names: a time of day like "02:10" (its last occurrence), a
+    date with a time, or an age like "30m".
 
-    Return Unix time. Times are in UTC unless they have another zone. Raises `JournalError`.
+    Times are in UTC unless they have another zone. Raises `JournalError` for any other text.
     """
     now = datetime.fromtimestamp(now_s, UTC)
     try:
@@ -116,10 +121,12 @@ def moment_of(text: str, now_s: float) -> float:
 
 
 def read_past(folder: Path, since_s: float, until_s: float) -> Iterator[Past]:
-    """Yield the records from `since_s` until `until_s`; a decision follows when its end is found.
+    """Yield past events from `since_s` until `until_s`, in Unix time; a decision follows when its
+    end is found.
 
-    Processes are read one after another, so that records of several are not in order of time. The
-    level of decisions is read where a process has it, else that of inputs. Raises `JournalError`.
+    Pickers are read one after another, so the events of several pickers are not in order of time. A
+    picker's recorded decisions are read; if it has none, they are derived from its capture of
+    inputs. Raises `JournalError`.
     """
     period = since_s - SLACK_S, until_s + ENDS_S + SLACK_S
     for journal in journals(folder, Level.DECISIONS, Level.INPUTS):
@@ -131,7 +138,10 @@ def read_past(folder: Path, since_s: float, until_s: float) -> Iterator[Past]:
 
 
 def changes_in(folder: Path) -> list[PastChange]:
-    """Return the known configuration changes, oldest first. Raises `JournalError`."""
+    """Return the recorded configuration changes of all pickers, oldest first.
+
+    Raises `JournalError`.
+    """
     changes: list[PastChange] = []
     for journal in journals(folder, Level.DECISIONS, Level.INPUTS):
         if journal.level is Level.INPUTS:
@@ -144,22 +154,26 @@ def changes_in(folder: Path) -> list[PastChange]:
 
 
 class _Reader:
-    """A reader of the records of one process, in order."""
+    """Reads the journal records of one picker process, in order."""
 
     def __init__(self, since_s: float, until_s: float) -> None:
-        """Decisions before `since_s` and after `until_s` are left out."""
+        """Prepare to read; decisions before `since_s` and after `until_s`, in Unix time, are left
+        out.
+        """
         self._since_s, self._until_s = since_s, until_s
         self._picker = ""
         self._now_s = 0.0
-        """Time of the last record."""
+        """Unix time of the journal record that was read last."""
         self._context = Context()
         self._changes: set[tuple[float, int]] = set()
         self._open: dict[int, bytes] = {}
-        """Records of decisions without end by number, oldest first."""
+        """Records of decisions whose end was not read yet, by the decision's number,
+        oldest first.
+        """
         self._served: dict[int, Served] = {}
 
     def read(self, records: Iterable[Read]) -> Iterator[Past]:
-        """Yield what the records contain."""
+        """Yield the past events in `records`; decisions whose end is missing come last."""
         for record in records:
             try:
                 yield from self._packed(record) if isinstance(record, bytes) else self._told(record)
@@ -228,7 +242,9 @@ class _Reader:
 
 
 def _teller(told: ToldPlugin | None) -> TellsCost | None:
-    """Return the plugin, or None if it is not installed or has other parameters."""
+    """Return the stored scorer plugin, or None if it is not installed, has other parameters or
+    reports no costs.
+    """
     if told is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Past decisions, derived from a journal at the level of inputs.
+"""Derivation of past decisions from a journal that recorded only the scheduler's inputs.
 
-They lack what only the level of decisions records: request ids, scores and states of endpoints.
+The result lacks request ids, scores and states of endpoints, which only `--decisions-dir` records.
 Models are keyed hashes.
 """
 
@@ -47,7 +47,7 @@ _NOWHERE: Final = Member(slot=-1, endpoint_id="", name="", address="")
 
 
 class _Open(Struct):
-    """A decision whose request has not ended."""
+    """A past decision whose request has not ended, while its journal is read."""
 
     at_s: Seconds
     decided: PastDecision
@@ -55,7 +55,9 @@ class _Open(Struct):
 
 
 def derived(events: Iterable[Event]) -> Iterator[Past]:
-    """Yield the past of one process; a decision follows when its end is found."""
+    """Yield the past events of one picker process from its scheduler's inputs; a decision follows
+    when its end is found.
+    """
     deriving = _Deriving()
     for event in events:
         yield from deriving.feed(event)
@@ -65,12 +67,12 @@ def derived(events: Iterable[Event]) -> Iterator[Past]:
 class _Deriving:
     def __init__(self) -> None:
         self.open: dict[int, _Open] = {}
-        """Decisions without end by the number of their request, oldest first."""
+        """Decisions whose end was not read yet, by the number of their request, oldest first."""
         self._picker = ""
         self._unix_s: Seconds = 0.0
         self._configured: Configured | None = None
         self._members: dict[int, Member] = {}
-        """Endpoints by slot."""
+        """Endpoints of the pool by their slot."""
 
     def feed(self, event: Event) -> Iterator[Past]:
         at_s = event.at_s + self._unix_s
@@ -163,7 +165,9 @@ class _Deriving:
 
 
 def _applied(before: Configured | None, event: Configured, at_s: float) -> Applied:
-    """Return the change of the configuration; its sentences are missing if it does not load."""
+    """Return the record of a configuration change; its `changes` are unknown if one of both
+    documents does not load.
+    """
     changes: tuple[str, ...] = ()
     if before is not None:
         plugins = plugin_tables()

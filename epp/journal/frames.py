@@ -1,4 +1,4 @@
-"""The format of a journal's files; docs/capture-format.md describes it.
+"""The format of a journal's files, which docs/capture-format.md describes.
 
 A file consists of members of gzip. They contain frames: a length in four bytes, little-endian, and
 the content, whose first byte is the kind. Decisions, refusals and ends of requests are packed as in
@@ -19,10 +19,17 @@ from epp.journal.records import Record
 
 ENDING: Final = "journal.gz"
 FRAME_BYTES_MAX: Final = 16 * 2**20
-"""Maximum size of a frame; longer ones are not written, and are not read."""
+"""Maximum size of a frame in bytes.
+
+A longer frame is never written; a file that contains one is broken.
+"""
 RECORD: Final = b"j"
 ENDED: Final = b"e"
-"""Kinds of frames beside the packed ones."""
+"""Kinds of frames besides those of `decision_record`: a record as a MessagePack map, and the end of
+a request.
+
+The kind is a frame's first byte.
+"""
 PACKED: Final = frozenset({DECIDED, REFUSED, SERVED, ENDED})
 SEGMENT_NAME: Final = {
     level: re.compile(
@@ -30,15 +37,21 @@ SEGMENT_NAME: Final = {
     )
     for level in Level
 }
-"""Patterns of file names, whose groups are origin and number."""
+"""Regular expression for the names of a level's journal files.
+
+Its groups are the origin and the number of the segment.
+"""
 LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<cq")
 _GZIP_FORMAT: Final = 31
-"""Value of zlib's `wbits` for the gzip format with the widest window."""
+"""Value of zlib's parameter `wbits` for the gzip format with the largest window."""
 _PACKING_LEVEL: Final = 1
-"""Compression level of gzip; level 6 saves a ninth and takes nearly three times as long."""
+"""Level of gzip compression.
+
+Level 6 makes files a ninth smaller and takes nearly three times as long.
+"""
 LONG_FRAME_BYTES: Final = 8 * 1024
-"""Mean length of frames from which only Huffman coding is used.
+"""Mean length of frames in bytes above which only Huffman coding is used.
 
 The window of 32 KB holds too few longer frames to find repetitions. Most of a long frame is hashes.
 """
@@ -47,17 +60,20 @@ _unpack: Final = msgspec.msgpack.Decoder(Record).decode
 
 
 def segment_file(level: Level, origin: str, number: int) -> str:
-    """Return the name of a file; `origin` is like "20260131T235959-0123abcd"."""
+    """Return the name of a journal file; `origin` is like "20260131T235959-0123abcd"."""
     return f"{level.value}-{origin}-{number:06d}.{ENDING}"
 
 
 def frame_of(record: Record) -> bytes:
-    """Return the frame of a record that is not packed."""
+    """Return the frame of `record`, which must not be a packed decision, refusal or end."""
     return RECORD + _pack(record)
 
 
 def record_of_frame(frame: bytes) -> Record:
-    """Return the argument of `frame_of`. Raises `msgspec.DecodeError` for other frames."""
+    """Return the record in a frame that `frame_of` made.
+
+    Raises `msgspec.DecodeError` for any other frame.
+    """
     if frame[:1] != RECORD:
         raise msgspec.DecodeError(f"Invalid kind of frame {frame[:1]!r}")
     record: Record = _unpack(memoryview(frame)[1:])
@@ -65,22 +81,24 @@ def record_of_frame(frame: bytes) -> Record:
 
 
 def ended_frame(number: int, head: bytes) -> bytes:
-    """Return a frame that replaces the head of decision `number`, whose request ended."""
+    """Return a frame with the new head of the record of decision `number`, whose request ended."""
     return _NUMBER.pack(ENDED, number) + head
 
 
 def ended_of(frame: bytes) -> tuple[int, bytes]:
-    """Return the arguments of `ended_frame`."""
+    """Return the number of the decision and the new head of its record, from a frame that
+    `ended_frame` made.
+    """
     return _NUMBER.unpack_from(frame)[1], frame[_NUMBER.size :]
 
 
 def framed(frame: bytes) -> bytes:
-    """Return the frame with its length."""
+    """Return the bytes of a frame in a file: its length, then its content."""
     return LENGTH.pack(len(frame)) + frame
 
 
 def packed_frames(frames: bytes, count: int) -> bytes:
-    """Compress `count` complete frames into a member of gzip."""
+    """Return `frames`, the bytes of `count` complete frames, compressed into one gzip member."""
     long = len(frames) > LONG_FRAME_BYTES * count
     strategy = zlib.Z_HUFFMAN_ONLY if long else zlib.Z_DEFAULT_STRATEGY
     packer = zlib.compressobj(

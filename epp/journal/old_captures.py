@@ -1,4 +1,5 @@
-"""Read captures of Homing before the journal: `requests-*.jsonl.gz` beside `events-*.jsonl.gz`.
+"""Reading of captures that versions before the journal wrote: `requests-*.jsonl.gz` beside
+`events-*.jsonl.gz`.
 
 A pair of files contains JSON lines. The line of a request has what the journal has in the records
 `Scheduled` and `Completed`, and follows at most `BEHIND_MAX` requests late.
@@ -22,14 +23,17 @@ from epp.journal.problem import JournalError
 
 EVENTS_NAME: Final = re.compile(r"events-(\w+-[0-9a-f]+)-(\d+)\.jsonl\.gz", re.ASCII)
 REQUESTS_NAME: Final = re.compile(r"requests-(\w+-[0-9a-f]+)-(\d+)\.jsonl\.gz", re.ASCII)
-"""Patterns of file names, whose groups are origin and number."""
+"""Regular expressions for the names of an old capture's files.
+
+Their groups are the origin and the number of the file.
+"""
 _EVENTS_FORMAT: Final = "homing-events"
 _EVENTS_VERSION: Final = 1
 _LINE_BYTES_MAX: Final = 16 * 2**20
 
 
 class _Opened(Struct, frozen=True, kw_only=True, tag_field="event", tag="opened"):
-    """The first line of a file of events."""
+    """The first line of an old capture's file of events."""
 
     at_s: float = 0.0
     format: str
@@ -50,7 +54,7 @@ _Event: TypeAlias = _Opened | of.SchedulerEvent
 
 
 class CapturedRequests:
-    """The request lines of one process by number."""
+    """The request lines of one picker process in an old capture, by the number of the request."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._lines = _request_lines(files)
@@ -59,8 +63,10 @@ class CapturedRequests:
         self._ended = False
 
     def find(self, number: int) -> CaptureLine | None:
-        """Return the line, or None if it is missing. Each line is found once, in the order of the
-        requests.
+        """Return the line of request `number`, or None if it is missing.
+
+        Each line is returned once. The numbers of successive calls must increase, except by small
+        differences.
         """
         while number not in self._waiting and not self._ended:
             if self._latest > number + 2 * BEHIND_MAX:
@@ -75,7 +81,10 @@ class CapturedRequests:
 
 
 def capture_records(path: Path, requests: CapturedRequests) -> Iterator[of.Event]:
-    """Yield the events of a file, each decision with its request. Raises `JournalError`."""
+    """Yield the events of an old capture's file, each decision with its request.
+
+    Raises `JournalError`.
+    """
     decode = msgspec.json.Decoder(_Event).decode
     answered: dict[int, CaptureLine] = {}
     for number, line in enumerate(text_lines(path), 1):
@@ -128,8 +137,9 @@ def _with_usage(event: of.Completed, line: CaptureLine) -> of.Completed:
 
 
 def text_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file, whose end may be missing. Raises `JournalError`,
-    `OSError`.
+    """Yield the complete lines of a gzip file, whose end may be missing.
+
+    Raises `JournalError` for a line that is too long, and `OSError`.
     """
     with gzip.open(path) as file:
         try:
@@ -147,14 +157,18 @@ def text_lines(path: Path) -> Iterator[bytes]:
 
 
 def header_block_sizes(files: Iterable[Path]) -> set[int]:
-    """Return the block sizes in tokens that the first lines of files of requests name."""
+    """Return the block sizes in tokens that the first lines of an old capture's request
+    files name.
+    """
     headers = (next(text_lines(path), b"{}") for path in files)
     found = [msgspec.json.decode(header, type=dict) for header in headers]
     return {header.get("block_tokens", 64) for header in found if header}
 
 
 def request_texts(files: Iterable[Path]) -> Iterator[bytes]:
-    """Yield the lines of files of requests without their first ones, as they stand there."""
+    """Yield the unchanged lines of an old capture's request files, without the first line of each
+    file.
+    """
     for path in files:
         lines = text_lines(path)
         next(lines, None)

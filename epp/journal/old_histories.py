@@ -1,4 +1,4 @@
-"""Read decision histories of Homing before the journal: `decisions-*.bin.gz`.
+"""Reading of decision histories that versions before the journal wrote: `decisions-*.bin.gz`.
 
 They contain frames like those of the journal. Packed decisions, refusals and ends are the same; the
 other kinds have letters of their own.
@@ -28,7 +28,10 @@ from epp.journal.records import (
 )
 
 HISTORY_NAME: Final = re.compile(r"decisions-(\d{8}T\d{6}-[0-9a-f]{8})-(\d{6})\.bin\.gz", re.ASCII)
-"""Pattern of file names, whose groups are origin and number."""
+"""Regular expression for the names of old decision histories.
+
+Its groups are the origin and the number of the file.
+"""
 _FORMAT: Final = "homing-decisions"
 _VERSION: Final = 1
 
@@ -79,7 +82,10 @@ _KINDS: Final[Mapping[bytes, type[Any]]] = {
 
 
 def history_records(path: Path, frames: Iterator[bytes]) -> Iterator[bytes | Record]:
-    """Yield the records of a file with these `frames`. Raises `JournalError`."""
+    """Yield the records of the old decision history at `path`, whose frames are `frames`.
+
+    Raises `JournalError`.
+    """
     number = int(path.name.split(".")[0].rpartition("-")[2])
     first = next(frames, None)
     if first is None:

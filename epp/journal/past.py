@@ -1,4 +1,6 @@
-"""Past events of pickers: decisions with their outcomes, refusals, changes and losses."""
+"""Past events of pickers as a journal's reader returns them: decisions with their outcomes,
+refusals, changes and losses of records.
+"""
 
 from typing import Final, TypeAlias
 
@@ -9,39 +11,43 @@ from epp.journal.decision_record import Decided, Ended, Refused, Served
 from epp.journal.records import Applied, RefusedDocument, States
 
 OPEN_MAX: Final = 65_536
-"""Maximum number of decisions that wait for their end; the oldest are returned without it."""
+"""Maximum number of decisions whose end is still searched; beyond it, the oldest are returned
+without an end.
+"""
 
 
 class Setting(Struct, frozen=True):
-    """The parts of a configuration that rows of its decisions need."""
+    """The parts of a configuration that are needed to explain its decisions."""
 
     generation: int
-    """Generation of the configuration, or 0 if unknown."""
+    """Generation of the configuration in its picker, or 0 if unknown."""
     scorers: tuple[str, ...]
     weights: tuple[float, ...]
     by_blocks: tuple[str, ...] = ()
-    """Names of scorers whose part is the share of matched blocks."""
+    """Names of the scorers whose score is the share of the prompt's blocks that the endpoint has
+    cached.
+    """
     costs: tuple[TellsCost | None, ...] = ()
-    """Scorers that can list the parts of their cost; None for others."""
+    """Plugins of the scorers that can list the parts of their cost; None for each other scorer."""
 
 
 NO_SETTING: Final = Setting(0, (), ())
 
 
 class PastDecision(Struct, kw_only=True):
-    """A decision with its outcome."""
+    """A past routing decision with its outcome."""
 
     at_s: float
     picker: str
     told: Decided
     setting: Setting
     states: States
-    """States of endpoints that were not simply ready."""
+    """States of the endpoints that were not simply ready, by name."""
     leg_settings: tuple[Setting, ...] = ()
     """Settings of the legs in `told.earlier`, in their order."""
     end: Ended | None = None
     served: Served | None = None
-    """Endpoint that the gateway used instead, or None."""
+    """Endpoint to which the gateway sent the request instead of the chosen one, or None."""
 
 
 class PastRefusal(Struct, frozen=True, kw_only=True):
@@ -52,7 +58,7 @@ class PastRefusal(Struct, frozen=True, kw_only=True):
 
 
 class PastStates(Struct, frozen=True, kw_only=True):
-    """The states of endpoints that were not simply ready for this picker, from this time on."""
+    """The states of the endpoints that were not simply ready for this picker, from `at_s` on."""
 
     at_s: float
     picker: str
@@ -60,7 +66,7 @@ class PastStates(Struct, frozen=True, kw_only=True):
 
 
 class PastChange(Struct, frozen=True, kw_only=True):
-    """A document that came into force or was rejected."""
+    """A configuration document that came into force or was rejected."""
 
     at_s: float
     picker: str
@@ -68,7 +74,7 @@ class PastChange(Struct, frozen=True, kw_only=True):
 
 
 class PastLoss(Struct, frozen=True, kw_only=True):
-    """A number of missing records, from about this time on."""
+    """A number of records missing in a journal, from about `at_s` on."""
 
     at_s: float
     picker: str

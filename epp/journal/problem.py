@@ -1,5 +1,8 @@
-"""The error of readers of journals."""
+"""The error that readers of journals raise."""
 
 
 class JournalError(ValueError):
-    """A journal cannot be read, or a query is invalid. The message is one sentence."""
+    """The error of a journal that cannot be read or of an invalid query.
+
+    Its message is one sentence.
+    """

@@ -1,6 +1,6 @@
-"""Read the files of a journal, with or without a picker that is writing them.
+"""Reading of a journal's files, even while a picker is writing them.
 
-Files of the formats before are read as if they were segments of a journal (`old_captures`,
+Files of the formats before the journal are read as if they were its segments (`old_captures`,
 `old_histories`).
 """
 
@@ -41,32 +41,37 @@ from epp.journal.records import Record, ToldApplied, ToldRefused, ToldSetting, T
 FLAGS: Final[Mapping[Level, str]] = {Level.DECISIONS: "--decisions-dir", Level.INPUTS: "--capture"}
 
 Read: TypeAlias = bytes | Record
-"""A packed record of a decision, a refusal or an end as bytes, or any other record."""
+"""A record of a journal: bytes for a packed decision, refusal or end of a request, or else a
+struct.
+"""
 _encode: Final = msgspec.json.Encoder().encode
 _CUT: Final = b""
-"""The last record of a segment whose end is missing or broken."""
+"""Stand-in for the last record of a journal file whose end is missing or broken."""
 FILE_NAMES: Final[Mapping[Level, tuple[re.Pattern[str], ...]]] = {
     Level.DECISIONS: (SEGMENT_NAME[Level.DECISIONS], HISTORY_NAME),
     Level.INPUTS: (SEGMENT_NAME[Level.INPUTS], EVENTS_NAME, REQUESTS_NAME),
 }
-"""Patterns of the names of all files of a level, whose groups are origin and number."""
+"""Regular expressions for the names of all files that hold a level of a journal.
+
+Their groups are origin and number.
+"""
 
 
 class Segments(Struct, frozen=True, kw_only=True):
-    """The segments of one process at one level, in order."""
+    """The journal files of one picker process at one level (decisions or inputs), in order."""
 
     origin: str
     level: Level
     files: tuple[Path, ...]
     requests: tuple[Path, ...] = ()
-    """Files with the requests, in captures of the old format."""
+    """Files with the requests of a capture in the old format; empty otherwise."""
 
     def records(self, since_s: float = -math.inf, until_s: float = math.inf) -> Iterator[Read]:
-        """Yield the records in order, each segment after its `Opened`.
+        """Yield the journal's records in order, each file's after its `Opened`.
 
-        The state that a segment repeats is left out if the segment before was read completely.
-        Files last written before `since_s` are skipped, and reading ends at the first segment that
-        began after `until_s`, both in Unix time. Raises `JournalError`.
+        The state that a file repeats is left out if the file before was read completely. Files last
+        written before `since_s` are skipped, and reading ends at the first file that began after
+        `until_s`, both in Unix time. Raises `JournalError`.
         """
         requests = CapturedRequests(self.requests)
         last, cut = -2, False
@@ -92,18 +97,24 @@ class Segments(Struct, frozen=True, kw_only=True):
                     yield record
 
     def newest_records(self) -> Iterator[Read]:
-        """Yield the records of the last segment, including the state that it repeats."""
+        """Yield the records of the last journal file, including the state that it repeats from
+        earlier files.
+        """
         return structs.replace(self, files=self.files[-1:]).records()
 
     def block_sizes(self) -> set[int]:
-        """Return the block sizes in tokens of the requests, one size for each segment at most."""
+        """Return the sizes in tokens of the blocks in which the journal's requests are recorded;
+        each file has one size.
+        """
         if self.requests:
             return header_block_sizes(self.requests)
         firsts = [next(_records_in(path), None) for path in self.files]
         return {first.block_tokens for first in firsts if isinstance(first, Opened)}
 
     def request_lines(self) -> Iterator[bytes]:
-        """Yield the lines of the requests for a trace, at most `BEHIND_MAX` requests late."""
+        """Yield a JSON line of a trace for each request of the journal, at most `BEHIND_MAX`
+        requests late.
+        """
         if self.requests:
             yield from request_texts(self.requests)
         else:
@@ -111,16 +122,20 @@ class Segments(Struct, frozen=True, kw_only=True):
                 yield _encode(line) + b"\n"
 
     def events(self, since_s: float = -math.inf, until_s: float = math.inf) -> Iterator[Event]:
-        """Yield the records of a journal at the level of inputs, like `records`."""
+        """Yield the records of a journal of inputs, like `records`, with a type that excludes other
+        records.
+        """
         for record in self.records(since_s, until_s):
             if not isinstance(record, bytes | ToldSetting | ToldStates | ToldApplied | ToldRefused):
                 yield record
 
 
 def journals(folder: Path, *levels: Level) -> list[Segments]:
-    """Return the segments of each process in `folder` and its subfolders, oldest process first.
+    """Return the journal files in `folder` and its subfolders, one `Segments` per picker process,
+    oldest process first.
 
-    They have the first of `levels` that the process has files of. Raises `JournalError`.
+    Of each process, the first of `levels` is returned of which it has files. Raises `JournalError`
+    if the folder cannot be read or no process has files.
     """
     try:
         within = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
@@ -161,7 +176,10 @@ def _by_origin(
 def _records_in(
     path: Path, requests: CapturedRequests | None = None, since_s: float = -math.inf
 ) -> Iterator[Read]:
-    """Yield the records of a segment, and `_CUT` if its end is missing; none of an older file."""
+    """Yield the records of a journal file, then `_CUT` if its end is missing.
+
+    It yields nothing for a file last written before `since_s`. Raises `JournalError`.
+    """
     try:
         if path.stat().st_mtime < since_s:
             return
@@ -183,7 +201,7 @@ def _records_in(
 
 
 def frames_of(path: Path) -> Iterator[bytes]:
-    """Yield the complete frames of a file.
+    """Yield the complete frames of a journal file.
 
     Raises `JournalError` for a frame that is too long, and `EOFError`, `zlib.error` or
     `gzip.BadGzipFile` where the file is cut off or broken.
@@ -207,7 +225,10 @@ def _record(frame: bytes, path: Path) -> Record:
 
 
 def _opened(first: Read | None, path: Path, level: Level) -> Opened | None:
-    """Return the first record, or None if the file has no complete one."""
+    """Return the first record of a journal file, or None if the file has no complete record.
+
+    Raises `JournalError` if it does not describe a journal of this version and level.
+    """
     if first is None or first == _CUT:
         return None
     if not isinstance(first, Opened):

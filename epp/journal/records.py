@@ -1,4 +1,4 @@
-"""The records of a journal beside the events of `epp.core.journal` and the packed decisions."""
+"""The records of a journal besides the events of `epp.core.journal` and the packed decisions."""
 
 from collections.abc import Mapping
 from typing import Final, TypeAlias
@@ -11,60 +11,65 @@ from epp.core.journal.events import Event
 
 READY: Final = "ready"
 SETTINGS_MAX: Final = 64
-"""Maximum number of configurations that decisions can refer to."""
+"""Maximum number of stored configurations to which recorded decisions can refer."""
 STATES_MAX: Final = 256
-"""Maximum number of states of endpoints that decisions can refer to."""
+"""Maximum number of stored sets of endpoint states to which recorded decisions can refer."""
 
 
 class Applied(Struct, frozen=True, kw_only=True):
-    """A document that came into force."""
+    """A configuration document that came into force."""
 
     generation: int = 0
     hash: str = ""
     source: str = ""
     at_s: float = 0.0
-    """Unix time in seconds."""
+    """Unix time in seconds at which the document came into force."""
     changes: tuple[str, ...] = ()
-    """Differences from the previous document, one sentence each."""
+    """Differences from the document that was in force before, one sentence each."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the scorers by name."""
+    """Weights of the configuration's scorers, by name."""
 
 
 class RefusedDocument(Struct, frozen=True, kw_only=True):
-    """A document that was rejected."""
+    """A configuration document that was rejected."""
 
     at_s: float
     problem: str
 
 
 class EndpointState(Struct, frozen=True):
-    """The state of an endpoint and its problem, if any."""
+    """The state of an endpoint, with the reason for it if the endpoint is not simply ready."""
 
     state: str = READY
-    """Standing, or "ejected", "full", "failing" or "slow" for a ready endpoint."""
+    """Standing of the endpoint, or "ejected", "full", "failing" or "slow" for a ready one."""
     reason: str = ""
-    """Reason in words, or "" if the endpoint is ready."""
+    """Reason for the state in words, or "" if the endpoint is ready."""
     since_s: float = 0.0
-    """Unix time since which it has this state; a ready endpoint may have it for longer."""
+    """Unix time since which the endpoint has this state.
+
+    A ready endpoint may have been ready for longer.
+    """
 
 
 States = Mapping[str, EndpointState]
-"""States by name of the endpoint."""
+"""States of endpoints by the endpoint's name."""
 
 
 class ToldPlugin(Struct, frozen=True):
-    """A plugin that can be created again from its type and packed parameters."""
+    """The type and parameters of a plugin, from which it can be created again."""
 
     type_name: str
     parameters: bytes
 
 
 class _Record(Struct, frozen=True, kw_only=True, tag_field="event"):
-    """A record that is not an event of the scheduler."""
+    """A journal record that is not an event of the scheduler."""
 
 
 class ToldSetting(_Record, frozen=True, kw_only=True, tag="setting"):
-    """A configuration that decided, with the number that decisions refer to."""
+    """Record of a configuration by which requests were routed, with the number by which decisions
+    refer to it.
+    """
 
     number: int
     generation: int
@@ -72,12 +77,14 @@ class ToldSetting(_Record, frozen=True, kw_only=True, tag="setting"):
     weights: tuple[float, ...]
     by_blocks: tuple[str, ...]
     costs: tuple[ToldPlugin | None, ...] = ()
-    """Scorers that can list the parts of their cost, with None for others."""
+    """Plugins of the scorers that can list the parts of their cost, with None for each other
+    scorer.
+    """
 
 
 class ToldStates(_Record, frozen=True, kw_only=True, tag="states"):
-    """The states of all endpoints that are not simply ready, with the number that decisions refer
-    to.
+    """Record of the states of all endpoints that are not simply ready, with the number by which
+    decisions refer to it.
     """
 
     number: int
@@ -86,13 +93,13 @@ class ToldStates(_Record, frozen=True, kw_only=True, tag="states"):
 
 
 class ToldApplied(_Record, frozen=True, kw_only=True, tag="applied"):
-    """A document came into force."""
+    """Record of a configuration document that came into force."""
 
     document: Applied
 
 
 class ToldRefused(_Record, frozen=True, kw_only=True, tag="refused"):
-    """A document was rejected."""
+    """Record of a configuration document that was rejected."""
 
     document: RefusedDocument
 
@@ -101,7 +108,9 @@ Record: TypeAlias = Event | ToldSetting | ToldStates | ToldApplied | ToldRefused
 
 
 def told_plugin(type_name: str, plugin: object) -> ToldPlugin | None:
-    """Return `plugin` in a form that can be stored, or None if a parameter cannot be encoded."""
+    """Return the type and parameters of `plugin` for storage, or None if a parameter cannot be
+    encoded.
+    """
     try:
         return ToldPlugin(type_name, msgspec.msgpack.encode(plugin, enc_hook=_spelt))
     except (TypeError, NotImplementedError):
@@ -109,14 +118,17 @@ def told_plugin(type_name: str, plugin: object) -> ToldPlugin | None:
 
 
 def told_change(change: Applied | RefusedDocument) -> ToldApplied | ToldRefused:
-    """Return the record of a change of the configuration."""
+    """Return the journal record of a configuration change."""
     if isinstance(change, Applied):
         return ToldApplied(document=change)
     return ToldRefused(document=change)
 
 
 def _spelt(value: object) -> str:
-    """Return a parameter in the spelling of configurations."""
+    """Return a parameter that msgspec cannot encode, in the spelling of configurations.
+
+    Raises `NotImplementedError` unless it is a duration.
+    """
     if isinstance(value, Duration):
         return f"{float(value):.9f}s"
     raise NotImplementedError

@@ -1,5 +1,5 @@
-"""Re-enactment of a folder written by `epp serve --capture`, with the same or another
-configuration.
+"""Re-enactment of decisions from a folder that `epp serve --capture` wrote, with the same or
+another configuration.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ from epp.journal.reading import journals
 def decide_again(
     folder: Path, plugins: PluginTables, config: PickerConfig | None = None
 ) -> dict[str, Reenacted]:
-    """Return the re-enactment of each origin's decisions, with the knowledge at the time of each
-    decision.
+    """Return the re-enacted decisions of each picker process in `folder`, by the process's origin.
 
-    If `config` is given, it replaces the configurations that were in force. Raises `JournalError`,
-    and `ConfigError` for a captured document that is not a valid configuration.
+    Each decision is repeated with the knowledge that the picker had at its time. If `config` is
+    given, it replaces the configurations that were in force. Raises `JournalError`, and
+    `ConfigError` for a captured document that is not a valid configuration.
     """
     if config is None:
         settings_of = _in_force(folder, plugins)
@@ -47,16 +47,21 @@ def decide_again(
 
 
 class Judged(Struct, kw_only=True):
-    """The comparison of captured decisions with another configuration, for all origins together."""
+    """The comparison of captured decisions with those of another configuration, added up over all
+    picker processes.
+    """
 
     decisions: int = 0
     unmade: dict[Difference, int] = field(default_factory=dict)
     """Number of decisions that even the original configuration does not repeat, by kind of
-    difference. Not all of its knowledge is captured, so the decision of another configuration is
-    unknown too.
+    difference.
+
+    Not all of its knowledge is captured, so the decision of another configuration is unknown too.
     """
     changed: int = 0
-    """Number of the other decisions that differ."""
+    """Number of decisions that the original configuration repeats and the other configuration
+    changes.
+    """
     caveats: list[str] = field(default_factory=list)
 
     @property
@@ -65,7 +70,7 @@ class Judged(Struct, kw_only=True):
 
 
 def judge(folder: Path, plugins: PluginTables, config: PickerConfig) -> Judged:
-    """Return what `config` would have decided instead, as far as that can be known.
+    """Return how many captured decisions `config` would have changed, as far as that can be known.
 
     Raises the same errors as `decide_again`.
     """
@@ -86,7 +91,9 @@ def judge(folder: Path, plugins: PluginTables, config: PickerConfig) -> Judged:
 
 
 def _in_force(folder: Path, plugins: PluginTables) -> Callable[[Configured], SchedulerSettings]:
-    """Return the settings of each configuration in force, from its captured document."""
+    """Return a function that returns the scheduler's settings for each captured configuration
+    document.
+    """
 
     def settings_of(configured: Configured) -> SchedulerSettings:
         source = f"{folder}: generation {configured.generation}"
@@ -113,8 +120,8 @@ def _settings(config: PickerConfig, configured: Configured) -> SchedulerSettings
     )
 
 
-def told(found: Mapping[str, Reenacted]) -> dict[str, Any]:
-    """Return the totals of all origins, as plain values."""
+def totals(found: Mapping[str, Reenacted]) -> dict[str, Any]:
+    """Return the re-enacted decisions of all picker processes added up, as plain values."""
     total: dict[str, Any] = {"decisions": 0, "same": 0, "changed": 0, "differences": {}}
     for one in found.values():
         total["decisions"] += one.decisions
@@ -131,8 +138,8 @@ def told(found: Mapping[str, Reenacted]) -> dict[str, Any]:
 
 
 def sentences_of(total: Mapping[str, Any]) -> list[str]:
-    """Return the totals for a person: the counts, the kinds of differences, the first ones, the
-    caveats.
+    """Return lines for a person about re-enacted decisions: the counts, the kinds of differences,
+    the first differences, the caveats.
     """
     decisions, same = total["decisions"], total["same"]
     share = f" ({same / decisions:.2%})" if decisions else ""

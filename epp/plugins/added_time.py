@@ -31,25 +31,31 @@ from epp.plugins.contract import (
 )
 
 ATTENTION_TOKENS: Final = 40_000.0
-"""Mean context at which attention costs a prefilled token as much as all other computation. The
-simulator's built-in profiles, which are fitted to measured kernels, have 31k (8B), 40k (32B) and
-97k (70B).
+"""Mean context in tokens at which attention takes as much time per prefilled token as all other
+computation.
+
+The simulator's built-in profiles, which are fitted to measured kernels, have 31k (8B), 40k (32B)
+and 97k (70B).
 """
 DECODE_SHARE: Final = 1e-3
-"""Prefill tokens computed in the time that one context token adds to each decode step. The same
-profiles have 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3 (70B).
+"""Number of prefill tokens computed in the time that one context token adds to each decode step.
+
+The simulator's built-in profiles have 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3 (70B).
 """
 STEP_TOKENS: Final = 200.0
-"""Prefill tokens computed in the time of an empty decode step: 220 (8B), 230 (32B), 180 (70B)."""
+"""Number of prefill tokens computed in the time of a decode step without any context: 220 (8B), 230
+(32B), 180 (70B).
+"""
 HELD_UP_MAX: Final = 10.0
 """Maximum number of waiting requests at an endpoint that count as delayed by a request's memory. In
 deep overload every request waits anyway. Counting all of them would pin prompts to an endpoint
 whose queue never ends.
 """
 HALF_WEIGHT_S: Final = 0.5
-"""Time to first token at which half of `firstTokenWeight` applies. Users do not notice a wait of
-some milliseconds. Full weight for it would keep short prompts away from idle pods with an empty
-cache.
+"""Time to first token in seconds at which half of `firstTokenWeight` applies.
+
+Users do not notice a wait of some milliseconds. Full weight for it would keep short prompts away
+from idle pods with an empty cache.
 """
 
 # The constants are arrays, like all numbers beside arrays below. numpy needs twice as long to add a
@@ -107,38 +113,50 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     prefix_match_info_producer_name: str = ""
     prefill_delay: _Share = 0.3
-    """Share of a prefill by which every request that decodes at the endpoint is delayed. 1 if
-    prefill stops all decoding; less with chunked prefill, because chunks run together with decode
-    steps.
+    """Share of a prefill by which it delays every request that decodes at the endpoint.
+
+    1 if prefill stops all decoding; less with chunked prefill, because chunks run together with
+    decode steps.
     """
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
-    """Tokens computed again later for each token computed here. Caches are full, so new blocks
-    evict others, and the next turn of the evicted prompt is routed to the same endpoint.
+    """Number of tokens that are computed again later, for each token computed now.
+
+    Caches are full, so new blocks evict others, and the next turn of the evicted prompt is routed
+    to the same endpoint.
     """
     first_token_weight: Annotated[float, Meta(ge=0, le=10)] = 3.0
-    """Additional weight of the request's own wait for its first token (queue, prefill, adapter)
-    compared with time that it takes from others. It applies fully to a long wait and by half at 0.5
-    s. 0 weighs both the same.
+    """Additional weight of the request's own wait for its first token (queue, prefill, adapter),
+    relative to the time that it takes from other requests.
+
+    It applies fully to a long wait and by half at 0.5 s. At 0, both times count alike.
     """
     decode_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Maximum answer length that the formula assumes. A lower limit of the request, or a lower
-    average answer length that the pool's engines report, replaces it.
+    """Maximum length of the answer in tokens that the formula assumes.
+
+    A lower limit of the request, or a lower average answer length that the pool's engines report,
+    replaces it.
     """
     adapter_load: Duration = Duration(1.0)
-    """Time to load an adapter into a free slot, including the cost to others of the occupied slot.
+    """Time to load an adapter into a free slot of the endpoint, including the cost to others of the
+    occupied slot.
     """
     adapter_wait: Duration = Duration(1.5)
-    """Time to wait for a slot if all are in use, including the loading of the adapter."""
+    """Time to wait for an adapter slot of the endpoint if all are in use, including the loading of
+    the adapter.
+    """
     peer_belief: _Share = 0.8
-    """Probability that other pickers sent a prompt to the endpoint that all pickers prefer. It
-    applies while there are pickers that this one does not hear from, to prompts that are little
-    known here.
+    """Probability that other pickers sent a little-known prompt to the endpoint that all pickers
+    prefer.
+
+    It applies while there are pickers whose decisions this one does not receive.
     """
     agreement_below: _Share = 0.8
-    """Matched share of the prompt's full blocks from which on `peerBelief` is not used."""
+    """Share of the prompt's full blocks that any endpoint must have cached so that `peerBelief`
+    does not apply.
+    """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Number of tokens at the prompt's head that determine the preferred endpoint, as in
-    `prefix-cache-scorer`.
+    """Number of tokens at the head of the prompt that determine the endpoint that all pickers
+    prefer, as in `prefix-cache-scorer`.
     """
 
     def __post_init__(self) -> None:
@@ -160,7 +178,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     @cached_property
     def _own_prefill(self) -> Floats:
-        """Return the factor for the request's own prefill and for the blocks that it evicts."""
+        """Return the factor by which the request's own prefill counts: 1, plus `eviction_cost` for
+        the blocks that it evicts.
+        """
         return np.array(1.0 + self.eviction_cost)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
@@ -223,7 +243,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
     def cost_parts(
         self, request: InferenceRequest, candidates: Candidates, /
     ) -> Mapping[str, Floats]:
-        """Return the terms of the formula; `score` adds them up in place."""
+        """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
+
+        `score` computes their sum.
+        """
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
         to_compute = self._to_compute(request, candidates)
@@ -271,8 +294,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         decoding: Floats,
         decode_tokens: float,
     ) -> None:
-        """Add the request's wait for memory, and others' wait for the memory that it takes, in
-        prefill tokens.
+        """Add to `cost` the request's wait for memory, and others' wait for the memory that it
+        takes, in prefill tokens.
 
         `decoding` is the time by which existing context prolongs the answer, in prefill tokens. It
         is changed in place.
@@ -301,8 +324,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return most if usual is None or usual > most else usual
 
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
-        """Return the prompt tokens that each candidate has to compute, from its known or assumed
-        cached prefix.
+        """Return float64[n]: the prompt tokens that each candidate has to compute, given its known
+        or assumed cached prefix.
         """
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
         missing: Floats = affinity.matched * np.array(-float(candidates.block_tokens))
@@ -325,8 +348,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return missing
 
     def session_of(self, request: InferenceRequest, /) -> str:
-        """Return the session that `request` names, or "" if this picker hears from all other
-        pickers.
+        """Return the session that `request` names, or "" if sessions do not matter because this
+        picker receives the decisions of all others.
         """
         # Usually there are no pickers that are not heard from. Then this costs one comparison.
         if not request.moment.replicas_unheard or not self.peer_belief:
@@ -334,10 +357,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return request.session_id or request.headers.get("x-session-id", "")
 
     def _adapter_s(self, request: InferenceRequest, candidates: Candidates) -> Floats:
-        """Return seconds until each candidate has the adapter of `request`, including the cost of
-        its slot.
+        """Return float64[n]: the seconds until each candidate has loaded the adapter of `request`,
+        including the cost of the adapter's slot.
 
-        float64[n]. A candidate that reports no adapters gets the median of those that do.
+        A candidate that reports no adapters gets the median of those that do.
         """
         adapters = candidates.adapter_state
         generation = adapters.generation
@@ -356,9 +379,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
 
 def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
-    """Replace old and unknown values of `column` in place by the median of the others.
+    """Replace values of `column` that are unknown, or marked in `old`, by the median of the other
+    values; return `column`.
 
-    `nobody` is the value of all candidates if none has a recent one.
+    If no value remains, all become `nobody`.
     """
     if old is not None:
         column[old] = np.nan
@@ -370,7 +394,9 @@ def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
 
 
 def _believed_load(candidates: Candidates) -> EngineLoad:
-    """Return the load that engines report, with the median in place of unknown or too old values."""
+    """Return the load that engines report, with the median of the others in place of values that
+    are unknown or too old.
+    """
     recent = candidates.all_observed_within(REPORTED_S_MAX)
     load = candidates.engine_load()
     if recent and load.complete:

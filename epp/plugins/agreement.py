@@ -32,8 +32,8 @@ from epp.plugins.contract import Candidates, Floats, InferenceRequest, Ints
 
 
 class Agreement(StrEnum):
-    """The rule for routing prompts of which little is known to the endpoint that every picker would
-    choose.
+    """Condition under which pickers of a pool route little-known prompts to the endpoint that every
+    picker would choose.
     """
 
     AUTO = "auto"
@@ -42,13 +42,18 @@ class Agreement(StrEnum):
 
 
 LOAD_FACTOR_MAX: Final = 1.25
-"""Largest allowed load as a multiple of the mean. It is the usual load factor of consistent hashing
-with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
+"""Maximum number of requests in flight at the agreed endpoint, as a multiple of the candidates'
+mean.
+
+It is the usual load factor of consistent hashing with bounded loads (Mirrokni, Thorup and
+Zadimoghaddam, 2018).
 """
 CHANCE_DEVIATIONS: Final = 3.0
-"""Standard deviations of a request count that chance explains. Each picker counts only its own
-requests in flight, and small counts differ by chance between pickers. If chance explains a count,
-skipping the endpoint would only make the pickers disagree.
+"""Number of standard deviations by which a count of requests in flight may differ from the mean by
+chance.
+
+Each picker counts only its own requests in flight, and small counts differ by chance between
+pickers. If chance explains a count, skipping the endpoint would only make the pickers disagree.
 """
 
 
@@ -60,11 +65,11 @@ def agreement_key(
     key_tokens: int,
     session: str,
 ) -> int | None:
-    """Return the 64-bit key by which pickers agree on `request`, or None if the request has no such
-    key.
+    """Return the 64-bit key by which all pickers choose the same endpoint for `request`, or None if
+    it has no such key.
 
-    `matched_blocks`, int64[n], holds the blocks that this picker's index estimates at each
-    candidate. `session` is "" if the client names none.
+    `matched_blocks`, int64[n], holds the blocks of the prompt that this picker's index estimates as
+    cached at each candidate. `session` is "" if the client names none.
     """
     block_bytes = candidates.block_tokens * BYTES_PER_TOKEN
     step = max(1, key_tokens // candidates.block_tokens)

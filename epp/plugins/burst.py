@@ -31,18 +31,19 @@ _PREFIX_BLOCKS_MAX: Final = 2_048
 _BATCH_MAX: Final = 65_536
 """Maximum number of requests in a window whose batch size is unlimited."""
 _PLACED_BLOCKS_MAX: Final = 262_144
-"""Maximum number of (block, endpoint) pairs in a window, about 20 MB; a full window accepts no
-more.
+"""Maximum number of (block, endpoint) pairs stored for a window, about 20 MB.
+
+A full window accepts no more requests.
 """
 
 
 class BalanceBy(StrEnum):
-    """The quantity that is shared evenly within a window."""
+    """The quantity that is shared evenly between endpoints within a window."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
     UNSET = ""
-    """Equivalent to `requests`."""
+    """Empty text, which means the same as `requests`."""
 
 
 class BurstSettings(Parameters, frozen=True):
@@ -75,17 +76,21 @@ class BurstSettings(Parameters, frozen=True):
     window_duration_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100
     """Length of a window in milliseconds, from its first request on."""
     max_per_replica: Annotated[int, Meta(ge=_UNLIMITED)] = _UNLIMITED
-    """Maximum number of requests of one group at an endpoint; -1 for no limit."""
+    """Maximum number of requests with equal prompts that one endpoint receives within a window; -1
+    for no limit.
+    """
     block_size_tokens: Annotated[int, Meta(ge=1)] = _BLOCK_TOKENS_MIN
     """Number of tokens in a block; values below 64 become 64."""
     max_prefix_tokens_to_match: Annotated[int, Meta(ge=0)] = 0
-    """Maximum number of prompt tokens to compare; 0 for 2,048 blocks."""
+    """Maximum number of tokens of a prompt to compare with others; 0 for 2,048 blocks."""
     min_colocate_blocks: Annotated[int, Meta(ge=0)] = 0
-    """Number of common leading blocks that make a group; 0 groups only equal prompts."""
+    """Minimum number of leading blocks that prompts must have in common to be placed together; at
+    0, only equal prompts are.
+    """
     max_batch_size: Annotated[int, Meta(ge=_UNLIMITED, le=_BATCH_MAX)] = 1_000
     """Maximum number of requests in a window; -1 for 65,536."""
     balance_by: BalanceBy = BalanceBy.REQUESTS
-    """Quantity that is shared evenly; empty means `requests`."""
+    """Quantity that is shared evenly between endpoints; empty means `requests`."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -97,28 +102,33 @@ class BurstSettings(Parameters, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Return the effective number of tokens in a block."""
+        """Return the number of tokens in a block: `block_size_tokens`, but at least 64."""
         return max(_BLOCK_TOKENS_MIN, self.block_size_tokens)
 
     @property
     def blocks_max(self) -> int:
-        """Return the effective maximum number of blocks to compare in a prompt."""
+        """Return the maximum number of blocks of a prompt to compare, which is at most 2,048."""
         wanted = self.max_prefix_tokens_to_match // self.block_tokens
         return min(wanted, _PREFIX_BLOCKS_MAX) if wanted else _PREFIX_BLOCKS_MAX
 
     def open(self) -> AffinityIndex:
-        """Return a new index, whose first window has not started."""
+        """Return a new index of these settings, whose first window has not started."""
         return BurstIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Return True only if nothing changed; an index has no lasting content that a reset could
-        lose.
+        """Return True if the running index already has these settings; otherwise it must be
+        replaced.
+
+        A replaced index loses only its current window.
         """
         return isinstance(index, BurstIndex) and index.settings == self
 
 
 class BurstIndex:
-    """An `AffinityIndex` counted in blocks. A match covers all blocks, or is graded by load."""
+    """An `AffinityIndex` of the requests in the current window, counted in blocks.
+
+    A match covers all blocks of the prompt, or is graded by load.
+    """
 
     def __init__(self, settings: BurstSettings) -> None:
         self.settings: Final = settings
@@ -127,21 +137,25 @@ class BurstIndex:
         self._ends_at_s: Seconds = -math.inf
         self._window = 0
         self._vacant: set[int] = set()
-        """Slots whose endpoint left and to which nothing was routed since."""
+        """Slots whose endpoint left the pool, and to which no request was routed since."""
         self._clear()
 
     def _clear(self) -> None:
-        """Start a new window."""
+        """Drop the requests of the current window."""
         self._window += 1
         self.requests = 0
-        """Number of requests in the window."""
+        """Number of requests recorded in the current window."""
         self._groups: dict[bytes, dict[int, int]] = {}
-        """Group members at each slot in order of arrival, by digest of all blocks, then by slot."""
+        """Number of requests with equal prompts at each slot, by a digest of the prompts, then by
+        slot in order of arrival.
+        """
         self._load: dict[int, int] = {}
         self._placed = HeldBlocks()
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return where the window prefers to place `request`."""
+        """Return the slots at which the window prefers to place `request`: all its blocks match
+        there, or fewer at a higher load.
+        """
         prompts = self._prompts(request)
         total = sum(map(len, prompts))
         matched = np.zeros(slots, dtype=np.int64)
@@ -150,8 +164,9 @@ class BurstIndex:
         return Affinity(matched, total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Add `request` at `slot` to the window; the first request after a window starts the next
-        one.
+        """Add `request`, which was routed to `slot`, to the window.
+
+        The first request after a window starts the next one.
         """
         if now >= self._ends_at_s:
             self._clear()
@@ -174,7 +189,7 @@ class BurstIndex:
         return self._window, digest, load
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the placement of `request` at `slot`."""
+        """Remove `request` at `slot` from the window; do nothing if the window is over."""
         if recorded is None:
             return
         window, digest, load = recorded
@@ -191,23 +206,27 @@ class BurstIndex:
                 self._placed.remove(slot, prompt)
 
     def forget(self, slot: int) -> None:
-        """Reset a window that placed requests at `slot`, because its plan is no longer valid."""
+        """Drop the window's requests if one was placed at `slot`, because the endpoint there left
+        or restarted.
+        """
         if slot in self._load:
             self._clear()
         self._vacant.add(slot)
 
     def expire(self, now: Seconds) -> None:
-        """Drop a window that is over."""
+        """Drop the requests of a window that is over."""
         if self.requests and now >= self._ends_at_s:
             self._clear()
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Note that `slot` is occupied again; the size of its cache does not matter."""
+        """Record that an endpoint occupies `slot` again; the size of its cache does not matter to
+        this index.
+        """
         self._vacant.discard(slot)
 
     @property
     def placed_blocks(self) -> int:
-        """Return the number of (block, endpoint) pairs in the window."""
+        """Return the number of (block, endpoint) pairs stored for the window."""
         return self._placed.blocks
 
     @property
@@ -217,7 +236,9 @@ class BurstIndex:
     def _place(
         self, prompts: list[list[int]], group: dict[int, int], matched: Ints, total: int
     ) -> None:
-        """Write the window's preference for each slot, up to `total`, into `matched`."""
+        """Write into `matched` how much the window prefers each slot for the request with
+        `prompts`, from 0 to `total`.
+        """
         slots = len(matched)
         most = self.settings.max_per_replica
         if group:
@@ -243,8 +264,8 @@ class BurstIndex:
                 matched[slot] = total
 
     def _shared(self, prompts: list[list[int]], slots: int) -> dict[int, int]:
-        """Return the common leading blocks at each slot, if there are at least
-        `min_colocate_blocks`.
+        """Return the number of leading blocks of `prompts` that the window placed at each slot,
+        without slots below `min_colocate_blocks`.
         """
         least = self.settings.min_colocate_blocks
         if not least:
@@ -256,7 +277,8 @@ class BurstIndex:
         return {slot: held for slot, held in shared.items() if held >= least and slot < slots}
 
     def _least_loaded(self, matched: Ints, total: int, *, avoid: dict[int, int]) -> None:
-        """Set `matched` to `total` where the load is zero, and to 0 where it is largest.
+        """Set `matched` to `total` at slots without load, to 0 at the slot with the largest load,
+        and linearly between.
 
         Slots in `avoid` rank after all others. The least loaded candidate then has the largest
         match, whatever the set of candidates is.
@@ -283,7 +305,9 @@ class BurstIndex:
 
 
 def _digest(prompts: list[list[int]]) -> bytes:
-    """Return 16 bytes for all blocks of all prompts, including where each prompt ends."""
+    """Return a digest of 16 bytes of all blocks of all prompts, including where each
+    prompt ends.
+    """
     digest = xxhash.xxh3_128()
     for prompt in prompts:
         digest.update(len(prompt).to_bytes(8, "little"))

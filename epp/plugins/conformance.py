@@ -25,9 +25,13 @@ SELECTION_HEADER: Final = "test-epp-endpoint-selection"
 SERVED_HEADER: Final = "x-conformance-test-served-endpoint"
 ECHO_HEADER: Final = "x-echo-set-header"
 SERVED_MISSING: Final = "fail: missing destination endpoint served metadata"
-"""Value that the suite expects if the gateway does not report which endpoint served a request."""
+"""Value of `SERVED_HEADER` that the suite expects if the gateway does not report which endpoint
+served a request.
+"""
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""Syntax of a header name (RFC 9110, 5.6.2); pseudo headers do not match."""
+"""Regular expression of a header name (RFC 9110, 5.6.2), which excludes pseudo headers such as
+`:path`.
+"""
 
 
 class HeaderBasedTesting(Parameters, frozen=True):
@@ -55,8 +59,8 @@ class HeaderBasedTesting(Parameters, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Return the headers that the client asked to see again, except the one that names the
-        serving endpoint.
+        """Return the response headers that the client requested in `X-Echo-Set-Header`, except
+        `SERVED_HEADER`.
         """
         echoed = (entry.partition(":") for entry in request.headers.get(ECHO_HEADER, "").split(","))
         found = ((name.strip().lower(), value.strip()) for name, _, value in echoed)

@@ -21,19 +21,21 @@ from epp.plugins.contract import (
 CONTEXT_LENGTH_LABEL: Final = "llm-d.ai/context-length-range"
 _NO_LABEL: Final = 0.5
 _OUTSIDE_MOST: Final = 0.3
-"""Score that separates ranges that contain the prompt (more) from ranges that come close (less)."""
+"""Score above which a range of tokens contains the prompt's length, and below which it does not."""
 _WIDTH_TOKENS: Final = 10_000.0
 _DISTANCE_TOKENS: Final = 1_000.0
 _DIGITS_MAX: Final = 15
 _LABEL_CHARACTERS_MAX: Final = 63
-"""Kubernetes' limit for the value of a label."""
+"""Maximum number of characters that Kubernetes allows in the value of a label."""
 _RANGES_MAX: Final = 1_024
 TOKEN_ID_BYTES: Final = 4
 
 
 @lru_cache(maxsize=_RANGES_MAX)
 def _range_of(label: str) -> tuple[int, int] | None:
-    """Return the least and most tokens of a label such as "0-2048", or None if it is not a range."""
+    """Return the lower and the upper bound in tokens of a label such as "0-2048", or None if the
+    label is not a range.
+    """
     if len(label) > _LABEL_CHARACTERS_MAX:
         return None
     bounds = [bound.strip() for bound in label.split("-")]
@@ -46,7 +48,9 @@ def _range_of(label: str) -> tuple[int, int] | None:
 
 
 def _length_of(request: InferenceRequest) -> int:
-    """Return the length in the engine's own tokens if they are known, else the estimate."""
+    """Return the number of tokens of the prompts by the engine's tokenizer if its token ids are
+    known, else the estimate by bytes.
+    """
     ids = request.moment.token_ids
     return sum(map(len, ids)) // TOKEN_ID_BYTES if ids else request.prompt_tokens
 
@@ -92,10 +96,12 @@ class ContextLengthAware(Parameters, frozen=True):
 
     If the range contains the prompt length, the score is from 0.3 to 1. It is higher for a narrow
     range and for room above the prompt. Outside the range, the score is below 0.3 and falls with
-    the distance. An endpoint without the label scores 0.5, and one with an invalid value 0. The
-    plugin is also a filter if `enable_filtering` is set: it keeps endpoints whose range contains
-    the prompt and those without the label. The formula is llm-d-router's. The length counts the engine's own tokens if a
-    `token-producer` provides them, else bytes divided by four.
+    the distance. An endpoint without the label scores 0.5, and one with an invalid value 0.
+
+    The plugin is also a filter if `enable_filtering` is set: it keeps endpoints whose range
+    contains the prompt length and those without the label. The formula is llm-d-router's. The
+    length counts the engine's own tokens if a `token-producer` provides them, else bytes divided by
+    four.
     """
 
     type_name: ClassVar[str] = "context-length-aware"
@@ -104,12 +110,12 @@ class ContextLengthAware(Parameters, frozen=True):
     )
 
     label: Annotated[str, Meta(min_length=1)] = CONTEXT_LENGTH_LABEL
-    """Label of endpoints that holds their range."""
+    """Name of the endpoints' label that holds their range of prompt lengths."""
     enable_filtering: bool = False
 
     @property
     def filter(self) -> Filter | None:
-        """Return the filter of `enable_filtering`, or None."""
+        """Return the filter by prompt length if `enable_filtering` is set, else None."""
         return ContextLengthRange(label=self.label) if self.enable_filtering else None
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:

@@ -1,4 +1,6 @@
-"""Conversion of costs to scores: the lowest cost gets 1, and the order of the others is kept."""
+"""Conversion of candidates' costs to scores: the lowest cost scores 1, and a lower cost never
+scores less than a higher one.
+"""
 
 import math
 

@@ -41,12 +41,15 @@ class DataParallelRank(Parameters, frozen=True):
     rank_header: ClassVar[str] = RANK_HEADER
 
     min_cached_token_delta: Annotated[int, Meta(ge=1)] = 1
-    """Advantage in cached tokens below which the least loaded rank is better than the one with most
-    cached.
+    """Minimum advantage in cached tokens of a rank over every other for the picker to name it.
+
+    With less, the engine's balancer chooses the least loaded rank.
     """
     max_requests_ahead: Annotated[int, Meta(ge=1)] = 3
-    """Maximum lead in placed requests of one rank over another. A higher value finds more of the
-    prompts in caches, but slows the answers of a crowded rank.
+    """Maximum number of running requests by which the picker lets one rank exceed the rank with the
+    fewest.
+
+    A higher value finds more of the prompts in caches, but slows the answers of a crowded rank.
     """
 
     @property

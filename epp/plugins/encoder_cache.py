@@ -27,13 +27,13 @@ from epp.plugins.contract import (
 )
 
 ITEM_MIB: Final = 2
-"""Assumed size of one cached item in an engine, in MiB."""
+"""Assumed size in MiB of one cached media item in an engine's encoder cache."""
 CACHE_MIB: Final = 4_096
 ENTRIES_MAX: Final = 131_072
-"""Maximum number of (item, endpoint) pairs of all endpoints, about 25 MB."""
+"""Maximum number of (media item, endpoint) pairs that the index stores, about 25 MB."""
 _KEY_BYTES_MAX: Final = 16
 _ENTRY_BYTES: Final = 192
-"""Size of one pair in bytes, on CPython 3.11."""
+"""Memory in bytes of one (media item, endpoint) pair in the index, on CPython 3.11."""
 
 _Mebibytes = Annotated[int, Meta(ge=1, le=262_144)]
 
@@ -57,52 +57,60 @@ class EncoderCacheSettings(Parameters, frozen=True):
     )
     """Size of an endpoint's encoder cache in MiB; 4,096 if not given."""
     cache_size_in_mb: _Mebibytes | None = field(default=None, name="cacheSizeInMB")
-    """Alternative spelling from a sample of llm-d-router; `cacheSizeInMBPerServer` takes
-    precedence.
+    """Alternative name of `cacheSizeInMBPerServer`, from a sample of llm-d-router;
+    `cacheSizeInMBPerServer` takes precedence.
     """
 
     @property
     def items_max(self) -> int:
-        """Return the maximum number of items of one endpoint."""
+        """Return the maximum number of media items that the index stores for one endpoint."""
         size = self.cache_size_in_mb_per_server or self.cache_size_in_mb or CACHE_MIB
         return max(1, size // ITEM_MIB)
 
     def warnings(self) -> list[str]:
-        """Return a warning for a parameter that is used under another name, without its place."""
+        """Return a sentence about a parameter that is used under another name; the caller adds the
+        plugin's place in the document.
+        """
         if self.cache_size_in_mb is None:
             return []
         return ["cacheSizeInMB is read as cacheSizeInMBPerServer; use cacheSizeInMBPerServer"]
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         return EncoderCache(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all settings to a running index."""
+        """Apply these settings to a running index, and return True; return False if the index has
+        another class.
+        """
         return isinstance(index, EncoderCache) and index.configure(self)
 
 
 class EncoderCache:
-    """An `AffinityIndex` counted in distinct media items of the request."""
+    """An `AffinityIndex` of media items sent to endpoints, counted in distinct items of a
+    request.
+    """
 
     def __init__(self, settings: EncoderCacheSettings) -> None:
         self._slots: dict[int, OrderedDict[bytes, Seconds]] = {}
-        """Time at which each item was last sent to each slot, by slot, then by item, least recent
-        first.
+        """Time at which each media item was last sent to each slot, by slot, then by item, least
+        recent first.
         """
         self._entries = 0
         self._lookups = {"full": 0, "partial": 0, "none": 0}
         self.configure(settings)
 
     def configure(self, settings: EncoderCacheSettings) -> bool:
-        """Adopt `settings`, and drop items beyond their limits at once."""
+        """Apply `settings` to this index, drop items beyond the new limits, and return True."""
         self._items_max = settings.items_max
         for items in self._slots.values():
             self._fit(items)
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return how many of the distinct items of `request` were sent to each slot before."""
+        """Return the number of distinct media items of `request` that were sent to each slot
+        before.
+        """
         wanted = request.media_items()
         matched = np.zeros(slots, dtype=np.int64)
         if not wanted:
@@ -115,13 +123,18 @@ class EncoderCache:
         return Affinity(matched, len(wanted))
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Record the items of `request` at `slot`. Return those that were new there, or None."""
+        """Record that the media items of `request` were sent to `slot`.
+
+        Return the items that were new there, with the time, for `retract`; None if none was new.
+        """
         new = tuple(item for item in request.media_items() if self._note(slot, item, now))
         self._bound()
         return (new, now) if new else None
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Drop the items that were new at `slot`, unless they were sent there again since."""
+        """Undo `record` of a request: drop the items that it sent first to `slot`, unless they were
+        sent there again since.
+        """
         if recorded is None or slot not in self._slots:
             return
         new, sent_at = recorded
@@ -132,17 +145,21 @@ class EncoderCache:
                 self._entries -= 1
 
     def forget(self, slot: int) -> None:
-        """Drop all items of `slot`, because its endpoint left or restarted."""
+        """Drop all media items of `slot`, because its endpoint left or restarted."""
         self._entries -= len(self._slots.pop(slot, ()))
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because items do not expire."""
+        """Do nothing, because the media items of this index do not expire."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because this is the size of another cache."""
+        """Do nothing, because engines report the size of their KV cache, not of their encoder
+        cache.
+        """
 
     def measures(self) -> IndexMeasures:
-        """Return the measures of `MeasuresItself`; an entry is an item at an endpoint."""
+        """Return the number of entries (an item at an endpoint), the memory and the look-ups of
+        this index.
+        """
         return IndexMeasures(
             entries=self._entries,
             memory_bytes=self._entries * _ENTRY_BYTES,
@@ -150,21 +167,23 @@ class EncoderCache:
         )
 
     signature: ClassVar[str] = "media"
-    """Signature of the keys, for `SharedIndex`."""
+    """Name of the kind of keys that this index shares with peers, for `SharedIndex`."""
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """Return the items of `request`."""
+        """Return the media items of `request` as keys that peers record."""
         return request.media_items()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """Record that a peer sent the items `keys` to `slot` at `stamp`."""
+        """Record that a peer sent the media items `keys` to `slot` at time `stamp`."""
         for item in keys:
             if 0 < len(item) <= _KEY_BYTES_MAX:
                 self._note(slot, item, min(stamp, now))
         self._bound()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Return every item of every slot, oldest first."""
+        """Yield every media item of every slot, as (slot, time sent, keys), least recently sent
+        first.
+        """
         found = [
             (sent_at, slot, item)
             for slot, items in self._slots.items()
@@ -174,7 +193,7 @@ class EncoderCache:
             yield slot, sent_at, (item,)
 
     def _note(self, slot: int, item: bytes, sent_at: Seconds) -> bool:
-        """Record that `item` was sent to `slot`. Return whether it was new there."""
+        """Record that the media item `item` was sent to `slot`. Return True if it was new there."""
         items = self._slots.setdefault(slot, OrderedDict())
         before = items.get(item)
         if before is None:

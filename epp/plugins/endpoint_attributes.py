@@ -25,7 +25,10 @@ from epp.plugins.contract import (
 
 
 def _key_of(member: str, attribute: str, producer: str | None) -> str:
-    """Return the key of an attribute. Raises `ValueError` for a name that contains its producer."""
+    """Return the key under which endpoints hold an attribute.
+
+    Raises `ValueError` for a name with a slash and no separate `producer`.
+    """
     if producer is not None:
         return attribute_key(attribute, producer)
     if "/" in attribute:
@@ -84,9 +87,11 @@ class EndpointAttributeFilter(Parameters, frozen=True):
 
     attribute: Annotated[str, Meta(min_length=1)]
     algorithm: FilterAlgorithm
-    """Comparison: `type` is `threshold`, the only one, and `threshold` has `operator` and `value`."""
+    """Rule of the comparison: `type` must be `threshold`, and `threshold` has `operator` and
+    `value`.
+    """
     producer: str | None = None
-    """Producer of the attribute, such as `dcgm-extractor`; `core-metrics-extractor` if not given."""
+    """Producer of the attribute, such as `dcgm-extractor`; None for `core-metrics-extractor`."""
     on_missing: OnMissing = OnMissing.PASS
     fallback_on_empty: bool = False
 
@@ -123,7 +128,7 @@ class FixedRange(Parameters, frozen=True):
 
 
 class AdaptiveRange(Parameters, frozen=True):
-    """A range from the lowest to the highest value of the candidates."""
+    """A scoring range from the lowest to the highest attribute value of the candidates."""
 
 
 class Normalization(Parameters, frozen=True):
@@ -152,13 +157,13 @@ class EndpointAttributeScorer(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(reads=("attribute",), reads_attribute=True)
 
     attribute_name: Annotated[str, Meta(min_length=1)] = field(name="attributeKey")
-    """Name of the attribute."""
+    """Name of the endpoints' attribute to score."""
     algorithm: ScorerAlgorithm
     """Scoring rule: `type` is `linear_lower_is_better` or `linear_higher_is_better`, and
     `normalization` has `fixedRange` {`min`, `max`} or `adaptiveRange`, which is the default.
     """
     producer: str | None = None
-    """Producer of the attribute, such as `dcgm-extractor`; `core-metrics-extractor` if not given."""
+    """Producer of the attribute, such as `dcgm-extractor`; None for `core-metrics-extractor`."""
 
     def __post_init__(self) -> None:
         _key_of("attributeKey", self.attribute_name, self.producer)

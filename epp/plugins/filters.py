@@ -36,14 +36,14 @@ def _all(candidates: Candidates) -> Bools:
 
 
 def _labelled(candidates: Candidates, label: str, accepted: AbstractSet[str | None]) -> Bools:
-    """Return bool[n]: whether `accepted` contains the value of `label`, or None for a missing
-    label.
+    """Return bool[n]: True for candidates whose value of `label` is in `accepted`, which contains
+    None if a missing label is accepted.
     """
     return np.array([labels.get(label) in accepted for labels in candidates.labels], dtype=np.bool_)
 
 
 class LabelSelector(Selector, frozen=True):
-    """Keep what a Kubernetes label selector selects; an empty selector selects everything."""
+    """Keep the endpoints that a Kubernetes label selector selects; an empty selector keeps all."""
 
     type_name: ClassVar[str] = "label-selector-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
@@ -118,7 +118,9 @@ class EncodeRole(Parameters, frozen=True):
 
 
 class FreshMetrics(Parameters, frozen=True):
-    """Keep endpoints scraped at most `max_age` ago, or all if no endpoint was."""
+    """Keep endpoints whose metrics were scraped at most `max_age` ago; keep all if there is no such
+    endpoint.
+    """
 
     type_name: ClassVar[str] = "fresh-metrics-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("metrics_age_s",), limits_metrics_age=True)
@@ -139,7 +141,8 @@ class FreshMetrics(Parameters, frozen=True):
 
 
 class LoraCapacity(Parameters, frozen=True):
-    """Drop endpoints that would have to swap out an adapter in use for the requested one.
+    """Drop endpoints that would have to swap out a LoRA adapter in use to serve the requested
+    adapter.
 
     An endpoint would have to if as many adapters have requests as it has slots, and the requested
     adapter is not among them. All endpoints stay if that would leave none, and endpoints that
@@ -176,7 +179,7 @@ class UtilizationMetric(StrEnum):
 
 
 class UtilizationCondition(Parameters, frozen=True):
-    """A limit of `max_value` for a metric."""
+    """An upper limit, `max_value`, of one metric of an endpoint."""
 
     metric: UtilizationMetric
     max_value: Annotated[float, Meta(ge=0)]
@@ -190,12 +193,12 @@ class UtilizationCondition(Parameters, frozen=True):
 
 
 class Utilization(Parameters, frozen=True):
-    """Keep endpoints that meet each of the `conditions`.
+    """Keep endpoints that meet each of the `conditions` on their load.
 
     The metrics are `active-requests`, in flight from pickers, and `running-requests`,
     `waiting-queue` and `kv-cache-utilization` (0 to 1) from the engine. A value that an engine does
-    not report counts as 0. If no endpoint is left, `fallback_on_empty` keeps all of them; without
-    it the client receives status 429.
+    not report meets every condition. If no endpoint is left, `fallback_on_empty` keeps all of them;
+    without it the client receives status 429.
     """
 
     type_name: ClassVar[str] = "utilization-filter"
@@ -206,10 +209,10 @@ class Utilization(Parameters, frozen=True):
     )
 
     conditions: Annotated[tuple[UtilizationCondition, ...], Meta(min_length=1, max_length=64)]
-    """Conditions, each with a `metric` and its `maxValue`."""
+    """Conditions that an endpoint must meet, each with a `metric` and its `maxValue`."""
     fallback_on_empty: bool = False
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`; there is only one."""
+    """Name of the `inflight-load-producer` to use; there is at most one."""
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         keep = _all(candidates)
@@ -272,7 +275,7 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     peak_prefill_throughput: Annotated[float, Meta(gt=0)] | None = None
     prefix_match_info_producer_name: str = ""
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`; there is only one."""
+    """Name of the `inflight-load-producer` to use; there is at most one."""
     latency_prediction_info_producer_name: str = ""
     """No effect, because there is no latency predictor."""
 
@@ -288,7 +291,9 @@ class PrefixCacheAffinity(Parameters, frozen=True):
         return self.prefix_match_info_producer_name
 
     def warnings(self) -> Sequence[str]:
-        """Return warnings about parameters without effect, without their place."""
+        """Return one sentence for each parameter set without effect; the caller adds the plugin's
+        place in the document.
+        """
         if not self.latency_prediction_info_producer_name:
             return ()
         return ("latencyPredictionInfoProducerName has no effect, there is no latency predictor",)

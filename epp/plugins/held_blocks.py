@@ -1,4 +1,6 @@
-"""Block hashes of prompts as separate numbers, and a count of the prompts that hold each block."""
+"""Prompts as lists of block hashes, and an index of the blocks of the prompts that were routed to
+each slot.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,18 +11,19 @@ from epp.core.knowledge.candidates import Floats
 from epp.core.prompt.blocks import HASH_BYTES
 
 REQUEST_BLOCKS_MAX: Final = 16_384
-"""Maximum number of blocks of all prompts of a request, because a completion may have thousands of
-prompts.
+"""Maximum number of blocks of all prompts of one request, because a completion may have thousands
+of prompts.
 
-It corresponds to a million tokens in blocks of 64, and to some milliseconds.
+It corresponds to a million tokens in blocks of 64, and limits the time to some milliseconds.
 """
 
 
 def block_lists(chains: Sequence[bytes], blocks_max: int) -> list[list[int]]:
-    """Return the block hashes of each chain as 64-bit numbers.
+    """Return the block hashes of each prompt as 64-bit numbers.
 
-    At most `blocks_max` blocks of each chain and `REQUEST_BLOCKS_MAX` of all are returned; blocks
-    of the last chains are dropped first. The chains are those of `chains_of`.
+    `chains` are the prompts' hashes as from `InferenceRequest.chains_of`. At most `blocks_max`
+    blocks of each prompt and `REQUEST_BLOCKS_MAX` of all are returned; blocks of the last prompts
+    are dropped first.
     """
     left = REQUEST_BLOCKS_MAX
     lists: list[list[int]] = []
@@ -32,21 +35,24 @@ def block_lists(chains: Sequence[bytes], blocks_max: int) -> list[list[int]]:
 
 
 class HeldBlocks:
-    """The block hashes at each slot, with the number of prompts that hold each.
+    """Block hashes of the prompts that were added at each slot, with the number of prompts at the
+    slot that contain each block.
 
-    A prompt is the sequence of its chained hashes, so a slot that holds a block holds all blocks
-    before it. The size is unbounded: the caller must remove prompts or limit `blocks`.
+    A prompt is the sequence of its chained hashes, so a slot that has a block has all blocks before
+    it. The size is unbounded: the caller must remove prompts or limit `blocks`.
     """
 
     def __init__(self) -> None:
         self._counts: dict[int, dict[int, int]] = {}
         self._first: dict[int, dict[int, None]] = {}
-        """Slots that hold each first block of a prompt; no other slot can hold more of that prompt."""
+        """Slots that have each first block of a prompt; no other slot can have any block of that
+        prompt.
+        """
         self.blocks = 0
-        """Number of (block, slot) pairs."""
+        """Number of (block, slot) pairs in the index."""
 
     def add(self, slot: int, prompt: Sequence[int]) -> None:
-        """Add a prompt at `slot`."""
+        """Add the blocks of `prompt` at `slot`."""
         if not prompt:
             return
         counts = self._counts.setdefault(slot, {})
@@ -58,7 +64,7 @@ class HeldBlocks:
         self._first.setdefault(prompt[0], {})[slot] = None
 
     def remove(self, slot: int, prompt: Sequence[int]) -> None:
-        """Remove a prompt that was added at `slot`."""
+        """Remove one addition of `prompt` at `slot`; it must have been added there."""
         if not prompt:
             return
         counts = self._counts[slot]
@@ -74,7 +80,7 @@ class HeldBlocks:
             self._leave(slot, prompt[0])
 
     def forget(self, slot: int) -> None:
-        """Remove all prompts at `slot`."""
+        """Remove the blocks of all prompts at `slot`."""
         gone = self._counts.pop(slot, {})
         self.blocks -= len(gone)
         for block in gone:
@@ -82,7 +88,9 @@ class HeldBlocks:
                 self._leave(slot, block)
 
     def held(self, slots: int) -> Floats:
-        """Return float64[slots]: the number of distinct blocks at each slot."""
+        """Return float64[slots]: the number of distinct blocks at each of the slots below
+        `slots`.
+        """
         held = np.zeros(slots)
         for slot, counts in self._counts.items():
             if slot < slots:
@@ -90,7 +98,9 @@ class HeldBlocks:
         return held
 
     def leading(self, prompt: Sequence[int]) -> dict[int, int]:
-        """Return the leading blocks of `prompt` at each slot that holds any, by slot."""
+        """Return the number of leading blocks of `prompt` at each slot that has at least one of
+        them, by slot.
+        """
         found: dict[int, int] = {}
         for slot in self._first.get(prompt[0], ()) if prompt else ():
             counts = self._counts[slot]

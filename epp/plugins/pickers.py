@@ -1,4 +1,6 @@
-"""Pickers, which choose the destination and order the fallback endpoints."""
+"""Picker plugins, which choose the destination of a request by the candidates' total scores and
+order the fallback endpoints.
+"""
 
 from random import Random
 from typing import Annotated, ClassVar, Final
@@ -16,11 +18,16 @@ from epp.plugins.contract import (
 )
 
 _SCORE_MIN: Final = 1e-300
-"""Replacement for a score of 0 in a division: smaller than any other, and equal for all zeros."""
+"""Replacement for a total score of 0 in a division: smaller than any other score, and equal for all
+zeros.
+"""
 
 
 class MaxScore(Parameters, frozen=True):
-    """Pick the highest sum. Ties take turns by `rotation`, so that a burst spreads."""
+    """Pick the endpoint with the highest total score.
+
+    Equal scores are picked round robin by `rotation`, so that a burst spreads.
+    """
 
     type_name: ClassVar[str] = "max-score-picker"
     abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)
@@ -40,7 +47,8 @@ class MaxScore(Parameters, frozen=True):
 
 
 class WeightedRandom(Parameters, frozen=True):
-    """Draw endpoints in proportion to their sums, without replacement; uniformly if all sums are 0.
+    """Draw endpoints at random in proportion to their total scores, without replacement; uniformly
+    if all scores are 0.
 
     Algorithm A-Res by Efraimidis and Spirakis: the largest keys U^(1/score) win; here their
     logarithms.
@@ -62,7 +70,7 @@ class WeightedRandom(Parameters, frozen=True):
 
 
 class UniformRandom(Parameters, frozen=True):
-    """Draw endpoints uniformly, regardless of their sums."""
+    """Draw endpoints at random with equal probability, regardless of their scores."""
 
     type_name: ClassVar[str] = "random-picker"
     abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)

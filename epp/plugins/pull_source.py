@@ -29,14 +29,14 @@ _PREFILL: Final = "prefill"
 
 
 class PullSource(Parameters, frozen=True):
-    """`p2p-source-producer`: the request names an endpoint that has more of its prompt than the
-    chosen one.
+    """`p2p-source-producer`: the request names an endpoint from which the chosen one can pull
+    cached blocks.
 
-    The sources are the ready endpoints, before filters, that have at most one block less than the
-    endpoint with the most. The request's id selects one of them, with weight 1 / (1 + waiting
-    requests). The header `x-kv-cache-source-host-port` holds its address if it has at least
-    `minCachedTokenDelta` tokens more than the chosen endpoint. A client's header of that name is
-    removed.
+    The possible sources are the ready endpoints, before filters, that have at most one block of the
+    prompt less than the endpoint with the most. The request's id selects one of them, with weight 1
+    / (1 + waiting requests). The header `x-kv-cache-source-host-port` holds its address if it has
+    at least `minCachedTokenDelta` tokens more than the chosen endpoint. A client's header of that
+    name is removed.
 
     If engines send KV-cache events, a source offers the blocks in host memory (`cpu`), without a
     gap from the first block on. An endpoint without events offers nothing. An index of decisions
@@ -51,9 +51,13 @@ class PullSource(Parameters, frozen=True):
     own_headers: ClassVar[tuple[str, ...]] = (SOURCE_HEADER,)
 
     prefix_match_info_producer_name: str = ""
-    """Name of the prefix index; empty for the default one."""
+    """Name of the prefix index to read; empty for the default prefix index."""
     min_cached_token_delta: Annotated[int, Meta(ge=1)] = 1
-    """Advantage in cached tokens below which computing them is as fast as pulling them."""
+    """Minimum number of cached tokens that the source must have beyond those of the chosen
+    endpoint.
+
+    With fewer, computing them is as fast as pulling them.
+    """
     prefill_profile_name: str = _PREFILL
     """No effect, because the endpoint that serves a request also computes its prompt."""
 
@@ -62,7 +66,9 @@ class PullSource(Parameters, frozen=True):
         return self.prefix_match_info_producer_name
 
     def warnings(self) -> list[str]:
-        """Return a warning about a parameter without effect, without its place."""
+        """Return a sentence about a parameter set without effect, if any; the caller adds the
+        plugin's place in the document.
+        """
         if self.prefill_profile_name in {"", _PREFILL}:
             return []
         return [
@@ -94,14 +100,18 @@ class PullSource(Parameters, frozen=True):
 
 
 def _pullable(known: Affinity) -> Floats:
-    """Return float64[n]: the leading blocks of the prompt that others can fetch from each endpoint."""
+    """Return float64[n]: the number of leading blocks of the prompt that other endpoints can pull
+    from each candidate.
+    """
     if EXACT not in known.columns:
         return known.matched.astype(np.float64)
     return known.columns.get(HOST_BLOCKS, np.zeros(len(known.matched)))
 
 
 def _drawn(request_id: str, waiting: Floats) -> int:
-    """Return the position drawn by `request_id`; a longer queue is less likely."""
+    """Return a position in `waiting` that a hash of `request_id` selects; positions with more
+    waiting requests are less likely.
+    """
     weights = 1.0 / (1.0 + np.nan_to_num(waiting))
     drawn = xxhash.xxh64_intdigest(request_id.encode("utf-8", "surrogatepass")) / 2.0**64
     return min(

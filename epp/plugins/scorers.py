@@ -1,4 +1,5 @@
-"""Scorers, which return float64[n] in [0, 1] for n candidates, with NaN where a column is unknown.
+"""Scorer plugins, which return float64[n] in [0, 1] for n candidates, with NaN where a needed value
+is unknown.
 
 Formulas and parameters are those of llm-d-router v0.10, except where a docstring says otherwise.
 """
@@ -49,17 +50,22 @@ class PrefixCache(Parameters, frozen=True):
     match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
     match_length_scale_tokens: Annotated[float, Meta(gt=0)] = 8192.0
     agreement: Agreement = Agreement.AUTO
-    """`auto`: only while other pickers of the pool do not share their decisions; `rendezvous`:
-    always.
+    """Condition under which pickers agree on an endpoint for a little-known prompt.
+
+    `auto`: other pickers of the pool do not share their decisions; `rendezvous`: always.
     """
     agreement_below: Annotated[float, Meta(ge=0, le=1)] = 0.8
-    """Share of the prompt's full blocks from which the match decides instead of the agreement."""
+    """Share of the prompt's full blocks that any endpoint must have cached so that the cached
+    prefix decides, not the agreement of pickers.
+    """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Prompts that share this many tokens beyond what most endpoints have cached go to one
-    endpoint, unless a session or conversation decides.
+    """Number of tokens beyond what most endpoints have cached by which pickers agree on an
+    endpoint: prompts that share them go to the same one, unless a session or conversation decides.
     """
     agreement_session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
-    """Request header that names the session, if the request has no session id of its own."""
+    """Request header whose value identifies the session, if the request has no session id of its
+    own.
+    """
 
     @property
     def producer(self) -> str | None:
@@ -87,7 +93,9 @@ class PrefixCache(Parameters, frozen=True):
         return scores
 
     def session_of(self, request: InferenceRequest, /) -> str:
-        """Return the session that `request` names, or "" while pickers need not agree."""
+        """Return the session that `request` names, or "" while pickers need not agree on an
+        endpoint.
+        """
         if not self._agrees(request):
             return ""
         return request.session_id or request.headers.get(self.agreement_session_header.lower(), "")
@@ -99,8 +107,10 @@ class PrefixCache(Parameters, frozen=True):
 
 
 def _least_first(load: Floats) -> Floats:
-    """Return 1 for the lowest load, 0 for the highest, linear between; all 1 if equal. NaN stays
-    NaN.
+    """Return a score for each value of `load`: 1 for the lowest, 0 for the highest, linear between;
+    all 1 if equal.
+
+    NaN stays NaN. `load` is changed in place.
     """
     # argmin and argmax take a third of the time of min and max. If there is a NaN, they return its
     # position.
@@ -117,7 +127,9 @@ def _least_first(load: Floats) -> Floats:
 
 
 class Queue(Parameters, frozen=True):
-    """Prefer short waiting queues, from 1 for the shortest to 0 for the longest."""
+    """Prefer endpoints with short waiting queues: 1 for the shortest, 0 for the longest, linear
+    between.
+    """
 
     type_name: ClassVar[str] = "queue-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads=("waiting_requests",))
@@ -127,7 +139,7 @@ class Queue(Parameters, frozen=True):
 
 
 class KVCacheUtilization(Parameters, frozen=True):
-    """Prefer a free KV cache: 1 - usage."""
+    """Prefer endpoints with a free KV cache: the score is 1 - usage."""
 
     type_name: ClassVar[str] = "kv-cache-utilization-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads=("kv_cache_usage",))
@@ -138,7 +150,9 @@ class KVCacheUtilization(Parameters, frozen=True):
 
 
 class RunningRequests(Parameters, frozen=True):
-    """Prefer small running batches, from 1 for the smallest to 0 for the largest."""
+    """Prefer endpoints with few running requests: 1 for the fewest, 0 for the most,
+    linear between.
+    """
 
     type_name: ClassVar[str] = "running-requests-size-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads=("running_requests",))
@@ -148,10 +162,11 @@ class RunningRequests(Parameters, frozen=True):
 
 
 class ActiveRequests(Parameters, frozen=True):
-    """Prefer endpoints with few requests in flight from this picker, which are counted and never
-    scraped.
+    """Prefer endpoints with few requests in flight from this picker, which the picker counts
+    itself.
 
-    The score is 1 up to `idle_threshold`, else (most - own) / most * `max_busy_score`.
+    The score is 1 up to `idle_threshold` requests, else (most - own) / most * `max_busy_score`,
+    where most is the largest number at any candidate.
     """
 
     type_name: ClassVar[str] = "active-request-scorer"
@@ -162,9 +177,9 @@ class ActiveRequests(Parameters, frozen=True):
     idle_threshold: Annotated[int, Meta(ge=0)] = 0
     max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`; there is only one."""
+    """Name of the `inflight-load-producer` to use; there is at most one."""
     request_timeout: str = ""
-    """No effect, as in llm-d-router; requests in flight are counted by their ends."""
+    """No effect, as in llm-d-router, because requests in flight are counted until they end."""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -195,7 +210,7 @@ class TokenLoad(Parameters, frozen=True):
 
     queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`; there is only one."""
+    """Name of the `inflight-load-producer` to use; there is at most one."""
 
     @property
     def producer(self) -> str | None:
@@ -210,7 +225,8 @@ class TokenLoad(Parameters, frozen=True):
 
 
 class LoadAware(Parameters, frozen=True):
-    """Prefer short waiting queues by their absolute length.
+    """Prefer endpoints with short waiting queues, compared with a threshold and not with other
+    endpoints.
 
     The score is 0.5 * (1 - min(waiting, threshold) / threshold), so 0.5 for an empty queue.
     """
@@ -289,7 +305,7 @@ class NoHitLru(Parameters, frozen=True):
     lru_size: Annotated[int, Meta(ge=1)] = 1024
     prefix_match_info_producer_name: str = ""
     prefix_plugin_type: str = ""
-    """No effect. Like `prefix_plugin_name`, it is accepted so that old configurations load."""
+    """No effect; accepted, like `prefix_plugin_name`, so that old configurations load."""
     prefix_plugin_name: str = ""
 
     @property
@@ -298,7 +314,9 @@ class NoHitLru(Parameters, frozen=True):
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
-        """Return the parameters with which a missing index is made."""
+        """Return the parameters of the `no-hit-lru-producer` that is created if none is
+        declared.
+        """
         return {"lruSize": self.lru_size}
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:

@@ -35,7 +35,7 @@ class EncodedEndpointHeader(Parameters, frozen=True):
 
 
 class SessionIdSettings(Parameters, frozen=True):
-    """The settings of strategy `session_id`: the source of session names and their lifetime."""
+    """Settings of the strategy `session_id`: the source of session names and their lifetime."""
 
     sources: SessionSources = ()
     eviction_ttl_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
@@ -45,7 +45,7 @@ class SessionIdSettings(Parameters, frozen=True):
 
 
 class _SessionAffinity(Parameters, frozen=True):
-    """The parameters of the scorer and the filter."""
+    """Parameters that `session-affinity-scorer` and `session-affinity-filter` have in common."""
 
     abilities: ClassVar[Abilities] = Abilities(
         reads=("headers", "session_tokens", "endpoints"),
@@ -59,15 +59,21 @@ class _SessionAffinity(Parameters, frozen=True):
 
     strategy: SessionStrategy = SessionStrategy.ENCODED_ENDPOINT_HEADER
     header_name: Annotated[str, Meta(min_length=1)] = TOKEN_HEADER
-    """Header of the token; llm-d-router's spelling is `encodedEndpointHeaderConfig.header`."""
+    """Header that carries the session token; llm-d-router's spelling is
+    `encodedEndpointHeaderConfig.header`.
+    """
     encoded_endpoint_header_config: EncodedEndpointHeader = field(
         default_factory=EncodedEndpointHeader
     )
-    """Settings with one member, `header`: the header of the token."""
+    """Settings of the strategy `encoded_endpoint_header`: `header` is the name of the header that
+    carries the session token.
+    """
     session_id_config: SessionIdSettings = field(default_factory=SessionIdSettings)
-    """Settings of strategy `session_id`. The first of `sources` that a request has names its
-    session; each is a `header`, or an `attribute` and its `producer`. `evictionTtlSeconds` is 300
-    by default, and `evictionSweepSeconds` has no effect.
+    """Settings of the strategy `session_id`.
+
+    The first of `sources` that a request has names its session; each is a `header`, or an
+    `attribute` and its `producer`. `evictionTtlSeconds` is 300 by default, and
+    `evictionSweepSeconds` has no effect.
     """
     profile_name: str = ""
     """No effect, because there is only one profile."""
@@ -82,13 +88,13 @@ class _SessionAffinity(Parameters, frozen=True):
 
     @property
     def token_header(self) -> str:
-        """Return the name of the token header in lower case, as request headers are."""
+        """Return the name of the session token's header in lower case, as in request headers."""
         given = self.encoded_endpoint_header_config.header.strip() or self.header_name.strip()
         return given.lower() or TOKEN_HEADER
 
     @property
     def reads_tokens(self) -> bool:
-        """Return whether session tokens decide."""
+        """Return True if session tokens determine the endpoint, not session ids."""
         return self.strategy is SessionStrategy.ENCODED_ENDPOINT_HEADER
 
     @property
@@ -97,7 +103,7 @@ class _SessionAffinity(Parameters, frozen=True):
 
     @property
     def producer_parameters(self) -> Mapping[str, Any]:
-        """Return the given parameters of the session index."""
+        """Return the parameters of the session index that this plugin sets."""
         told: dict[str, Any] = {}
         if self.session_id_config.sources:
             told["sources"] = [source.described for source in self.session_id_config.sources]
@@ -106,7 +112,9 @@ class _SessionAffinity(Parameters, frozen=True):
         return told
 
     def warnings(self) -> Sequence[str]:
-        """Return warnings about parameters without effect, without their place."""
+        """Return one sentence for each parameter set without effect; the caller adds the plugin's
+        place in the document.
+        """
         found = []
         if self.profile_name:
             found.append("profileName has no effect, because there is only one profile")
@@ -119,8 +127,10 @@ class _SessionAffinity(Parameters, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Return the token of `endpoint`, which the client sends back with the session's next
-        request.
+        """Return a header with the session token of `endpoint`, which the client sends back with
+        the session's next request.
+
+        It is empty with the strategy `session_id`.
         """
         if self.strategy is SessionStrategy.SESSION_ID:
             return {}
@@ -128,8 +138,8 @@ class _SessionAffinity(Parameters, frozen=True):
         return {self.token_header: token} if token else {}
 
     def _holders(self, request: InferenceRequest, candidates: Candidates) -> Bools:
-        """Return bool[n]: the endpoints that served the session of `request` before; all False if
-        unknown.
+        """Return bool[n]: True for candidates that served the session of `request` before; all
+        False if the session is unknown.
         """
         if self.strategy is SessionStrategy.SESSION_ID:
             return candidates.affinity(self.producer_type).matched > 0
@@ -144,11 +154,11 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
     """Score 1 for the endpoint that served this session before, 0 for the others; all 0 if none
     did.
 
-    A response header carries a token with strategy `encoded_endpoint_header`, and the client sends
-    it back. The token is a keyed hash of the endpoint. It reveals nothing, and only pickers with
-    the key can create it. An invalid token, or one of an endpoint that is not a candidate, prefers
-    no endpoint. An affinity index remembers the endpoint of each session with strategy
-    `session_id`.
+    With the strategy `encoded_endpoint_header`, a response header carries a token, and the client
+    sends it back. The token is a keyed hash of the endpoint. It reveals nothing, and only pickers
+    with the key can create it. An invalid token, or one of an endpoint that is not a candidate,
+    prefers no endpoint. With the strategy `session_id`, an affinity index remembers the endpoint of
+    each session.
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"
@@ -158,8 +168,8 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
 
 
 class SessionAffinityFilter(_SessionAffinity, frozen=True):
-    """Keep the endpoint that served this session before, while it is a candidate; otherwise keep
-    all.
+    """Keep only the endpoint that served this session before, while it is a candidate; otherwise
+    keep all endpoints.
 
     The strategies are those of `session-affinity-scorer`. A session stays at its first endpoint
     even if that is overloaded; the scorer with a weight is less strict.

@@ -1,4 +1,5 @@
-"""Strategies made of built-in plugins: Homing's own, and those that other pickers ship.
+"""Routing strategies made of built-in plugins: Homing's own, and those that llm-d-router and the
+Gateway API inference extension ship.
 
 Strategies of other routers are in a distribution of their own, `rivals/`.
 """
@@ -12,8 +13,9 @@ from epp.plugins.strategy import Step, Strategy, config_of, named, producer, ste
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _BURST: Final = "burst-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
-"""Producer with which tokens in flight do not drain over time, but stay until a first token is seen
-or counted.
+"""Producer with a prefill speed so low that tokens in flight do not drain over time.
+
+They stay until the first token of the answer is seen or counted.
 """
 _ADAPTERS: Final = step("lora-affinity-scorer", 1)
 """The scorer of adapters, with the weight on llm-d-router's page and in its sample configuration."""
@@ -70,7 +72,10 @@ _ALL: Final = (
     Strategy(
         name="llm-d-3-2-2-lora",
         idea="llm-d without a configuration, plus its scorer of adapters with weight 1.",
-        omissions="llm-d's own index, which is `llm-d-approximate-lora`; its 0.6 where one waits",
+        omissions=(
+            "llm-d's own index, which is `llm-d-approximate-lora`; its score of 0.6 for an "
+            "adapter that waits"
+        ),
         config=config_of(
             step("prefix-cache-scorer", 3),
             step("queue-scorer", 2),
@@ -81,22 +86,25 @@ _ALL: Final = (
     Strategy(
         name="sticky-until-saturated",
         idea=(
-            "llm-d's guide optimized-baseline since August 2026: an endpoint with 0.8 of the "
-            "prompt keeps it until it is 18 s behind, then the fewest uncached tokens."
+            "llm-d's guide optimized-baseline since August 2026: only endpoints with 0.8 of the "
+            "prompt cached, unless they are 18 s slower; of these the one with the fewest "
+            "uncached tokens."
         ),
         omissions=(
-            "tokens held until the first chunk: here pages and time release them; its index is "
-            "Homing's"
+            "tokens in flight until the first chunk: here metrics pages and time reduce them; "
+            "llm-d's own index"
         ),
         config=_sticky(),
     ),
     Strategy(
         name="sticky-until-saturated-first-token",
         idea=(
-            "llm-d's guide optimized-baseline, with tokens held until a first token is seen or "
-            "counted, as llm-d holds them."
+            "llm-d's guide optimized-baseline, with tokens in flight until a first token is seen "
+            "or counted, as in llm-d."
         ),
-        omissions="llm-d sees first chunks: here pages count first tokens; its index is Homing's",
+        omissions=(
+            "first chunks that llm-d sees: here metrics pages count first tokens; llm-d's own index"
+        ),
         config=_sticky(_UNTIL_FIRST_TOKEN),
     ),
     Strategy(
@@ -106,8 +114,8 @@ _ALL: Final = (
             "the guide does not use."
         ),
         omissions=(
-            "tokens held until the first chunk: here pages and time release them; its index is "
-            "Homing's"
+            "tokens in flight until the first chunk: here metrics pages and time reduce them; "
+            "llm-d's own index"
         ),
         config=_sticky(_ADAPTERS),
     ),
@@ -128,8 +136,8 @@ _ALL: Final = (
     Strategy(
         name="llm-d-burst",
         idea=(
-            "llm-d's burst co-scheduling beside its prefix index: equal prompts within 100 ms go "
-            "together (3), prefix 3, queue 2, KV cache 2."
+            "llm-d's burst co-scheduling beside its prefix index: the same endpoint for equal "
+            "prompts within 100 ms (3), prefix 3, queue 2, KV cache 2."
         ),
         omissions="llm-d's own index; a scorer of adapters, as in `llm-d-3-2-2-lora`",
         config=config_of(
@@ -144,4 +152,4 @@ _ALL: Final = (
 )
 
 STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType({one.name: one for one in _ALL})
-"""All strategies by name, in the order of tables."""
+"""All built-in strategies by name, in the order in which tables list them."""

@@ -1,4 +1,6 @@
-"""A strategy: a name, an idea with its origin, and the configuration that implements it."""
+"""The description of a routing strategy: a name, an idea with its origin, and the configuration
+that implements it.
+"""
 
 from collections.abc import Mapping
 from typing import Final
@@ -11,50 +13,57 @@ _PICKER: Final = "max-score-picker"
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """A plugin of a strategy's configuration."""
+    """A plugin in the configuration of a routing strategy."""
 
     type_name: str
     name: str = ""
-    """Name in the document, or "" for the name of the type."""
+    """Name of the plugin in the configuration document, or "" for the name of its type."""
     weight: float | None = None
     """Weight of a scorer, or None for 1."""
     parameters: Mapping[str, object] = field(default_factory=dict)
     decides: bool = True
-    """True if the plugin is part of the profile; False if it is only declared, as producers are."""
+    """True if the strategy's profile refers to the plugin; False if the plugin is only declared, as
+    producers are.
+    """
 
 
 class Strategy(Struct, frozen=True, kw_only=True):
     """A routing strategy that a project ships or proposes, as a configuration of our plugins."""
 
     name: str
-    """Name for `--config`."""
+    """Name of the routing strategy, as given to `--config`."""
     idea: str
-    """One sentence with the origin and the rule."""
+    """One sentence with the origin of the strategy and its rule."""
     config: str
     """Complete text of an `EndpointPickerConfig`."""
     omissions: str = ""
-    """Differences from the original, as a phrase for a table; "" if none are known."""
+    """Differences from the original strategy, as a phrase for a table; "" if none are known."""
 
 
 def step(type_name: str, weight: float | None = None, /, **parameters: object) -> Step:
-    """Return a plugin of the profile; `parameters` are spelt as in its type."""
+    """Return a plugin that the strategy's profile refers to; `parameters` are spelt as in its
+    class.
+    """
     return Step(type_name=type_name, weight=weight, parameters=parameters)
 
 
 def producer(type_name: str, /, **parameters: object) -> Step:
-    """Return a plugin that is only declared."""
+    """Return a plugin that the strategy only declares, without a reference in its profile."""
     return Step(type_name=type_name, parameters=parameters, decides=False)
 
 
 def named(name: str, plugin: Step) -> Step:
-    """Return `plugin` with the name `name`, for a second plugin of the same type."""
+    """Return `plugin` with the name `name`, so that a strategy can have two plugins of the same
+    type.
+    """
     return replace(plugin, name=name)
 
 
 def config_of(*steps: Step, picker: Step | None = None) -> str:
-    """Return the `EndpointPickerConfig` of one profile with `steps` in order and `picker` last.
+    """Return the text of an `EndpointPickerConfig` with one profile: `steps` in order, and `picker`
+    last.
 
-    Names must be distinct.
+    The names of the steps must be distinct.
     """
     steps = (*steps, picker or step(_PICKER))
     plugins: list[dict[str, object]] = []

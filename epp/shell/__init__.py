@@ -1,1 +1,1 @@
-"""Touches the world; decides nothing."""
+"""The part of the picker that has I/O: network, files and clocks. It makes no routing decisions."""

@@ -1,4 +1,4 @@
-"""The results of discovery, from a file or from Kubernetes."""
+"""The results of discovery (endpoints, objectives, rewrites), from a file or from Kubernetes."""
 
 from collections.abc import Mapping
 
@@ -11,5 +11,5 @@ from epp.core.types import Endpoint
 class Found(Struct, frozen=True, kw_only=True):
     endpoints: tuple[Endpoint, ...] = ()
     objectives: Mapping[str, int] = field(default_factory=dict)
-    """Priority of each objective, by name."""
+    """Priority of each inference objective, by the objective's name."""
     rewrites: ModelRewrites = field(default_factory=ModelRewrites)

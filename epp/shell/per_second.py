@@ -1,10 +1,12 @@
-"""A limit of events a second, with a count of those above it."""
+"""A limit of events per second, with a count of those above the limit."""
 
 from epp.core.types import Seconds
 
 
 class PerSecond:
-    """Admits the first `admitted_max` events of each second, by a clock that the caller reads."""
+    """A limiter that admits the first `admitted_max` events of each second, by a clock that the
+    caller reads.
+    """
 
     def __init__(self, admitted_max: int) -> None:
         self._admitted_max = admitted_max
@@ -13,7 +15,7 @@ class PerSecond:
         self._left_out = 0
 
     def admits(self, now: Seconds) -> bool:
-        """Return True if an event at `now` is within the limit; count it otherwise."""
+        """Return True if an event at `now` is within the limit; otherwise count it as left out."""
         second = int(now)
         if second != self._second:
             self._second = second
@@ -25,6 +27,8 @@ class PerSecond:
         return True
 
     def left_out(self) -> dict[str, int]:
-        """Return a field for a log line: the number of events not admitted since the last call, if any."""
+        """Return a field for a log line with the number of events above the limit since the last
+        call; no field if there were none.
+        """
         left_out, self._left_out = self._left_out, 0
         return {"left_out": left_out} if left_out else {}

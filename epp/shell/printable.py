@@ -1,8 +1,9 @@
-"""Text from outside, made safe to display."""
+"""Make text from outside the picker safe to display."""
 
 
 def printable(text: str) -> str:
-    """Return `text`, or its form in a Python literal in ASCII if a character is not printable.
+    """Return `text` unchanged if all characters are printable, else as an ASCII Python literal with
+    escapes.
 
     The result is one line that can be encoded in UTF-8. It cannot control a terminal or change the
     direction of writing.

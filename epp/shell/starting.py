@@ -6,7 +6,7 @@ from typing import Final
 from epp.flags.values import IpAddress
 
 EVERYWHERE: Final = IpAddress("::")
-"""All addresses of this machine, IPv4 and IPv6."""
+"""Address that stands for all IPv4 and IPv6 addresses of this machine."""
 
 
 class StartError(Exception):

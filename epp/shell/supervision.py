@@ -1,9 +1,9 @@
-"""Tasks that run until the picker ends, and the restart of a task that ends before.
+"""Run tasks until the picker ends, and restart a task that ends before.
 
 An `asyncio.TaskGroup` owns tasks: it waits for them and ends them together. It does not supervise
-them. An exception of one task ends all. The group silently forgets a task that returns or that ends
-with a `CancelledError` of any origin. Every task that must not end therefore runs inside
-`Supervisor.keep`, which ends only when it is cancelled.
+them. An exception of one task ends all tasks of the group. The group silently forgets a task that
+returns or that ends with a `CancelledError` of any origin. Every task that must not end therefore
+runs inside `Supervisor.keep`, which ends only when it is cancelled.
 """
 
 import asyncio
@@ -15,24 +15,30 @@ import structlog
 from epp.core.types import Seconds
 
 BACKOFF_S: Final[Seconds] = 0.1
-"""Pause before the first restart; each further pause is twice as long."""
+"""Pause in seconds before the first restart of a task that ended; each further pause is twice as
+long.
+"""
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 STEADY_S: Final[Seconds] = 60.0
-"""Time after which a running task counts as healthy, so that its back-off is reset."""
+"""Time in seconds after which a running task counts as healthy, so that the pause before its next
+restart is reset.
+"""
 ENDS_MAX: Final = 3
-"""Number of ends without a healthy run between them from which a task counts as broken."""
+"""Number of unexpected ends of a task, without a healthy run between them, from which it counts as
+broken.
+"""
 
 Loop: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
-"""Function that starts the task; its coroutine runs until cancelled."""
+"""Type of a function that starts a background task; its coroutine runs until cancelled."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Supervisor:
-    """The supervisor of all loops of the process, each with a name.
+    """The supervisor of all background tasks (loops) of the process, each with a name.
 
-    `count(name, ends)` counts unexpected ends: 1 for each, and 0 when a loop is started, so that the
-    count exists before the first end. `on_change` is called when `broken` changes.
+    `count(name, ends)` counts unexpected ends: 1 for each, and 0 when a loop is started, so that
+    the count exists before the first end. `on_change` is called when `broken` changes.
     """
 
     def __init__(
@@ -48,13 +54,15 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._steady_s = steady_s
         self.broken: set[str] = set()
-        """Names of essential loops that end repeatedly."""
+        """Names of essential background tasks that have ended repeatedly."""
 
     async def keep(self, name: str, loop: Loop, *, of: str = "", essential: bool = False) -> None:
-        """Run `loop` until cancelled, and restart it with back-off whenever it ends by itself.
+        """Run the background task `loop` until cancelled, and restart it with back-off whenever it
+        ends by itself.
 
         Few different values of `name` may occur, because it becomes a label; `of` distinguishes
-        loops with the same name. An `essential` loop that ends repeatedly makes the picker not ready.
+        loops with the same name. An `essential` loop that ends repeatedly makes the picker not
+        ready.
 
         Every `BaseException` of the loop is contained, except a cancellation that was requested
         (`Task.cancelling`).
@@ -94,7 +102,7 @@ class Supervisor:
             if essential and ends >= ENDS_MAX:
                 self._mark(name, broken=True)
             _log.error(
-                "a task ended that nobody asked to end, it is started anew",
+                "background task ended unexpectedly, it is restarted",
                 task=name,
                 of=of,
                 how="returned" if error is None else f"raised {type(error).__name__}",
@@ -109,6 +117,8 @@ class Supervisor:
 
 
 async def forever() -> NoReturn:
-    """Wait until cancelled; the end of a loop that has nothing more to do."""
+    """Wait until cancelled. A background task that has nothing more to do ends with this, because
+    it must not return.
+    """
     while True:
         await asyncio.Event().wait()

@@ -1,9 +1,12 @@
-"""Test support for plugins: the contract that every plugin must meet, and builders for test values.
+"""Test support for authors of plugins: a check of the contract that every plugin must meet, and
+builders for test values.
 
 `check_plugin` checks the contract that Homing's own plugins meet. It draws its cases from a seed
 and needs only the standard library and numpy. The cases are the same everywhere, and no test
-framework is needed. `endpoint`, `request` and `candidates` build values with a default for
-everything that a test does not set.
+framework is needed.
+
+`endpoint`, `request` and `candidates` build values with a default for everything that a test does
+not set.
 """
 
 from epp.testing.builders import (

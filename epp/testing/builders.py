@@ -1,4 +1,6 @@
-"""Builders of test values, with a default for everything that a test does not set."""
+"""Builders of endpoints, requests and candidates for tests, with a default for everything that a
+test does not set.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +20,9 @@ PREFIX: Final = "approx-prefix-cache-producer"
 
 
 def endpoint(number: int = 0, **fields: Any) -> Endpoint:
-    """Return endpoint number `number` of a pool: 192.168.1.<number + 1>:8000."""
+    """Return the test endpoint with number `number`, whose address is 192.168.1.<number +
+    1>:8000.
+    """
     defaults = {
         "endpoint_id": f"uid-{number}:8000",
         "name": f"pod-{number}",
@@ -28,8 +32,9 @@ def endpoint(number: int = 0, **fields: Any) -> Endpoint:
 
 
 def request(**fields: Any) -> InferenceRequest:
-    """Return a request for `my-model` without a prompt; fields of its `moment` are passed beside
-    its own.
+    """Return a test request for `my-model`, without a prompt unless `prompts` is given.
+
+    Fields of its `moment` are passed beside its own fields.
     """
     known = {name: fields.pop(name) for name in Moment.__struct_fields__ if name in fields}
     defaults: dict[str, Any] = {"request_id": "test-request-id", "model": "my-model"}
@@ -38,7 +43,9 @@ def request(**fields: Any) -> InferenceRequest:
 
 
 def loaded_adapters(*active: str, slots_max: int = 0) -> AdapterReport:
-    """Return an adapter report as `vllm:lora_requests_info` gives it."""
+    """Return the report of LoRA adapters that an engine with `vllm:lora_requests_info`
+    would give.
+    """
     return AdapterReport(active=frozenset(active), slots_max=slots_max)
 
 
@@ -50,7 +57,9 @@ def resident_adapters(
     pinned: Collection[str] = (),
     slots_max: int = 0,
 ) -> AdapterReport:
-    """Return an adapter report as the residency series give it."""
+    """Return the report of LoRA adapters that an engine with series of their residency
+    would give.
+    """
     return AdapterReport(
         active=frozenset(active),
         slots_max=slots_max,
@@ -82,8 +91,8 @@ def candidates(  # noqa: PLR0913  one argument per column
     block_tokens: int = 64,
     prompt_tokens: int = 0,
 ) -> Candidates:
-    """Return candidates in slots 0, 1, ... from the given columns, or `n` candidates if no column
-    is given.
+    """Return test candidates in slots 0, 1, ... with the given columns, or `n` candidates if no
+    column is given.
 
     A missing column is unknown if engines report it, and 0 if the picker counts it. Metrics are 0 s
     old.
@@ -138,5 +147,7 @@ def candidates(  # noqa: PLR0913  one argument per column
 
 
 def affinity(matched: Iterable[int], total: int = 1) -> Affinity:
-    """Return an affinity of `matched` blocks by endpoint slot, of `total`."""
+    """Return the match of an affinity index for tests: `matched` blocks by endpoint slot, of
+    `total` blocks.
+    """
     return Affinity(np.array(list(matched), dtype=np.int64), total)

@@ -1,4 +1,5 @@
-"""Short random runs of a scheduler, driven as both shells drive it.
+"""Short random runs of a scheduler in which endpoints come and go, driven as the picker and the
+simulator drive it.
 
 Endpoints join, leave and restart. Requests end well, with an error or without any notice. Engines
 report random values.
@@ -27,11 +28,11 @@ _USERS: Final[tuple[Mapping[str, str], ...]] = ({}, {"x-user-id": "u1"}, {"x-use
 
 
 class Churn(Struct, frozen=True, kw_only=True):
-    """The result of a run in which all requests have ended."""
+    """The result of a random run of a scheduler in which all requests have ended."""
 
     scheduler: Scheduler
     went: tuple[str, ...]
-    """Endpoint id of each request; "" for a refused request."""
+    """Id of the endpoint that served each request, in order; "" for a refused request."""
     ended_s: Seconds
 
 
@@ -44,10 +45,11 @@ def churn(
     labels: Sequence[Mapping[str, str]] = (),
     headers: Sequence[Mapping[str, str]] = (),
 ) -> Churn:
-    """Send `steps` requests through a new scheduler.
+    """Send `steps` requests through a new scheduler with `settings`, and return the result.
 
-    `dice` seeds the events of the run, and `seed` the scheduler. `labels` are assigned to the
-    endpoints round robin. `headers` are drawn for requests, besides the usual ones.
+    `dice` seeds the random events of the run, and `seed` the scheduler. `labels` are assigned to
+    the endpoints round robin. Each request gets one of `headers`, or of those that every run uses,
+    at random.
     """
     settings = replace(settings, session_tokens=SessionTokens((b"of this test",)))
     scheduler = Scheduler(settings, seed=seed)
@@ -87,9 +89,9 @@ def churn(
     return Churn(scheduler=scheduler, went=tuple(went), ended_s=now)
 
 
-def strangers_differ(after: Churn) -> str:
-    """Replace all endpoints. Return the index that distinguishes the new ones from each other, or
-    "".
+def inherited_column(after: Churn) -> str:
+    """Replace all endpoints by new ones. Return the index and the column that differ between the
+    new ones, as "index, column", or "" if none does.
 
     The new endpoints occupy the slots of the old ones and must not inherit anything from them.
     """
@@ -107,7 +109,9 @@ def strangers_differ(after: Churn) -> str:
 
 
 def prompt(random: Random) -> bytes:
-    """Return a prompt of 0 to 40 blocks of 64 tokens that shares its beginning with some others."""
+    """Return a random prompt of 0 to 40 blocks of 64 tokens, whose beginning equals that of some
+    other prompts.
+    """
     preamble = random.randrange(3)
     turn = random.randrange(4)
     shared = f"system {preamble} " * 60 + f"user {turn} " * (10 * turn)

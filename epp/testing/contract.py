@@ -1,4 +1,4 @@
-"""The contract that every plugin must meet, for any state of the pool: `check_plugin`.
+"""The check `check_plugin` of the contract that every plugin must meet, for any state of the pool.
 
 The plugin is a filter, a scorer, a picker or the settings of an affinity index, as its main method
 shows.
@@ -50,7 +50,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport
 from epp.testing import builders
-from epp.testing.churn import churn, prompt, strangers_differ
+from epp.testing.churn import churn, inherited_column, prompt
 from epp.testing.reads import ReadsObserved
 
 Given = Mapping[str, str]
@@ -61,26 +61,29 @@ _ROLES: Final = ("decode", "prefill", "encode", "both", "other")
 _TOKENS: Final = SessionTokens((b"of this test",))
 _HEADERS: Final[tuple[Given, ...]] = ({}, {"x-session-token": _TOKENS.of(builders.endpoint(1))})
 _SLOTS: Final = 6
-_TOLD: Final = 1_000
-"""Number of requests after which an index must have reached its largest size, with the given
-limits.
+_REQUESTS: Final = 1_000
+"""Number of recorded requests after which an index must have reached its largest size, with the
+given limits.
 """
 _GROWTH_MAX: Final = 1.25
 _GROWTH_BYTES_MAX: Final = 64 * 1024
-"""Allowance in bytes for dictionaries, which grow by doubling."""
+"""Number of bytes by which an index may grow further, because dictionaries grow by doubling."""
 _ENOUGH: Final = 1e-12
 _COST_TOLERANCE: Final = 1e-6
-"""Tolerance of scores, because costs are added up in another order."""
+"""Tolerance when scores are compared with the reported cost, whose parts may be added up in another
+order.
+"""
 
 
 class ContractError(AssertionError):
-    """A plugin breaks its contract. The message is one sentence with the values that repeat the
-    case.
+    """The error of a plugin that breaks its contract.
+
+    Its message is one sentence with the values that repeat the case.
     """
 
 
 class _Subject(Struct, frozen=True, kw_only=True):
-    """The plugin under test, and its author's statements about it."""
+    """The plugin class under test, and its author's statements about it."""
 
     kind: type[Any]
     verb: str
@@ -95,16 +98,18 @@ class _Subject(Struct, frozen=True, kw_only=True):
 
     @property
     def abilities(self) -> Abilities:
-        """Return the abilities that the class declares."""
+        """Return the abilities that the plugin class declares."""
         declared: Abilities = self.kind.abilities
         return declared
 
     def made(self) -> Any:
-        """Return a new instance."""
+        """Return a new instance of the plugin class with the given parameters."""
         return msgspec.convert(dict(self.parameters), self.kind, dec_hook=decode)
 
     def expect(self, fulfilled: bool, sentence: str, case: int | None = None) -> None:
-        """Raise `ContractError` unless `fulfilled`."""
+        """Raise `ContractError` with `sentence`, and the number of the `case`, unless
+        `fulfilled`.
+        """
         if not fulfilled:
             told = f"{self.kind.__name__}({dict(self.parameters)}): {sentence}"
             raise ContractError(
@@ -124,7 +129,9 @@ def check_plugin(  # noqa: PLR0913  one argument per option
     cases: int = 100,
     seed: int = 1,
 ) -> None:
-    """Check the plugin class `kind` with `parameters`, which are spelt as in a configuration.
+    """Raise `ContractError` at the first violation of the contract by the plugin class `kind`.
+
+    The check takes about a second. `parameters` are spelt as in a configuration.
 
     - `beside`: other plugin classes that it needs, such as the index that a scorer names. Installed
       plugins are known.
@@ -133,10 +140,8 @@ def check_plugin(  # noqa: PLR0913  one argument per option
     - `selects`: True for a filter that may drop every candidate.
     - `by_order`: True if the plugin ranks candidates that are equal for it in their order.
 
-    An index needs small limits: more than `_TOLD` requests are recorded in it, after which it must
-    not grow.
-
-    Raises `ContractError` at the first violation. The check takes about a second.
+    An index needs parameters with small limits: after `_REQUESTS` recorded requests it must not
+    grow any more.
     """
     verbs = [verb for verb in _VERBS if callable(getattr(kind, verb, None))]
     if not (issubclass(kind, Struct) and len(verbs) == 1):
@@ -218,8 +223,9 @@ def _check_opinions(subject: _Subject) -> None:
 
 
 def _check_reads(subject: _Subject, reads: ReadsObserved, case: int) -> None:
-    """Check declared reads: with an undeclared one, data could be missing or scores cached although
-    it changes.
+    """Raise `ContractError` if the plugin read a value that it does not declare.
+
+    Data for an undeclared read could be missing, or scores could be cached although it changes.
     """
     declared = subject.abilities.reads
     if declared is not None:
@@ -240,7 +246,9 @@ def _check_cost(
     scores: Any,
     case: int,
 ) -> None:
-    """Check that scores fall linearly with the reported cost."""
+    """Raise `ContractError` unless the plugin's scores fall linearly with the cost that
+    it reports.
+    """
     unit: object = plugin.cost_unit
     subject.expect(
         isinstance(unit, str) and bool(unit), 'cost_unit must be a str such as "s"', case
@@ -270,7 +278,9 @@ def _check_cost(
 def _answered(
     subject: _Subject, plugin: Any, asked: InferenceRequest, pool: Candidates, case: int
 ) -> Any:
-    """Return the checked result of `keep` or `score`, with NaN for None."""
+    """Return the result of `keep` or `score` after checks of its type, length and range, with NaN
+    for None.
+    """
     n = len(pool)
     try:
         found = getattr(plugin, subject.verb)(asked, pool)
@@ -347,8 +357,8 @@ def _check_index(subject: _Subject) -> None:
     )
     random = _random(subject, 0)
     now = builders.NOW_S
-    for step in range(_TOLD):
-        now = _told(subject, index, random, step, now)
+    for step in range(_REQUESTS):
+        now = _record_request(subject, index, random, step, now)
     asked = [_request(subject, random) for _ in range(20)]
     # No request was ever sent to this slot.
     stranger = _SLOTS
@@ -362,21 +372,24 @@ def _check_index(subject: _Subject) -> None:
                     f"{name} of a forgotten endpoint is {column[slot]}, but "
                     f"{column[stranger]} of an endpoint that never existed",
                 )
-    for step in range(_TOLD):
-        now = _told(subject, index, random, step, now)
+    for step in range(_REQUESTS):
+        now = _record_request(subject, index, random, step, now)
     before = _held_bytes(index)
-    for step in range(3 * _TOLD):
-        now = _told(subject, index, random, step, now)
+    for step in range(3 * _REQUESTS):
+        now = _record_request(subject, index, random, step, now)
     after = _held_bytes(index)
     subject.expect(
         after <= _GROWTH_MAX * before + _GROWTH_BYTES_MAX,
-        f"{_TOLD:,} requests make it {before:,} bytes large, three times as many more make it "
+        f"{_REQUESTS:,} requests make it {before:,} bytes large, three times as many more make it "
         f"{after:,} bytes; it needs a limit, or smaller parameters",
     )
 
 
-def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) -> float:
-    """Match and record one request, and sometimes retract it. Return the later time."""
+def _record_request(subject: _Subject, index: Any, random: Random, step: int, now: float) -> float:
+    """Match and record one random request in `index`, and sometimes retract it.
+
+    Return the time after it, in seconds.
+    """
     asked = _request(subject, random, own=f"{step} {random.random()}")
     slot = random.randrange(_SLOTS)
     _matched(subject, index, asked, now, _SLOTS)
@@ -401,7 +414,9 @@ def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) 
 def _matched(
     subject: _Subject, index: AffinityIndex, asked: InferenceRequest, now: float, slots: int
 ) -> Affinity:
-    """Return the checked result of `match`, which must be the same for a second call."""
+    """Return the result of `index.match`, after checks that it is valid and that a second call
+    returns the same.
+    """
     found, again = (index.match(asked, slots, now) for _ in range(2))
     fault = affinity_fault(found, slots)
     subject.expect(not fault, f"match returned {fault}")
@@ -419,7 +434,7 @@ def _matched(
 
 
 def _held_bytes(root: object) -> int:
-    """Return the size of all objects reachable from `root`, except code."""
+    """Return the size in bytes of all objects reachable from `root`, except code."""
     seen: set[int] = set()
     waiting = [root]
     total = 0
@@ -454,12 +469,12 @@ def _check_churn(subject: _Subject) -> None:
     subject.expect(
         first.scheduler.ledger.open_leases == 0, "in churn a request that ended is still in flight"
     )
-    differing = strangers_differ(first)
+    differing = inherited_column(first)
     subject.expect(not differing, f"after churn, new endpoints inherit {differing} from old ones")
 
 
 def _settings(subject: _Subject) -> SchedulerSettings:
-    """Return the settings of one profile with the plugin in it."""
+    """Return scheduler settings with one profile that contains the plugin under test."""
     name = subject.kind.type_name
     declared: dict[str, object] = {"type": name, "parameters": dict(subject.parameters)}
     others = {"keep": "queue-scorer", "pick": "prefix-cache-scorer", "open": "queue-scorer"}
@@ -504,13 +519,15 @@ def _request(subject: _Subject, random: Random, own: str = "") -> InferenceReque
 
 
 def _prompt(random: Random, own: str) -> bytes:
-    """Return a prompt whose own part comes first (nothing shared) or last (a shared beginning)."""
+    """Return a random prompt with the text `own` first, so that it shares no beginning with others,
+    or last.
+    """
     parts = [prompt(random), own.encode()]
     return b"".join(reversed(parts) if random.random() < 0.5 else parts)
 
 
 def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Random) -> Candidates:
-    """Return 1 to 6 endpoints in random states."""
+    """Return 1 to 6 candidates in random states."""
     n = random.randint(1, _SLOTS)
     total = random.randint(0, 5)
 
@@ -546,7 +563,9 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
 
 
 def _attributes(subject: _Subject, plugin: Any, random: Random) -> Mapping[str, float]:
-    """Return a random value of the attribute that the plugin reads, or nothing."""
+    """Return a random value of the attribute that the plugin reads, by its key; empty if it reads
+    none, and sometimes otherwise.
+    """
     if not subject.abilities.reads_attribute or random.random() < 0.2:
         return {}
     return {plugin.attribute_key: random.choice([0.0, 1.0, random.random(), 1e15])}
@@ -555,7 +574,9 @@ def _attributes(subject: _Subject, plugin: Any, random: Random) -> Mapping[str, 
 def _affinities(
     subject: _Subject, plugin: Any, asked: InferenceRequest, random: Random, n: int
 ) -> Iterator[tuple[str, Affinity]]:
-    """Yield the match of the index that the plugin names, after some requests."""
+    """Yield the name and the match of the affinity index that the plugin reads, after some recorded
+    requests.
+    """
     if not subject.abilities.reads_index or not plugin.producer:
         return
     kind = subject.tables.indexes.get(plugin.producer_type)
@@ -588,7 +609,9 @@ def _adapters(random: Random) -> AdapterReport | None:
 
 
 def _with(tables: PluginTables, kinds: Sequence[type[Any]]) -> PluginTables:
-    """Return the tables with these classes, which replace others of the same type."""
+    """Return `tables` with the plugin classes `kinds` added; they replace others of the
+    same type.
+    """
     changed: dict[str, dict[str, Any]] = {
         name: dict(getattr(tables, name)) for name in _VERBS.values()
     }
@@ -603,7 +626,7 @@ def _with(tables: PluginTables, kinds: Sequence[type[Any]]) -> PluginTables:
 
 
 def _contents(pool: Candidates) -> dict[str, Any]:
-    """Return copies of all arrays behind the candidates."""
+    """Return copies of all arrays behind the candidates `pool`, by name."""
     held = (vars(pool._columns) | pool._columns.attributes).items()
     arrays = {name: value.copy() for name, value in held if isinstance(value, np.ndarray)}
     known = pool._affinities.items()
@@ -622,7 +645,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Compare with a tolerance, because sums may be added up in another order."""
+    """Return True if two arrays are equal within a tolerance, because sums may be added up in
+    another order.
+    """
     one, other = one.astype(np.float64), other.astype(np.float64)
     return np.allclose(one, other, rtol=_ENOUGH, atol=_ENOUGH, equal_nan=True)
 

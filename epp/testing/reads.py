@@ -1,4 +1,6 @@
-"""An observer of the columns and fields that a plugin reads, to compare them with its declaration."""
+"""Stand-ins for a request and its candidates that record which values a plugin reads, to compare
+them with its declaration.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -16,7 +18,9 @@ _OF_CANDIDATES: Final[Mapping[str, str]] = {
     "name_of": "endpoints",
     "prefix_match": "matched_blocks",
 }
-"""Declared name of a column, by the other names under which it can be read."""
+"""Name under which a plugin declares the read of a column, by the other names under which it can
+read the column.
+"""
 _OF_REQUEST: Final[Mapping[str, str]] = {
     **dict.fromkeys(("chains", "chains_of", "tails", "tails_of", "block_hash"), "prompts"),
     "media_items": "media",
@@ -24,21 +28,23 @@ _OF_REQUEST: Final[Mapping[str, str]] = {
     **dict.fromkeys(("first_text", "opening", "segments", "cache_salt", "api"), "prompts"),
 }
 _ANYBODY: Final = frozenset({"slot", "block_tokens", "take", "affinity"})
-"""Members of candidates that need no declaration, or that record their own reads."""
+"""Members of candidates that a plugin need not declare to read, or that record their reads
+themselves.
+"""
 
 
 class ReadsObserved:
-    """A stand-in for a request and candidates that records what a plugin reads."""
+    """A recorder of the values that a plugin reads from a request and candidates."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
     def request(self, of: InferenceRequest) -> Any:
-        """Return an observed stand-in for `of`."""
+        """Return a stand-in for the request `of` that records each field that is read."""
         return _Watched(of, self, _OF_REQUEST)
 
     def candidates(self, of: Candidates) -> Any:
-        """Return observed stand-ins for the candidates `of`."""
+        """Return a stand-in for the candidates `of` that records each column that is read."""
         return _WatchedCandidates(of, self, _OF_CANDIDATES)
 
 

@@ -58,7 +58,7 @@ FAMILIES: Final[tuple[ModuleType, ...]] = (
     smetric,
     smg_cache_aware,
 )  # fmt: skip
-"""Modules in the order in which tables show them."""
+"""Modules of this distribution in the order in which tables show their strategies."""
 
 STRATEGIES: Final[tuple[Strategy, ...]] = tuple(
     strategy for family in FAMILIES for strategy in family.STRATEGIES
@@ -69,4 +69,6 @@ PLUGINS: Final[tuple[type[Any], ...]] = tuple(
     for kind in ("FILTERS", "SCORERS", "PICKERS", "INDEXES")
     for plugin in getattr(family, kind, ())
 )
-"""All plugin classes; the entry points of `homing.plugins` name each of them."""
+"""All plugin classes of this distribution; the entry points of `homing.plugins` name each
+of them.
+"""

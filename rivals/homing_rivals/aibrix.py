@@ -16,7 +16,8 @@ from homing_rivals.routed_blocks import RoutedBlocksSettings
 
 
 class GuardedPrefix(Parameters, frozen=True):
-    """Most percent of the prompt, then fewest requests, of endpoints with R <= mean R + k x sigma.
+    """Prefer the endpoint with the most percent of the prompt cached, then the fewest requests,
+    among those with R <= mean R + k x sigma.
 
     Percent is floor(100 x matched / total), sigma that of the sample (n - 1), R the requests in
     flight. The endpoint with the least R wins if no endpoint is within the bound. The rule
@@ -40,7 +41,7 @@ class GuardedPrefix(Parameters, frozen=True):
     imbalance_requests: Annotated[int, Meta(ge=0)] = 8
     sigma_factor: Annotated[float, Meta(ge=0)] = 1.0
     index: str = RoutedBlocksSettings.type_name
-    """Name of the index of cached blocks."""
+    """Name of the affinity index whose matches are the cached blocks."""
 
     @property
     def producer(self) -> str | None:
@@ -68,10 +69,13 @@ SCORERS: Final = (GuardedPrefix,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="aibrix-prefix",
-        idea="AIBrix, prefix-cache: most of the prompt, among endpoints within a sigma of the mean load.",
+        idea=(
+            "AIBrix, prefix-cache: the endpoint with most of the prompt cached, among those "
+            "within one sigma of the mean load."
+        ),
         omissions=(
-            "blocks of 4 bytes, here 16 tokens; forgetting after 20 minutes; adapters: there a "
-            "controller places them, and only those pods are asked"
+            "blocks of 4 bytes, here 16 tokens; expiry after 20 minutes; adapters: AIBrix's "
+            "controller places them, and only their pods are candidates"
         ),
         config=contract.config_of(
             contract.producer(
@@ -88,10 +92,13 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="aibrix-prefix-tree",
-        idea="AIBrix, prefix-cache with its other index: the same by a tree of prompts.",
+        idea=(
+            "AIBrix, prefix-cache with its other index: the rule of `aibrix-prefix` over a "
+            "tree of prompts."
+        ),
         omissions=(
-            "characters, here blocks of 16 tokens; adapters: there a controller places them, "
-            "and only those pods are asked"
+            "characters, here blocks of 16 tokens; adapters: AIBrix's controller places them, "
+            "and only their pods are candidates"
         ),
         config=contract.config_of(
             contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16),

@@ -16,7 +16,8 @@ from homing_rivals.user_tokens import TOKENS, TOKENS_MAX, TOKENS_MIN, UserTokens
 
 
 class UserTokenPlace(Parameters, frozen=True):
-    """Prefer endpoint i of n by |i - place| + min(R / `requests_max`, 1), the least first.
+    """Prefer the endpoint with the lowest |i - place| + min(R / `requests_max`, 1), where i is its
+    position in the list of n.
 
     place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1). The
     tokens are those in and twice those out in 5 minutes; R is the requests in flight there. The
@@ -52,9 +53,11 @@ class UserTokenPlace(Parameters, frozen=True):
 
 
 class NoisyMaxScore(Parameters, frozen=True):
-    """The highest of sum - U(0, `noise`) / n, where n is the number of candidates.
+    """Pick the endpoint with the highest total score minus a random number from 0 to `noise` / n,
+    for n candidates.
 
-    n times the sums of `user-token-place-scorer` are in the unit of its cost, and so is the noise.
+    n times the total scores of `user-token-place-scorer` are in the unit of its cost, and so is the
+    noise.
     """
 
     type_name: ClassVar[str] = "noisy-max-score-picker"
@@ -77,10 +80,13 @@ PICKERS: Final = (NoisyMaxScore,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="aibrix-vtc",
-        idea="AIBrix, vtc-basic: the more tokens a user had, the later in the list.",
+        idea=(
+            "AIBrix, vtc-basic: the more recent tokens a user has, the later the endpoint in the "
+            "list."
+        ),
         omissions=(
-            "how long answers were: they are estimated; adapters: there a controller places "
-            "them, and only those pods are asked"
+            "real lengths of answers, which are estimated; adapters: AIBrix's controller places "
+            "them, and only their pods are candidates"
         ),
         config=contract.config_of(
             contract.step(UserTokenPlace.type_name), picker=contract.step(NoisyMaxScore.type_name)

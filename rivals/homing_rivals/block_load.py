@@ -1,4 +1,6 @@
-"""A prefix index that also counts the load in blocks: running blocks, and recent misses."""
+"""A prefix index that also reports the load of each endpoint in blocks: those of running requests,
+and recent misses.
+"""
 
 from typing import Annotated, Any, ClassVar
 
@@ -10,9 +12,11 @@ from epp.plugins.contract import Abilities, Affinity, AffinityIndex, InferenceRe
 
 
 class BlockLoadSettings(contract.PrefixIndexSettings, frozen=True, kw_only=True):
-    """`block-load-producer`: an `approx-prefix-cache-producer` with three columns of load.
+    """`block-load-producer`: an `approx-prefix-cache-producer` that also reports three columns of
+    load for each endpoint.
 
-    - `active_blocks`: blocks of the requests in flight there; a block that several share counts once;
+    - `active_blocks`: blocks of the requests in flight there; a block that several share counts
+      once;
     - `new_blocks`: blocks of this prompt that would be added to them;
     - `recent_miss_blocks`: blocks that prompts sent there missed, each fading by `miss_decay` with
       every request to any endpoint.
@@ -33,53 +37,63 @@ class BlockLoadSettings(contract.PrefixIndexSettings, frozen=True, kw_only=True)
 
     miss_decay: Annotated[float, Meta(ge=0, le=1)] = 0.97
     active_blocks_max: Annotated[int, Meta(ge=1)] = 500_000
-    """Limit for all endpoints together, about 80 bytes each; requests above it are not counted."""
+    """Maximum number of blocks of running requests at all endpoints together, about 80 bytes each.
+
+    Beyond it, the blocks of further requests are not counted.
+    """
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         return BlockLoadIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running index; return False if that
-        differs.
+        """Apply all parameters except the block size to a running index.
+
+        Return False, and change nothing, if the block size differs.
         """
         return isinstance(index, BlockLoadIndex) and index.adopt(self)
 
 
 class _Load(Struct):
-    """The additions of one `record`."""
+    """What one `record` of a request added to the load of its endpoint."""
 
     generation: int
     missed: int
     pick: int
     lengths: list[int]
-    """Blocks of each prompt that count as running."""
+    """Number of blocks of each prompt that count as running; empty if the limit was reached."""
     ended: bool = False
 
 
 class BlockLoadIndex(contract.PrefixIndex):
-    """An `AffinityIndex` that also `CountsInflight`; the unit is one full block."""
+    """An `AffinityIndex` of cached blocks and of the load of endpoints in blocks, which also
+    `CountsInflight`.
+    """
 
     def __init__(self, settings: BlockLoadSettings) -> None:
         super().__init__(settings)
         self._load_settings = settings
         self.active = contract.HeldBlocks()
         self._generations: dict[int, int] = {}
-        """Slot -> number of times that it was forgotten; earlier requests in flight count nowhere.
+        """Number of times that each slot was forgotten, by slot.
+
+        Requests that were sent before the last time count no longer.
         """
         self._missed = np.zeros(0)
-        """Missed blocks by slot, faded to now."""
+        """Number of missed blocks at each slot, reduced by `miss_decay` with each later request."""
         self._picks = 0
 
     def adopt(self, settings: BlockLoadSettings) -> bool:
-        """Adopt settings as `PrefixIndex.configure` does; a smaller limit applies to new requests."""
+        """Apply settings as `PrefixIndex.configure` does; a smaller limit of running blocks applies
+        only to new requests.
+        """
         if not self.configure(settings):
             return False
         self._load_settings = settings
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the estimated prefix of each slot, and the columns of its load."""
+        """Return the estimated cached prefix at each slot, and the columns of the slots' load."""
         known = super().match(request, slots, now)
         active = self.active.held(slots)
         added = np.full(slots, float(known.total))
@@ -93,8 +107,8 @@ class BlockLoadIndex(contract.PrefixIndex):
         return Affinity(known.matched, known.total, columns)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Record that `slot` caches and runs the blocks of `request`, and missed those it had not
-        cached.
+        """Record that the blocks of `request` are cached and running at `slot`, and that it missed
+        those not cached there before.
         """
         recorded = super().record(request, slot, now)
         held = recorded[2]
@@ -114,11 +128,13 @@ class BlockLoadIndex(contract.PrefixIndex):
         return recorded, _Load(generation, missed, self._picks, lengths if counted else [])
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Record that the blocks of `request` no longer run at `slot`."""
+        """Record that `request` at `slot` has ended, so that its blocks no longer count
+        as running.
+        """
         self._end(request, slot, recorded[1])
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the record of `request` at `slot`."""
+        """Undo `record` of `request` at `slot`: its cached blocks, running blocks and misses."""
         held, load = recorded
         super().retract(request, slot, held, now)
         if self._end(request, slot, load):
@@ -126,14 +142,16 @@ class BlockLoadIndex(contract.PrefixIndex):
             self._missed[slot] = max(0.0, self._missed[slot] - faded)
 
     def forget(self, slot: int) -> None:
-        """Forget the blocks, the running requests and the misses of the slot."""
+        """Drop the cached blocks, the running requests and the misses of `slot`."""
         super().forget(slot)
         self.active.forget(slot)
         self._missed[slot : slot + 1] = 0.0
         self._generations[slot] = self._generations.get(slot, 0) + 1
 
     def _end(self, request: InferenceRequest, slot: int, load: "_Load") -> bool:
-        """Stop counting `request` at `slot`; return False if it no longer counts there."""
+        """Stop counting the blocks of `request` as running at `slot`; return False if they did not
+        count any more.
+        """
         if load.ended or load.generation != self._generations.get(slot, 0):
             return False
         load.ended = True

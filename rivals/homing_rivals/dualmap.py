@@ -1,4 +1,5 @@
-"""DualMap: two endpoints for each prefix, found by two hashes, and the better of the two.
+"""DualMap: two hashes select two endpoints for each prefix, and the request goes to the better of
+the two.
 
 Source: ICLR 2026, arXiv 2602.06502.
 """
@@ -16,12 +17,12 @@ from homing_rivals.prefix_popularity import PrefixPopularitySettings
 _INDEX: Final = PrefixPopularitySettings.type_name
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _OTHER: Final = 0x9E3779B97F4A7C15
-"""Changes the second hash of a prefix: 2^64 divided by the golden ratio."""
+"""Number that changes the key of a prefix for the second hash: 2^64 divided by the golden ratio."""
 
 
 class TwoHashes(Parameters, frozen=True):
-    """DualMap: the one of a prefix's two endpoints that caches more; the less loaded one if it is
-    too late.
+    """DualMap: prefer the one of a prefix's two endpoints that has more of the prompt cached, or
+    the less loaded one if the first would be too late.
 
     The two endpoints are h1(prefix) and h2(prefix). Too late means (P(e) + T - hit(e)) / v(e) >
     `ttft_slo`. P is the uncached tokens waiting there, which are its load too; T the tokens of the
@@ -51,7 +52,7 @@ class TwoHashes(Parameters, frozen=True):
 
     ttft_slo: contract.Duration = contract.Duration(5.0)
     block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
-    """Tokens in a block, as in `prefix-popularity-producer`."""
+    """Number of tokens in a block; it must be that of `prefix-popularity-producer`."""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         ahead = candidates.inflight_prefill_tokens
@@ -71,8 +72,8 @@ class TwoHashes(Parameters, frozen=True):
 
 
 def _two(candidates: Candidates, key: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Return the positions of the winners for `key` under both hashes, different ones if there are
-    two.
+    """Return the positions of the candidates that the two hashes of `key` select; only one if there
+    is only one candidate.
     """
     first = int(candidates.rendezvous(key).argmax())
     weights = candidates.rendezvous(key ^ _OTHER)
@@ -88,12 +89,12 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dualmap",
         idea=(
-            "DualMap: two hashes of the prefix name two endpoints; who holds more of it, or if that "
-            "takes over 5 s, who is less loaded."
+            "DualMap: of the two endpoints that two hashes of the prefix select, the one with "
+            "more of it cached, or, if that takes over 5 s, the less loaded one."
         ),
         omissions=(
-            "moving what waits to its other endpoint; the constants of the paper are not known; "
-            "its formula knows no adapters"
+            "moving waiting requests to their other endpoint; the constants of the paper, which "
+            "are unknown; its formula ignores adapters"
         ),
         config=contract.config_of(
             contract.producer(_APPROXIMATE),

@@ -27,17 +27,17 @@ from homing_rivals.block_load import BlockLoadSettings
 _INDEX: Final = BlockLoadSettings.type_name
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = contract.producer("inflight-load-producer", peakPrefillThroughput=1)
-"""Setting with which tokens in flight do not drain with time.
+"""Producer with a prefill speed so low that tokens in flight do not drain with time.
 
 They count until a first token is seen or counted, as in Dynamo without a
 `router_prefill_load_model`.
 """
 _TTL: Final = "120s"
-"""Time for which the approximate mode assumes that a routed block is cached."""
+"""Time in seconds for which Dynamo's approximate mode assumes that a routed block is cached."""
 
 
 class DynamoCost(Parameters, frozen=True):
-    """NVIDIA Dynamo: the fewest blocks to prefill and to decode.
+    """NVIDIA Dynamo: prefer the endpoint with the fewest blocks to prefill and to decode.
 
     cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins. P
     is the uncached tokens that e still has to prefill; T the tokens of the prompt; B the tokens in
@@ -79,7 +79,8 @@ class DynamoCost(Parameters, frozen=True):
 
 
 class TwoTier(Parameters, frozen=True):
-    """`dynamo-two-tier-cost-fn`: the load if it is uneven, else the cache, else the load.
+    """`dynamo-two-tier-cost-fn`: prefer the least loaded endpoint if load is uneven, else the one
+    with the longest cached prefix, else the least loaded.
 
     The endpoint with the fewest requests wins if max R - min R > a and max R > r * min R. The
     fewest requests among the endpoints with the longest match win if that has more than c of the
@@ -112,8 +113,8 @@ class TwoTier(Parameters, frozen=True):
 
 
 class Queue(Parameters, frozen=True):
-    """Requests wait while every endpoint has more than t * b tokens to prefill. No candidate is
-    dropped.
+    """Hold requests in the router while every endpoint has more than t * b tokens to prefill; drop
+    no candidate.
 
     t is `queue_threshold`, and b the `max_num_batched_tokens` of every engine. The comparison is
     strict.
@@ -123,7 +124,7 @@ class Queue(Parameters, frozen=True):
     abilities: ClassVar[contract.Abilities] = contract.Abilities(
         reads=("inflight_prefill_tokens",),
         holds_requests=True,
-        differs="requests wait in the simulator alone, `epp serve` places them as they come",
+        differs="requests wait only in the simulator; `epp serve` places them as they arrive",
     )
 
     queue_threshold: Annotated[float, Meta(ge=0)] = 16.0
@@ -138,12 +139,12 @@ class Queue(Parameters, frozen=True):
 
 
 class Softmax(Parameters, frozen=True):
-    """A random draw with weights exp(score / t), scores stretched to [0, 1]; t = 0 draws among the
-    highest.
+    """Draw an endpoint at random with weights exp(score / t), for scores stretched to [0, 1]; t is
+    `temperature`.
 
-    The weights equal exp(-cost / ((max - min) * t)) of costs that were turned into scores by their
-    range (Dynamo's `router_temperature`). Several are drawn without replacement (Gumbel's largest
-    keys).
+    At t = 0, it draws among the endpoints with the highest score. The weights equal exp(-cost /
+    ((max - min) * t)) of costs that were turned into scores by their range (Dynamo's
+    `router_temperature`). Several endpoints are drawn without replacement (Gumbel's largest keys).
     """
 
     type_name: ClassVar[str] = "softmax-picker"
@@ -182,12 +183,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dynamo",
         idea=(
-            "NVIDIA Dynamo without events: the fewest blocks to prefill and to decode, cached for "
-            "120 s where they were sent."
+            "NVIDIA Dynamo without events: the fewest blocks to prefill and to decode; a block "
+            "counts as cached for 120 s where it was sent."
         ),
         omissions=(
-            "engines' events; its queue, which `dynamo-queue` has; blocks that answers will need; its "
-            "filter by adapter; tokens held until the first chunk: here pages and time release them"
+            "engines' events; its queue, which `dynamo-queue` has; blocks that answers will "
+            "need; its filter by adapter; tokens in flight until the first chunk: here metrics "
+            "pages and time reduce them"
         ),
         config=contract.config_of(
             contract.producer(_INDEX, ttl=_TTL),
@@ -197,10 +199,10 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="dynamo-first-token",
-        idea="NVIDIA Dynamo with tokens held until a first token is seen or counted.",
+        idea="NVIDIA Dynamo with tokens in flight until a first token is seen or counted.",
         omissions=(
-            "as `dynamo`, but for the release of tokens: Dynamo sees first tokens, here pages "
-            "count them"
+            "as `dynamo`, except for tokens in flight: Dynamo sees first tokens, here metrics "
+            "pages count them"
         ),
         config=contract.config_of(
             contract.producer(_INDEX, ttl=_TTL),
@@ -212,12 +214,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dynamo-queue",
         idea=(
-            "NVIDIA Dynamo with its queue, at 16 times 8,192 tokens, and tokens held until a first "
-            "token is seen or counted."
+            "NVIDIA Dynamo with its queue, above 16 times 8,192 tokens, and tokens in flight "
+            "until a first token is seen or counted."
         ),
         omissions=(
-            "as `dynamo-first-token`, but for the queue; of that priorities, other orders than first "
-            "come first served, classes and limits; the line is the simulator's"
+            "as `dynamo-first-token`, except for the queue; the queue's priorities, orders other "
+            "than first come first served, classes and limits; the queue exists only in the "
+            "simulator"
         ),
         config=contract.config_of(
             contract.producer(_INDEX, ttl=_TTL),
@@ -240,10 +243,10 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dynamo-two-tier",
         idea=(
-            "NVIDIA Dynamo's two tiers: the load if it is uneven by 32, else who holds most of the "
-            "prompt, else the load."
+            "NVIDIA Dynamo's two tiers: the least loaded endpoint if load is uneven by 32, else "
+            "the one with most of the prompt cached, else the least loaded."
         ),
-        omissions=("engines' events; its queue, as `dynamo-queue` has it; its filter by adapter"),
+        omissions="engines' events; its queue, which `dynamo-queue` has; its filter by adapter",
         config=contract.config_of(
             contract.producer(_APPROXIMATE, ttl=_TTL),
             contract.step(TwoTier.type_name),

@@ -23,7 +23,8 @@ _WORD: Final = 2**_BITS - 1
 
 
 class EarlyBlocksHash(Parameters, frozen=True):
-    """The first endpoint clockwise from sum over blocks i of top bits(h_i) x 2^-(bits x (i + 1)).
+    """Prefer the first endpoint clockwise from the prompt's position on a ring, the sum over blocks
+    i of top bits(h_i) x 2^-(bits x (i + 1)).
 
     h_i is the chained hash of block i and the ring is [0, 1). Block i thus weighs 2^-bits times the
     previous one, and two prompts that share k blocks are closer than 2^-(bits x k). Source:
@@ -45,12 +46,14 @@ class EarlyBlocksHash(Parameters, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1)] = 64
     bits_per_block: Annotated[int, Meta(ge=1, le=16)] = 1
     points: Annotated[int, Meta(ge=1, le=1024)] = 16
-    """Points of each endpoint on the ring."""
+    """Number of points of each endpoint on the hash ring."""
     load_factor: Annotated[float, Meta(ge=1)] | None = None
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
-        """Return the parameters of the index if it has to be created."""
+        """Return the parameters with which the index `prompt-blocks-producer` is created if none is
+        declared.
+        """
         return {"blockTokens": self.block_tokens, "blocksMax": _BITS // self.bits_per_block}
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
@@ -62,7 +65,7 @@ class EarlyBlocksHash(Parameters, frozen=True):
         return scores
 
     def place(self, request: InferenceRequest) -> int:
-        """Return the position of `request` on the ring, 64 bits."""
+        """Return the position of `request` on the hash ring as a number of 64 bits."""
         block_bytes = self.block_tokens * contract.BYTES_PER_TOKEN
         chain = next(iter(request.chains.get(block_bytes, ())), b"")
         if len(chain) < contract.HASH_BYTES:
@@ -84,8 +87,13 @@ SCORERS: Final = (EarlyBlocksHash,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="early-blocks-hash",
-        idea="GIE's proposal 0602, the alternative: a ring on which prompts with a common beginning are close.",
-        omissions="the proposal names no formula: this one is ours, and knows no adapters",
+        idea=(
+            "GIE's proposal 0602, the alternative: a hash ring on which prompts with a common "
+            "beginning are close."
+        ),
+        omissions=(
+            "the formula, which the proposal does not name: this one is ours, and ignores adapters"
+        ),
         config=contract.config_of(contract.step(EarlyBlocksHash.type_name)),
     ),
     contract.Strategy(

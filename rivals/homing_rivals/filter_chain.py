@@ -16,9 +16,10 @@ _APPROXIMATE: Final = "approx-prefix-cache-producer"
 
 
 class AdapterFirst(Parameters, frozen=True):
-    """Keep endpoints that run the adapter, else those with a free slot, else all.
+    """Keep endpoints that run the request's adapter, else those with a free adapter slot, else all.
 
-    Differs: the original nevertheless takes those with a free slot once in a thousand times.
+    Differs: once in a thousand requests, the original takes those with a free slot although others
+    run the adapter.
     """
 
     type_name: ClassVar[str] = "adapter-first-filter"
@@ -34,7 +35,8 @@ class AdapterFirst(Parameters, frozen=True):
 
 
 class LoadAwarePrefix(Parameters, frozen=True):
-    """GIE's proposal 0602: keep those endpoints that are not busy and cache most of the prompt.
+    """GIE's proposal 0602: keep the endpoints that are not busy and have the most of the prompt
+    cached.
 
     An endpoint is not busy if waiting <= q and KV usage <= k; q is `queue_threshold`, k
     `kv_cache_threshold`. All endpoints count as not busy if none is below both. The longest match
@@ -75,10 +77,10 @@ class LoadAwarePrefix(Parameters, frozen=True):
 
 
 class LeastQueue(Parameters, frozen=True):
-    """Keep the endpoints with the fewest waiting requests, and those within an n-th of the range;
-    n candidates.
+    """Keep the endpoints whose number of waiting requests is among the lowest: at most min + (max -
+    min) / n, for n candidates.
 
-    The condition is waiting <= min + (max - min) / n. An unknown value counts as the median.
+    An unknown number counts as the median.
     """
 
     type_name: ClassVar[str] = "least-queue-filter"
@@ -89,7 +91,11 @@ class LeastQueue(Parameters, frozen=True):
 
 
 class LeastKVCache(Parameters, frozen=True):
-    """Filter like `least-queue-filter`, by the used share of the KV cache."""
+    """Keep the endpoints whose KV-cache usage is among the lowest: at most min + (max - min) / n,
+    for n candidates.
+
+    An unknown usage counts as the median.
+    """
 
     type_name: ClassVar[str] = "least-kv-cache-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("kv_cache_usage",))
@@ -118,7 +124,9 @@ STRATEGIES: Final = (
             "GIE's first proposal for prefixes: adapter, then the longest match where the queue is at "
             "most 5 and the KV cache at most 0.8 full, then the least queue and KV cache."
         ),
-        omissions="one request in a thousand takes a free adapter slot there all the same",
+        omissions=(
+            "one request in a thousand, which the original sends to a free adapter slot in any case"
+        ),
         config=contract.config_of(
             contract.producer(_APPROXIMATE),
             contract.step(AdapterFirst.type_name),

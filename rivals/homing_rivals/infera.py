@@ -14,7 +14,8 @@ from homing_rivals.lexicographic import scores_by_rank
 
 
 class DecayedMisses(Parameters, frozen=True):
-    """AMD Infera: the fewest blocks that are missing, running and recently missed.
+    """AMD Infera: prefer the endpoint with the fewest blocks that are missing, running and recently
+    missed.
 
     cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, and among equals the least A. N is the
     blocks of the prompt; m the leading ones that e is estimated to have cached; A the distinct
@@ -51,8 +52,8 @@ STRATEGIES: Final = (
         name="infera",
         idea="AMD Infera: blocks missed, blocks in flight, and recent misses that fade.",
         omissions=(
-            "engines' events; hints how long a prompt is kept; images; its formula knows no "
-            "adapters"
+            "engines' events; hints about how long to cache a prompt; images; its formula "
+            "ignores adapters"
         ),
         config=contract.config_of(
             contract.producer(BlockLoadSettings.type_name), contract.step(DecayedMisses.type_name)

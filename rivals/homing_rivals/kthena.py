@@ -23,7 +23,8 @@ from homing_rivals.routed_blocks import RoutedBlocks, RoutedBlocksSettings
 
 
 class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
-    """`answered-blocks-producer`: a `routed-blocks-producer` of requests that have been answered.
+    """`answered-blocks-producer`: the blocks that were routed to each endpoint, as in
+    `routed-blocks-producer`, recorded only when the request has been answered.
 
     The prompt of a running answer is not known to be anywhere, so a request with the same beginning
     is as new as the first. Failed requests are never recorded. A request counts as answered when it
@@ -41,36 +42,42 @@ class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
     )
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         return AnsweredBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply the settings as `RoutedBlocksSettings` does, to an index that waits for answers."""
+        """Apply these settings to a running index of this type, as `RoutedBlocksSettings` does;
+        return False if it has another type.
+        """
         return isinstance(index, AnsweredBlocks) and index.configure(self)
 
 
 class AnsweredBlocks(RoutedBlocks):
-    """An `AffinityIndex` that also `CountsInflight`; the unit is a block."""
+    """An `AffinityIndex` of the blocks of answered requests, which also `CountsInflight`."""
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Return an empty list, which `release` fills; nothing is recorded yet."""
+        """Return an empty list for the later record of the request, which `release` makes."""
         return []
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Record the blocks of `request` at `slot`; a failure is undone afterwards."""
+        """Record the blocks of the answered `request` at `slot`; if it failed, `retract` follows
+        and undoes it.
+        """
         recorded.append(super().record(request, slot, now))
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo what was recorded, if anything was."""
+        """Undo the record of the blocks of `request` at `slot`, if `release` has made one."""
         for noted in recorded:
             super().retract(request, slot, noted, now)
 
 
 class TopMatches(contract.Parameters, frozen=True):
-    """Whole points, trunc(100 m / N) of a hundred, for the `top` longest matches, none for others.
+    """Score the `top` endpoints with the longest matches in whole points of a hundred, trunc(100 m
+    / N), and the others 0.
 
-    m is the leading blocks that e has, and N the blocks of the prompt. A hash of the request's id
-    draws among equal endpoints for the last place. A prompt without a block gives no points.
+    m is the leading blocks that the endpoint has, and N the blocks of the prompt. A hash of the
+    request's id draws among equal endpoints for the last place. A prompt without a block gives no
+    points.
 
     Kept: a prompt that all endpoints have is worth its points at `top` of them only.
     """
@@ -81,7 +88,7 @@ class TopMatches(contract.Parameters, frozen=True):
 
     top: Annotated[int, Meta(ge=1)] = 5
     index: str = AnsweredBlocksSettings.type_name
-    """Name of the index of cached blocks."""
+    """Name of the affinity index whose matches are the cached blocks."""
 
     @property
     def producer(self) -> str | None:
@@ -100,7 +107,8 @@ class TopMatches(contract.Parameters, frozen=True):
 
 
 class UnstartedRequests(contract.Parameters, frozen=True):
-    """Whole points, trunc(100 (max b - b) / max b) of a hundred, with b = R + w max(R - U, 0).
+    """Score endpoints by their load b = R + w max(R - U, 0) in whole points of a hundred, trunc(100
+    (max b - b) / max b).
 
     R is the requests in flight; U those that the engine last reported as running, 0 if it reported
     none; w is `unstarted_weight`. Requests that were sent and do not run are assumed to wait. An
@@ -128,8 +136,9 @@ class UnstartedRequests(contract.Parameters, frozen=True):
 
 
 class FreeKVCachePoints(contract.Parameters, frozen=True):
-    """Whole points, trunc(100 (1 - K)) of a hundred. K is the used share of the KV cache, 0 if not
-    reported.
+    """Score endpoints by their free KV cache in whole points of a hundred: trunc(100 (1 - K)).
+
+    K is the used share of the KV cache, 0 if not reported.
     """
 
     type_name: ClassVar[str] = "free-kv-cache-points-scorer"
@@ -140,7 +149,7 @@ class FreeKVCachePoints(contract.Parameters, frozen=True):
 
 
 def _whole_points(points: Floats) -> Floats:
-    """Return float64[n]: `points` in hundredths, truncated to whole numbers."""
+    """Return float64[n]: `points` (0 to 100) truncated to whole numbers, divided by 100."""
     # Truncation follows this product, as in kthena: 29 of 50 blocks are 57.99... and so 57 points.
     scores: Floats = np.trunc(points) / 100.0
     return scores
@@ -153,13 +162,14 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="kthena",
         idea=(
-            "kthena: of who has fewer than ten waiting, points for the prefix (the best five), for "
-            "requests in flight or sent and not running, and for KV cache, 1 each."
+            "kthena: among endpoints with fewer than ten waiting requests, points for the prefix "
+            "(the best five), for requests in flight or not yet running, and for the KV cache, 1 "
+            "each."
         ),
         omissions=(
-            "its fourth scorer, by times of tokens that engines tell of late; four more to try where "
-            "one fails; pages once a second: here as often as they are scraped; 400 where ten wait "
-            "everywhere: here 429; a filter by adapter, which it ships turned off"
+            "its fourth scorer, by recent token times of engines; four fallback endpoints; pages "
+            "once a second: here as often as they are scraped; status 400 if ten requests wait "
+            "at every endpoint: here 429; a filter by adapter, which is off by default"
         ),
         config=contract.config_of(
             contract.producer(

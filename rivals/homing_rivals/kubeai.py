@@ -16,12 +16,13 @@ from homing_rivals.prompt_blocks import PromptBlocksSettings
 from homing_rivals.ring import ring_of, within_bound
 
 _BLOCK_TOKENS: Final = 25
-"""Tokens of a prompt without text that stand for its 100 characters."""
+"""Number of tokens of a prompt without text that stand for its first 100 characters."""
 _BLOCK_BYTES: Final = _BLOCK_TOKENS * contract.BYTES_PER_TOKEN
 
 
 class BoundedPrefixHash(Parameters, frozen=True):
-    """CHWBL: the first endpoint clockwise from h(key) with R <= `load_factor` x (sum R + 1) / n.
+    """CHWBL: prefer the first endpoint clockwise from h(key) on a ring with R <= `load_factor` x
+    (sum R + 1) / n.
 
     The key is the adapter and the first `prefix_chars` characters of the user's first message, or
     of a completion's prompt if there are no messages. R is the requests in flight there without
@@ -44,12 +45,14 @@ class BoundedPrefixHash(Parameters, frozen=True):
 
     load_factor: Annotated[float, Meta(ge=1)] = 1.25
     replication: Annotated[int, Meta(ge=1, le=1024)] = 256
-    """Points of each endpoint on the ring."""
+    """Number of points of each endpoint on the hash ring."""
     prefix_chars: Annotated[int, Meta(ge=1, le=65_536)] = 100
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
-        """Return the parameters of the index if it has to be created."""
+        """Return the parameters with which the index `prompt-blocks-producer` is created if none is
+        declared.
+        """
         return {"blockTokens": _BLOCK_TOKENS, "blocksMax": self._blocks}
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
@@ -70,7 +73,7 @@ class BoundedPrefixHash(Parameters, frozen=True):
         return max(1, self.prefix_chars // _BLOCK_BYTES)
 
     def _key(self, request: InferenceRequest) -> int:
-        """Return the key, 64 bits."""
+        """Return the key of `request` on the hash ring as a number of 64 bits."""
         head = request.first_text(self.prefix_chars)
         if head is None:
             known = request.block_hash(_BLOCK_BYTES, self._blocks)
@@ -81,8 +84,8 @@ class BoundedPrefixHash(Parameters, frozen=True):
 
 
 def _holders(request: InferenceRequest, candidates: Candidates) -> Bools:
-    """Return bool[n]: endpoints that have the adapter, or all if none reports it, as for a base
-    model.
+    """Return bool[n]: True for candidates that have the request's adapter; all True if none reports
+    it, as for a base model.
     """
     adapters = candidates.adapter_state
     everybody = np.ones(len(candidates), dtype=np.bool_)
@@ -99,7 +102,7 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="kubeai-chwbl",
         idea="KubeAI: hash 100 characters to a ring, skip endpoints 25 % above the mean.",
-        omissions="a request without endpoints waits there, and is refused here",
+        omissions="the wait of a request while there is no endpoint: here it is refused",
         config=contract.config_of(contract.step(BoundedPrefixHash.type_name)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Least work ahead: the work that a request would add to its endpoint's remaining prefill.
+"""Rules that prefer the endpoint with the least prefill work, including that of the request itself.
 
 Two rules use the same terms. Both read the prefix index and the picker's own count of uncached
 tokens in flight, which are exact and immediate for requests of this picker.
@@ -14,8 +14,8 @@ from homing_rivals.lexicographic import scores_by_rank
 
 
 class LeastPendingWork(Parameters, frozen=True):
-    """LPWL: argmin of pending(e) + max(0, T - hit(e)), in tokens to prefill; fewest requests among
-    equals.
+    """LPWL: prefer the endpoint e with the least pending(e) + max(0, T - hit(e)), in tokens to
+    prefill; the fewest requests among equals.
 
     T is the tokens of the prompt; hit(e) those that e is estimated to have cached; pending(e) the
     uncached tokens that were sent to e and are not yet prefilled.
@@ -35,10 +35,11 @@ class LeastPendingWork(Parameters, frozen=True):
 
 
 class WorkTimesBatch(Parameters, frozen=True):
-    """LMetric (arXiv 2603.15202): argmin of (T - hit(e)) x batch(e).
+    """LMetric (arXiv 2603.15202): prefer the endpoint e with the least (T - hit(e)) x batch(e):
+    uncached prompt tokens times requests in flight, including this one.
 
     The product needs no weight between its factors. A factor of 0 hides the other one. The batch
-    counts this request too in the form that llm-d-router #2351 proposes. The work here counts at
+    counts this request too, as llm-d-router #2351 proposes. The work here counts at
     least one token, so the emptiest of endpoints that have cached the whole prompt wins.
     """
 
@@ -57,17 +58,22 @@ SCORERS: Final = (LeastPendingWork, WorkTimesBatch)
 STRATEGIES: Final = (
     contract.Strategy(
         name="lpwl",
-        idea="LPWL: the fewest tokens to prefill, those of this request included.",
+        idea=(
+            "LPWL: the endpoint with the fewest tokens to prefill, including those of this request."
+        ),
         omissions=(
-            "tokens held until the first chunk: here pages and time release them; its formula "
-            "knows no adapters"
+            "tokens in flight until the first chunk: here metrics pages and time reduce them; "
+            "its formula ignores adapters"
         ),
         config=contract.config_of(contract.step(LeastPendingWork.type_name)),
     ),
     contract.Strategy(
         name="lmetric",
-        idea="LMetric: uncached tokens of this request, times requests there.",
-        omissions="its formula knows no adapters",
+        idea=(
+            "LMetric: the endpoint with the least uncached tokens of this request, times its "
+            "requests in flight."
+        ),
+        omissions="its formula ignores adapters",
         config=contract.config_of(contract.step(WorkTimesBatch.type_name)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Several costs in order of importance, as scores."""
+"""Conversion of several costs, in order of importance, to scores."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ from epp.plugins.contract import Floats, scores_of_cost
 
 
 def scores_by_rank(*costs: Floats) -> Floats:
-    """Return float64[n] in [0, 1]: 1 for the least by the first of `costs`, ties by the next, and
-    so on.
+    """Return float64[n] in [0, 1]: 1 for the candidate with the lowest first cost, ties decided by
+    the next cost, and so on.
 
     `costs` are finite float64[n], at least one. Candidates that are equal in all of them score the
     same. Scores show the order and not the distance, so rounding never hides a cost that breaks

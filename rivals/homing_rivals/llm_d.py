@@ -18,7 +18,10 @@ _ROUTED: Final = RoutedBlocksSettings.type_name
 
 
 def _weighted(index: Step, prefix: float, queue: float, kv_cache: float, adapters: float) -> str:
-    """Return the configuration of the scorers over `index`; that of adapters only with a weight."""
+    """Return the configuration of the weighted scorers with the prefix index `index`.
+
+    The scorer of adapters is left out if its weight is 0.
+    """
     return config_of(
         index,
         # The original has no keys on which replicas agree.
@@ -52,7 +55,7 @@ STRATEGIES: Final = (
         name="llm-d-approximate",
         idea=(
             "llm-d's approximate index as shipped: blocks of 64 tokens and the last partial one, "
-            "heads pushed out first, counts behind gaps; prefix 3, queue 2, KV cache 2."
+            "heads dropped first, blocks after gaps count; prefix 3, queue 2, KV cache 2."
         ),
         omissions="a scorer of adapters, as in `llm-d-approximate-lora`",
         config=_three_two_two(_LLM_D),
@@ -60,14 +63,14 @@ STRATEGIES: Final = (
     Strategy(
         name="llm-d-approximate-lora",
         idea="llm-d's approximate index as shipped, and its scorer of adapters: 3, 2, 2 and 1.",
-        omissions="its 0.6 where an adapter waits",
+        omissions="its score of 0.6 for an adapter that waits",
         config=_three_two_two(_LLM_D, adapters=1),
     ),
     Strategy(
         name="gie-v1",
         idea=(
-            "GIE v1 as shipped: 256 blocks of 64 characters at most, heads pushed out first, counts "
-            "behind gaps; prefix 3, queue 2, KV cache 2."
+            "GIE v1 as shipped: 256 blocks of 64 characters at most, heads dropped first, blocks "
+            "after gaps count; prefix 3, queue 2, KV cache 2."
         ),
         omissions="a scorer of adapters, as in `gie-v1-lora`",
         config=_three_two_two(producer(_ROUTED, **_V1)),
@@ -75,12 +78,12 @@ STRATEGIES: Final = (
     Strategy(
         name="gie-v1-lora",
         idea="GIE v1 by its sample configuration with adapters: prefix, queue, KV cache, LoRA, 1 each.",
-        omissions="its 0.6 where an adapter waits",
+        omissions="its score of 0.6 for an adapter that waits",
         config=_weighted(producer(_ROUTED, **_V1), 1, 1, 1, 1),
     ),
     Strategy(
         name="gie-v1-fixed",
-        idea="GIE v1, but tails are pushed out first and nothing counts behind a gap.",
+        idea="GIE v1, except that tails are dropped first and no block after a gap counts.",
         omissions="as `gie-v1`",
         config=_three_two_two(producer(_ROUTED, **_V1, contiguous=True, tailFirst=True)),
     ),

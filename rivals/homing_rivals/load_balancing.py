@@ -16,9 +16,9 @@ from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest
 
 
 class RandomTie(Parameters, frozen=True):
-    """The highest sum, with a random draw among equal ones.
+    """Pick the endpoint with the highest total score, at random among equal ones.
 
-    The picker serves strategies that draw among equals, where `max-score-picker` alternates.
+    It serves strategies that draw among equal endpoints, where `max-score-picker` alternates.
     """
 
     type_name: ClassVar[str] = "random-tie-picker"
@@ -33,7 +33,8 @@ class RandomTie(Parameters, frozen=True):
 
 
 class PowerOfTwo(Parameters, frozen=True):
-    """Draw two different ones and take the one with the higher sum, the first if they are equal.
+    """Draw two different endpoints at random and pick the one with the higher total score; the
+    first if both are equal.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); smg, AIBrix and
     Ray ship it over requests in flight.
@@ -52,13 +53,15 @@ class PowerOfTwo(Parameters, frozen=True):
 
 
 class DataParallelLoad(Parameters, frozen=True):
-    """vLLM's balancer of data-parallel ranks: argmin of 4 x waiting + running.
+    """vLLM's balancer of data-parallel ranks: prefer the endpoint with the least 4 x waiting +
+    running requests.
 
     Requests sent since the engine last reported its load count as waiting. Source: vLLM's
     `DPLBAsyncMPClient`, whose engines report their load every 100 ms.
 
-    Differs: load is as old as scrapes are; equal endpoints alternate, and not the first from where
-    each client begins wins. An engine whose load is unknown has an unknown score.
+    Differs: load is as old as scrapes are; equal endpoints are picked round robin, where the
+    original picks the first from where each client begins. An engine whose load is unknown has an
+    unknown score.
     """
 
     type_name: ClassVar[str] = "data-parallel-load-scorer"
@@ -80,30 +83,38 @@ SCORERS: Final = (DataParallelLoad,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="random-live",
-        idea="Chance: any endpoint.",
+        idea="Random: any endpoint.",
         config=contract.config_of(picker=contract.step("random-picker")),
     ),
     contract.Strategy(
         name="round-robin-live",
-        idea="Round robin: each endpoint in turn.",
+        idea="Round robin: the endpoints one after the other.",
         config=contract.config_of(picker=contract.step("max-score-picker")),
     ),
     contract.Strategy(
         name="least-requests-live",
-        idea="Least requests: the fewest in flight, equals in turn.",
+        idea=(
+            "Least requests: the endpoint with the fewest requests in flight, equal ones round "
+            "robin."
+        ),
         config=contract.config_of(contract.step("active-request-scorer")),
     ),
     contract.Strategy(
         name="power-of-two-live",
-        idea="Power of two choices: the one of two drawn with fewer requests in flight.",
+        idea=(
+            "Power of two choices: of two random endpoints, the one with fewer requests in flight."
+        ),
         config=contract.config_of(
             contract.step("active-request-scorer"), picker=contract.step(PowerOfTwo.type_name)
         ),
     ),
     contract.Strategy(
         name="vllm-data-parallel",
-        idea="vLLM between data-parallel ranks: the least of 4 x waiting + running.",
-        omissions="reports of load each 100 ms: here as often as pages are scraped",
+        idea=(
+            "vLLM between data-parallel ranks: the endpoint with the least 4 x waiting + running "
+            "requests."
+        ),
+        omissions="reports of load every 100 ms: here as often as pages are scraped",
         config=contract.config_of(contract.step(DataParallelLoad.type_name)),
     ),
 )

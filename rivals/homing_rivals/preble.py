@@ -23,13 +23,13 @@ from epp.plugins.contract import (
 )
 
 _ENTRIES_MAX: Final = 65_536
-"""Requests of one endpoint's window; the oldest above this limit are dropped."""
+"""Maximum number of requests in the window of one endpoint; beyond it, the oldest are dropped."""
 _SWEEP_MAX: Final = 4_096
 
 
 class PrebleHistorySettings(contract.PrefixIndexSettings, frozen=True, kw_only=True):
-    """`preble-history-producer`: an `approx-prefix-cache-producer` with each endpoint's recent
-    requests.
+    """`preble-history-producer`: an `approx-prefix-cache-producer` that also reports each
+    endpoint's recent requests.
 
     The columns cover the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were
     sent there, their number `requests`, and `pushed_out_tokens`, the tokens that this prompt would
@@ -45,18 +45,19 @@ class PrebleHistorySettings(contract.PrefixIndexSettings, frozen=True, kw_only=T
         contract.check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         return PrebleHistory(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running index; return False if that
-        differs.
+        """Apply all parameters except the block size to a running index.
+
+        Return False if the block size differs.
         """
         return isinstance(index, PrebleHistory) and index.adopt(self)
 
 
 class _Sent(Struct, gc=False):
-    """One request of a window."""
+    """The blocks of one request that was sent to an endpoint within the window."""
 
     at_s: Seconds
     missed_blocks: int
@@ -65,7 +66,9 @@ class _Sent(Struct, gc=False):
 
 
 class _Window:
-    """The recent requests of one endpoint, and their sums."""
+    """The requests that were sent to one endpoint within the window, and the sums of
+    their blocks.
+    """
 
     __slots__ = ("hit_blocks", "missed_blocks", "requests", "sent")
 
@@ -87,7 +90,7 @@ class _Window:
         self.take_back(self.sent.popleft())
 
     def take_back(self, one: _Sent) -> None:
-        """Stop counting a request; do nothing if it no longer counts."""
+        """Subtract the request from the sums; do nothing if it was subtracted before."""
         self.missed_blocks -= one.missed_blocks
         self.hit_blocks -= one.hit_blocks
         self.requests -= one.requests
@@ -95,7 +98,9 @@ class _Window:
 
 
 class PrebleHistory(contract.PrefixIndex):
-    """An `AffinityIndex`; the unit is one full block."""
+    """An `AffinityIndex` of cached blocks and of the recent requests of each endpoint, counted in
+    full blocks.
+    """
 
     def __init__(self, settings: PrebleHistorySettings) -> None:
         super().__init__(settings)
@@ -103,14 +108,16 @@ class PrebleHistory(contract.PrefixIndex):
         self._windows: dict[int, _Window] = {}
 
     def adopt(self, settings: PrebleHistorySettings) -> bool:
-        """Adopt settings as `PrefixIndex.configure` does; another window applies from the next
-        sweep on.
+        """Apply settings as `PrefixIndex.configure` does; another `window` applies from the next
+        call of `expire` on.
         """
         self._window_s = float(settings.window)
         return self.configure(settings)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the estimated prefix of each slot, and the columns of its history."""
+        """Return the estimated cached prefix at each slot, and the columns of the slots' recent
+        requests.
+        """
         known = super().match(request, slots, now)
         missed, hits, requests = np.zeros(slots), np.zeros(slots), np.zeros(slots)
         for slot, window in self._windows.items():
@@ -132,7 +139,9 @@ class PrebleHistory(contract.PrefixIndex):
         return Affinity(known.matched, known.total, columns)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Record that `slot` caches `request` and computed the part that it had not cached."""
+        """Record that `request` was sent to `slot`, which computed the part that it had not cached
+        and now caches all of it.
+        """
         recorded = super().record(request, slot, now)
         hit = sum(recorded[2])
         total = sum(len(chain) for chain in self.share(request)) // contract.HASH_BYTES
@@ -141,7 +150,7 @@ class PrebleHistory(contract.PrefixIndex):
         return recorded, one
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the record of `request` at `slot`."""
+        """Undo `record` of `request` at `slot`: its cached blocks and its place in the window."""
         held, one = recorded
         super().retract(request, slot, held, now)
         window = self._windows.get(slot)
@@ -149,14 +158,14 @@ class PrebleHistory(contract.PrefixIndex):
             window.take_back(one)
 
     def forget(self, slot: int) -> None:
-        """Forget the blocks and the history of the slot."""
+        """Drop the cached blocks and the recent requests of `slot`."""
         super().forget(slot)
         window = self._windows.pop(slot, _Window())
         while window.sent:
             window.drop_oldest()
 
     def expire(self, now: Seconds) -> None:
-        """Drop entries that are too old, a bounded number of each kind."""
+        """Drop cached blocks and requests that are too old, a limited number of each per call."""
         super().expire(now)
         left = _SWEEP_MAX
         for window in self._windows.values():
@@ -166,7 +175,8 @@ class PrebleHistory(contract.PrefixIndex):
 
 
 class ExploreExploit(contract.Parameters, frozen=True):
-    """Preble E2: exploit a prefix that is longer than the new part, else explore by cost.
+    """Preble E2: prefer an endpoint that has more than half of the prompt cached (exploit), else
+    the one with the least cost (explore).
 
     The least L(e) of the endpoints with the longest match wins if hit > T - hit. The least L(e) +
     M(e) + P(e) wins otherwise.
@@ -195,9 +205,9 @@ class ExploreExploit(contract.Parameters, frozen=True):
     producer: ClassVar[str] = producer_type
 
     output_tokens: Annotated[float, Meta(ge=0)] = 45.0
-    """Output tokens of an answer, as Preble's code assumes."""
+    """Number of output tokens of an answer, as Preble's code assumes."""
     decode_s: Annotated[float, Meta(ge=0)] = 0.15
-    """Seconds of one output token, the initial value of Preble's median."""
+    """Seconds per output token, the initial value of Preble's median."""
     rebalance_ratio: Annotated[float, Meta(ge=1)] = 1.5
     rebalance_requests: Annotated[float, Meta(ge=0)] = 50.0
 
@@ -234,12 +244,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="preble",
         idea=(
-            "Preble E2: exploit a prefix longer than what is new, by the load of three minutes; else "
-            "explore by load, what is pushed out and what is missing."
+            "Preble E2: if more than half of the prompt is cached, the least loaded of those "
+            "endpoints; else the least cost of load, evicted and missing blocks, over three "
+            "minutes."
         ),
         omissions=(
-            "hot subtrees moved or split ahead of requests; lines fitted for two GPUs; the "
-            "measured time of a token; its formula knows no adapters"
+            "moving or splitting hot subtrees ahead of requests; speeds fitted for two GPUs; the "
+            "measured time per token; its formula ignores adapters"
         ),
         config=contract.config_of(
             # Preble assumes 198,516 tokens for a GPU if an engine reports nothing.

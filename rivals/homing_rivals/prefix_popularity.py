@@ -1,4 +1,4 @@
-"""The number of recent requests with the same beginning, at lengths that double."""
+"""An index of how many recent requests have the same beginning, at lengths that double."""
 
 from collections import Counter, deque
 from typing import Annotated, Any, ClassVar, Final
@@ -10,16 +10,19 @@ from epp.plugins import contract
 from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Parameters, Seconds
 
 _LEVELS_MAX: Final = 12
-"""Number of examined lengths: the shortest, twice that, up to 2,048 times."""
+"""Number of examined lengths of a prompt's head: the shortest, twice that, up to 2,048
+times that.
+"""
 
 
 class PrefixPopularitySettings(Parameters, frozen=True):
-    """`prefix-popularity-producer`: the length from which on a head is no longer common to all.
+    """`prefix-popularity-producer`: the length from which on a prompt's head is no longer common to
+    many requests.
 
     matched = blocks of the shortest head that is not popular, where the length starts at
     `blocks_min` and doubles. A head is not popular if at most `share_max` of the last
     `requests_max` requests began with it, or at most `requests_min` of them. The number is the same
-    for all endpoints. A shorter prompt is taken whole.
+    for all endpoints. If every examined head is popular, it is the length of the longest.
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"
@@ -29,22 +32,26 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     blocks_min: Annotated[int, Meta(ge=1, le=64)] = 4
     requests_max: Annotated[int, Meta(ge=16, le=65_536)] = 1_024
     requests_min: Annotated[int, Meta(ge=1)] = 64
-    """Number of requests that do not make a head popular, as in one conversation among few."""
+    """Maximum number of requests with the same head for which the head never counts as popular, as
+    in one conversation among few.
+    """
     share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         return PrefixPopularity(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Return True only if nothing changed; the index is otherwise reset, which loses few
-        requests.
+        """Return True if the running index already has these settings; otherwise it must be
+        replaced, which loses the counts of the last requests.
         """
         return isinstance(index, PrefixPopularity) and index.settings == self
 
 
 class PrefixPopularity:
-    """An `AffinityIndex` that knows nothing about endpoints."""
+    """An `AffinityIndex` of the popularity of prompts' heads, whose match is the same for all
+    endpoints.
+    """
 
     def __init__(self, settings: PrefixPopularitySettings) -> None:
         self.settings: Final = settings
@@ -56,7 +63,9 @@ class PrefixPopularity:
         return len(self._counts)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the length of the head that is the key, for each slot."""
+        """Return, as the match of each slot, the number of blocks of the prompt's shortest head
+        that is not popular.
+        """
         chain = self._chain(request)
         total = len(chain) // contract.HASH_BYTES
         settings = self.settings
@@ -68,7 +77,7 @@ class PrefixPopularity:
         return Affinity(np.full(slots, blocks, dtype=np.int64), total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Count one more request with this beginning."""
+        """Count one more request for each examined head of its prompt."""
         chain = self._chain(request)
         total = len(chain) // contract.HASH_BYTES
         heads = tuple(_head(chain, each) for each in self._lengths(total))
@@ -81,21 +90,24 @@ class PrefixPopularity:
                     del self._counts[head]
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Keep the count, because the request was made; it counts twice if recorded again, which
-        is rare.
+        """Do nothing, because the request was made.
+
+        If it is recorded again, which is rare, its heads count twice.
         """
 
     def forget(self, slot: int) -> None:
-        """Do nothing, because nothing is known about endpoints."""
+        """Do nothing, because the index stores nothing about endpoints."""
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because many later requests displace an old one."""
+        """Do nothing, because old requests are dropped as new ones are counted."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because the size of an engine's cache does not matter here."""
+        """Do nothing, because the index does not depend on the size of an engine's cache."""
 
     def _lengths(self, total: int) -> list[int]:
-        """Return the blocks of each head of a prompt of `total` full blocks, the shortest first."""
+        """Return the number of blocks of each examined head of a prompt with `total` full blocks,
+        the shortest first.
+        """
         least = self.settings.blocks_min
         lengths = [least << level for level in range(_LEVELS_MAX) if least << level < total]
         return [*lengths, min(total, self._blocks_max)] if total else []
@@ -107,5 +119,7 @@ class PrefixPopularity:
 
 
 def _head(chain: bytes, blocks: int) -> bytes:
-    """Return the hash of the last block of a head, which stands for all before it."""
+    """Return the chained hash of the last of `blocks` blocks, which identifies the head up to
+    there.
+    """
     return chain[(blocks - 1) * contract.HASH_BYTES : blocks * contract.HASH_BYTES]

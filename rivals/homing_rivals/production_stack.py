@@ -12,8 +12,8 @@ from homing_rivals.radix_tree import RadixTreeSettings
 
 
 class LongestPrefix(Parameters, frozen=True):
-    """`prefixaware`: argmax of matched(e), a random one among equals; any endpoint if nothing
-    matches.
+    """`prefixaware`: prefer the endpoint e with the longest match, matched(e), at random among
+    equals; any endpoint if nothing matches.
 
     The original has a trie of hashes of 128 characters each; the copy has the tree with blocks of
     32 tokens. Going down while an available endpoint is left is the same as finding the longest
@@ -45,7 +45,8 @@ class LongestPrefix(Parameters, frozen=True):
 
 
 class RelativeLoad(Parameters, frozen=True):
-    """`loadaware` (#1035): argmax of matched(e) / T - beta * (R(e) - mean R) / max(1, mean R).
+    """`loadaware` (#1035): prefer the endpoint e with the highest matched(e) / T - beta * (R(e) -
+    mean R) / max(1, mean R).
 
     T is the tokens of the prompt and R the requests in flight. Both terms have no unit: an endpoint
     with twice the mean load needs the whole prompt cached.
@@ -73,8 +74,11 @@ SCORERS: Final = (LongestPrefix, RelativeLoad)
 STRATEGIES: Final = (
     contract.Strategy(
         name="production-stack-prefix-aware",
-        idea="production-stack prefixaware: any endpoint with the longest cached prefix.",
-        omissions="the end of a prompt that fills no block; its formula knows no adapters",
+        idea=(
+            "production-stack prefixaware: a random endpoint among those with the longest cached "
+            "prefix."
+        ),
+        omissions="the end of a prompt that fills no block; its formula ignores adapters",
         config=contract.config_of(
             contract.producer(
                 RadixTreeSettings.type_name,
@@ -98,8 +102,11 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="production-stack-load-aware",
-        idea="production-stack loadaware: share of the prompt cached, less the relative load.",
-        omissions="LMCache's reports of cached prefixes; its formula knows no adapters",
+        idea=(
+            "production-stack loadaware: the share of the prompt that is cached, minus the "
+            "relative load."
+        ),
+        omissions="LMCache's reports of cached prefixes; its formula ignores adapters",
         config=contract.config_of(contract.step(RelativeLoad.type_name)),
     ),
 )

@@ -1,4 +1,6 @@
-"""Block hashes of prompts, for plugins that hash a prompt and store nothing."""
+"""An index that only hashes the blocks of prompts, for plugins that need these hashes and no stored
+prompts.
+"""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -10,7 +12,9 @@ from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Para
 
 
 class PromptBlocksSettings(Parameters, frozen=True):
-    """Settings of the block size, so that replayed traces have such blocks too."""
+    """`prompt-blocks-producer`: hashes the blocks of prompts for other plugins, so that replayed
+    traces have blocks of this size too.
+    """
 
     type_name: ClassVar[str] = "prompt-blocks-producer"
     abilities: ClassVar[contract.Abilities] = contract.Abilities(
@@ -18,54 +22,54 @@ class PromptBlocksSettings(Parameters, frozen=True):
     )
 
     block_tokens: Annotated[int, Meta(ge=1)] = 64
-    """Tokens in a block."""
+    """Number of tokens in a block."""
     blocks_max: Annotated[int, Meta(ge=1)] = 64
-    """Blocks of a prompt that are hashed."""
+    """Maximum number of blocks of a prompt that are hashed."""
 
     def open(self) -> AffinityIndex:
-        """Return an index that is ready to hash."""
+        """Return an index that hashes prompts with these settings."""
         return PromptBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Use these settings for hashing from now on."""
+        """Apply these settings to a running index."""
         return isinstance(index, PromptBlocks) and index.configure(self)
 
 
 class PromptBlocks:
-    """Hashes of each prompt, for plugins that need its blocks; every endpoint has cached none of
-    them.
+    """An `AffinityIndex` that hashes the blocks of each prompt, and matches none of them at any
+    endpoint.
     """
 
     def __init__(self, settings: PromptBlocksSettings) -> None:
         self.configure(settings)
 
     def configure(self, settings: PromptBlocksSettings) -> bool:
-        """Adopt `settings`."""
+        """Apply `settings` to later prompts, and return True."""
         self._block_bytes = settings.block_tokens * contract.BYTES_PER_TOKEN
         self._blocks_max = settings.blocks_max
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return no match, because nothing is known about endpoints."""
+        """Hash the prompts of `request`, and return a match of 0 blocks at every slot."""
         request.chains_of(self._block_bytes, self._blocks_max)
         return Affinity(np.zeros(slots, dtype=np.int64), 0)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def forget(self, slot: int) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
 
 INDEXES: Final = (PromptBlocksSettings,)
 STRATEGIES: Final[tuple[contract.Strategy, ...]] = ()
-"""Strategies of this module: none."""
+"""Strategies of this module: none, because other modules only use its index."""

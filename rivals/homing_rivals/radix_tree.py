@@ -1,4 +1,5 @@
-"""The tree of prompts of cache-aware routers: which endpoint was sent what, first and how much.
+"""The tree of prompts of cache-aware routers: the endpoints to which each beginning of a prompt was
+sent, and which was first.
 
 SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack each have such a
 tree over characters or tokens. It is the prefix index here, with the additional columns that their
@@ -14,17 +15,22 @@ from epp.plugins import contract
 from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Seconds
 
 FIRST_HOLDER: Final = "first_holder"
-"""Column: 1 for the endpoint to which the deepest known block was first routed, 0 for the others."""
+"""Name of the column that is 1 for the endpoint to which the prompt's deepest known block was first
+routed, and 0 for the others.
+"""
 HELD_BLOCKS: Final = "held_blocks"
-"""Column: blocks that the tree has of each endpoint."""
+"""Name of the column with the number of blocks that the tree stores for each endpoint."""
 DEEPEST_BLOCKS: Final = "deepest_blocks"
-"""Column: blocks of the prompt that any endpoint has, candidate or not; one number for all."""
+"""Name of the column with the number of the prompt's leading blocks that any endpoint has,
+candidate or not; the same number for all.
+"""
 
 _FOR_EVER: Final = contract.Duration(1e9)
 
 
 class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
-    """`radix-tree-producer`: the tree's parameters, named as those of the prefix index.
+    """`radix-tree-producer`: a tree of the prompts that were sent to each endpoint, with the
+    parameters of the prefix index.
 
     Differs from the original trees: edges are blocks of tokens and not characters, so a prompt
     shorter than a block is unknown; it evicts as soon as it is full and not once a minute; it
@@ -37,9 +43,12 @@ class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
 
     auto_tune: bool = False
     block_size_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Tokens in a block, as in smg's page."""
+    """Number of tokens in a block, as in smg's metrics page."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
-    """Blocks of an endpoint; with 16 tokens each about 2^26 characters, as in smg."""
+    """Maximum number of blocks of an endpoint.
+
+    With 16 tokens each, they are about 2^26 characters, as in smg.
+    """
     ttl: contract.Duration = _FOR_EVER
 
     def __post_init__(self) -> None:
@@ -49,27 +58,29 @@ class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block."""
+        """Number of tokens in a block of the tree."""
         return self.block_size_tokens
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty tree."""
+        """Return a new, empty tree with these settings."""
         return RadixTree(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running tree; return False if that
-        differs.
+        """Apply all parameters except the block size to a running tree.
+
+        Return False if the block size differs.
         """
         return isinstance(index, RadixTree) and index.configure(self)
 
 
 class RadixTree(contract.PrefixIndex):
-    """The prefix index, with the columns of this module. The first of several prompts determines
-    them.
+    """The prefix index, with the additional columns of this module.
+
+    If a request has several prompts, the first determines the column `first_holder`.
     """
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the match of the prefix index, and the columns."""
+        """Return the match of the prefix index, and the three columns of the tree."""
         known = super().match(request, slots, now)
         first = np.zeros(slots)
         holder = self.first_holder(request, now)
@@ -86,4 +97,6 @@ class RadixTree(contract.PrefixIndex):
 INDEXES: Final = (RadixTreeSettings,)
 
 STRATEGIES: Final = ()
-"""Strategies of this module: none; those that read the tree are in files of their own."""
+"""Strategies of this module: none, because the strategies that read the tree are in modules of
+their own.
+"""

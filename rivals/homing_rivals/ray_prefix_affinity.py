@@ -14,7 +14,8 @@ from homing_rivals.radix_tree import HELD_BLOCKS, RadixTreeSettings
 
 
 class RayPrefixAffinity(Parameters, frozen=True):
-    """The best match from 10 % on, else the smallest tree; the shortest queue among these.
+    """Prefer the endpoint with the longest match if it is at least 10 % of the prompt, else the one
+    with the fewest blocks in the tree; the shortest queue among equals.
 
     Any endpoint may win if max R - min R > `imbalanced_threshold`: two are drawn and the shorter
     queue wins (`two-of-best-picker`). R is the requests in flight. The threshold is None, infinity,
@@ -48,9 +49,11 @@ class RayPrefixAffinity(Parameters, frozen=True):
 
 
 class TwoOfBest(Parameters, frozen=True):
-    """Draw two of all that share the highest sum; the fewer requests in flight win.
+    """Draw two endpoints among those with the highest total score, and pick the one with fewer
+    requests in flight.
 
-    Power of two choices (Mitzenmacher, 2001). The first that was drawn wins among equal ones.
+    Power of two choices (Mitzenmacher, 2001). If both have equally many, the one that was drawn
+    first wins.
     """
 
     type_name: ClassVar[str] = "two-of-best-picker"
@@ -73,10 +76,13 @@ PICKERS: Final = (TwoOfBest,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="ray-prefix-affinity",
-        idea="Ray Serve 2.60: the best match from 10 % on, else the smallest tree.",
+        idea=(
+            "Ray Serve 2.60: the longest match if it is at least 10 % of the prompt, else the "
+            "endpoint with the fewest blocks in the tree."
+        ),
         omissions=(
-            "characters, here blocks of 16 tokens; queue lengths that replicas are asked for; "
-            "its multiplexing of adapters"
+            "characters, here blocks of 16 tokens; queue lengths that replicas report on "
+            "request; its multiplexing of adapters"
         ),
         config=contract.config_of(
             contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16),

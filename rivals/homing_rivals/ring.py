@@ -1,4 +1,5 @@
-"""Consistent hashing: endpoints own arcs of a ring, and a key belongs to the next point clockwise.
+"""Consistent hashing: endpoints have points on a ring, and a key belongs to the endpoint of the
+next point clockwise.
 
 Points are computed from the endpoints' identities, so pickers that know the same endpoints have the
 same ring. An endpoint that joins or leaves moves only the keys of its own arcs.
@@ -14,20 +15,22 @@ from msgspec import Struct
 from epp.plugins.contract import Bools, Candidates, Hashes, Ints, rendezvous_weights
 
 _RINGS_MAX: Final = 8
-"""Sets of endpoints whose ring is stored; 1,000 endpoints with 256 points each take 4 MB."""
+"""Maximum number of rings that are cached, one for each set of endpoints; a ring of 1,000 endpoints
+with 256 points each takes 4 MB.
+"""
 
 
 class Ring(Struct, frozen=True):
-    """A ring of m points of n candidates."""
+    """A hash ring with m points of n candidates."""
 
     points: Hashes
-    """Positions of the points, uint64[m], ascending."""
+    """Positions of the points on the ring, uint64[m], ascending."""
     owners: Ints
-    """Owners of the points, int64[m], positions among the candidates."""
+    """Candidates to which the points belong, int64[m], as positions among the candidates."""
 
     def first(self, key: int, accepted: Bools) -> int:
-        """Return the first candidate clockwise from `key`, 64 bits, that is in `accepted`; -1 if
-        none is.
+        """Return the position of the first candidate clockwise from `key` (64 bits) that is in
+        `accepted`, or -1 if there is none.
 
         `accepted` is bool[n].
         """
@@ -40,15 +43,17 @@ class Ring(Struct, frozen=True):
 
 
 def ring_of(candidates: Candidates, points: int) -> Ring:
-    """Return the ring of `candidates`, at least one, with `points` points each."""
+    """Return the hash ring of `candidates`, which must not be empty, with `points` points each."""
     # Candidates and identities have the same order.
     return _ring(candidates.rendezvous(0).tobytes(), points)
 
 
 @lru_cache(_RINGS_MAX)
 def _ring(identities: bytes, points: int) -> Ring:
-    """Return the ring; it is cached because it takes milliseconds for 100 endpoints, a decision a
-    fraction.
+    """Return the hash ring of candidates with these `identities`.
+
+    It is cached because it takes milliseconds for 100 endpoints, while a decision takes a fraction
+    of one.
     """
     known = np.frombuffer(identities, dtype=np.uint64)
     numbers = (number.to_bytes(4, "little") for number in range(points))
@@ -60,8 +65,8 @@ def _ring(identities: bytes, points: int) -> Ring:
 
 
 def within_bound(inflight: Ints, load_factor: float) -> Bools:
-    """Return bool[n]: candidates with at most `load_factor`, 1 or more, times the mean with one
-    more request.
+    """Return bool[n]: True for candidates with at most `load_factor` times (total + 1) / n requests
+    in flight; the factor is 1 or more.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). The load of an
     endpoint excludes the request to be placed; all are within the bound while nothing is in flight.

@@ -20,7 +20,8 @@ _CHAIN_BLOCKS_MAX: Final = 65_536
 
 
 class RoutedBlocksSettings(contract.Parameters, frozen=True):
-    """`routed-blocks-producer`: the estimated caches of GIE v1 and llm-d-router.
+    """`routed-blocks-producer`: an index of the blocks that were routed to each endpoint, as GIE v1
+    and llm-d-router estimate caches.
 
     matched(e) = blocks of the prompt that were routed to e, up to the first that no endpoint has.
     Sources: proposal 0602 of kubernetes-sigs/gateway-api-inference-extension; llm-d/llm-d-router,
@@ -35,59 +36,76 @@ class RoutedBlocksSettings(contract.Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(origin=contract.Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1, le=4_096)] = 64
-    """Tokens in a block, 4 bytes each."""
+    """Number of tokens in a block; a token counts as 4 bytes of the prompt."""
     blocks_per_request_max: Annotated[int, Meta(ge=1, le=_CHAIN_BLOCKS_MAX)] = 2_048
-    """Blocks of each prompt of a request."""
+    """Maximum number of blocks of each prompt that are recorded and matched."""
     blocks_per_endpoint_max: Annotated[int, Meta(ge=1)] = 31_250
-    """Blocks of an endpoint. The default is 500,000 tokens in blocks of 16: an 8B model on an
-    H100.
+    """Maximum number of blocks of an endpoint.
+
+    The default is 500,000 tokens in blocks of 16: an 8B model on an H100.
     """
     blocks_max: Annotated[int, Meta(ge=1)] = 1_500_000
-    """Limit for all endpoints, about 170 bytes each; the endpoint with most loses its oldest above
-    it.
+    """Maximum number of blocks of all endpoints together, about 170 bytes each.
+
+    Beyond it, the endpoint with the most blocks loses its oldest.
     """
     auto_tune: bool = False
-    """True if the engine reports the capacity of an endpoint, once it got its first request."""
+    """True if the number of blocks that an engine reports replaces `blocks_per_endpoint_max`.
+
+    A report counts only if it came before the first request to the endpoint.
+    """
     last_partial_block: bool = False
-    """True if the rest after the last full block counts as a block. It needs the text, which a
-    replayed trace lacks.
+    """True if the rest of a prompt after its last full block counts as a block.
+
+    The rest is hashed from the text, which a replayed trace lacks.
     """
     contiguous: bool = False
-    """True if an endpoint's blocks count only up to the first missing one: a repair."""
+    """True if an endpoint's blocks count only up to the first one that this endpoint lacks: a
+    repair of the original.
+    """
     tail_first: bool = False
-    """True if the tail of a prompt is pushed out before its head: a repair."""
+    """True if the tail of a prompt is dropped before its head: a repair of the original."""
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         return RoutedBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running index; return False if that
-        differs.
+        """Apply all parameters except the block size to a running index.
+
+        Return False if the block size differs, or the index has another type.
         """
         # A subclass learns in another way.
         return type(index) is RoutedBlocks and index.configure(self)
 
 
 class RoutedBlocks:
-    """An `AffinityIndex`; the unit is a block."""
+    """An `AffinityIndex` of the blocks that were routed to each endpoint, without regard to their
+    order.
+    """
 
     def __init__(self, settings: RoutedBlocksSettings) -> None:
         self._holders: dict[int, int] = {}
-        """Hash -> slots that have it, as bits; never 0."""
+        """Slots to which each block was routed, as bits of a number that is never 0, by the hash of
+        the block.
+        """
         self._recent: dict[int, OrderedDict[int, int]] = {}
-        """Slot -> hash -> the latest record that contained it; the oldest first."""
+        """Blocks of each slot, least recent first: slot -> hash of the block -> number of the
+        latest record that contained it.
+        """
         self._capacity: dict[int, int] = {}
-        """Slot -> maximum number of its blocks, fixed at its first request."""
+        """Maximum number of blocks of each slot, fixed at its first request."""
         self._told: dict[int, int] = {}
-        """Slot -> blocks of its engine's cache."""
+        """Number of blocks of each slot's cache that its engine reported."""
         self._records = 0
         self.blocks = 0
-        """Number of (block, endpoint) pairs."""
+        """Number of (block, endpoint) pairs in the index."""
         self._settings = settings
 
     def configure(self, settings: RoutedBlocksSettings) -> bool:
-        """Adopt `settings`; return False without a change if their block size differs."""
+        """Apply `settings` to this index; return False without a change if their block size
+        differs.
+        """
         if settings.block_tokens != self._settings.block_tokens:
             return False
         self._settings = settings
@@ -97,7 +115,9 @@ class RoutedBlocks:
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the blocks of each prompt that each slot has, up to the first that no slot has."""
+        """Return the number of blocks of the prompts that were routed to each slot, up to the first
+        block that was routed to no slot.
+        """
         matched = np.zeros(slots, dtype=np.int64)
         total = 0
         for hashes in self._prompts(request):
@@ -107,7 +127,9 @@ class RoutedBlocks:
         return Affinity(matched, total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Record every block of `request`; the slot's oldest blocks make room."""
+        """Record that every block of `request` was routed to `slot`, and drop the slot's oldest
+        blocks beyond its limit.
+        """
         recent = self._recent.setdefault(slot, OrderedDict())
         self._records += 1
         bit = 1 << slot
@@ -125,7 +147,9 @@ class RoutedBlocks:
         return noted
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the additions of the last `record` of `request` that no later one contained."""
+        """Undo `record` of `request` at `slot`: drop the blocks that it added, except those that a
+        later request contained.
+        """
         number, added = recorded
         recent: dict[int, int] = self._recent.get(slot, OrderedDict())
         for key in added:
@@ -133,7 +157,7 @@ class RoutedBlocks:
                 self._drop(slot, key)
 
     def forget(self, slot: int) -> None:
-        """Forget the blocks and the capacity of the slot."""
+        """Drop the blocks of `slot`, and its limit."""
         for key in tuple(self._recent.get(slot, ())):
             self._drop(slot, key)
         self._recent.pop(slot, None)
@@ -141,21 +165,25 @@ class RoutedBlocks:
         self._told.pop(slot, None)
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because entries do not age."""
+        """Do nothing, because blocks do not expire."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Set the capacity to the engine's blocks with `auto_tune`, counted as blocks of this
-        index.
+        """Store the number of blocks that the engine of `slot` reports, which limits the slot's
+        blocks with `auto_tune`.
+
+        An engine's block counts as a block of this index, whatever its size.
         """
         if blocks_total > 0:
             self._told[slot] = blocks_total
 
     def blocks_of(self, slot: int) -> int:
-        """Return the number of blocks that the slot has."""
+        """Return the number of blocks that are stored for `slot`."""
         return len(self._recent.get(slot, ()))
 
     def _runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (slots as bits, length of a run that they have), up to a block that no slot has."""
+        """Yield the runs of `hashes` that the same slots have, as (slots as bits, number of
+        blocks), up to a block that no slot has.
+        """
         holders = self._holders
         contiguous = self._settings.contiguous
         mask = count = 0
@@ -176,7 +204,7 @@ class RoutedBlocks:
             yield mask, count
 
     def _prompts(self, request: InferenceRequest) -> list[list[int]]:
-        """The hashes of each prompt, one a block."""
+        """Return the block hashes of each prompt of `request`."""
         settings = self._settings
         block_bytes = settings.block_tokens * contract.BYTES_PER_TOKEN
         most = settings.blocks_per_request_max
@@ -215,7 +243,9 @@ class RoutedBlocks:
 
 
 def _add(matched: Ints, mask: int, count: int) -> None:
-    """Add `count` for each slot of `mask` that there is."""
+    """Add `count` to `matched` at each slot whose bit is set in `mask`, as far as `matched` has
+    that slot.
+    """
     while mask:
         lowest = mask & -mask
         slot = lowest.bit_length() - 1

@@ -11,12 +11,13 @@ from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest
 
 
 class BoundedSession(Parameters, frozen=True):
-    """Stay while R(home) <= `skew` x max(mean R, 1), else go to argmin R and make that the home.
+    """Keep a session at its endpoint, its home, while R(home) <= `skew` x max(mean R, 1), else move
+    it to the endpoint with the least R.
 
     R is the requests in flight without this request. Users ask for this form when sessions stick to
-    a saturated pod (sgl-project/sglang #33625 and #33959, skew 1.5). The index of sessions knows
-    the home of a session and follows it wherever it goes. A request without a session goes to
-    argmin R.
+    a saturated pod (sgl-project/sglang #33625 and #33959, skew 1.5). The index of sessions records
+    the endpoint of the session's last request, which becomes its home. A request without a session
+    goes to the endpoint with the least R.
     """
 
     type_name: ClassVar[str] = "bounded-session-scorer"
@@ -37,7 +38,8 @@ class BoundedSession(Parameters, frozen=True):
 
 
 class RendezvousSession(Parameters, frozen=True):
-    """argmax of h(session, endpoint), the same at every picker; any endpoint without a session.
+    """Prefer the endpoint with the highest h(session, endpoint), which is the same at every picker;
+    any endpoint if the request has no session.
 
     AIBrix hashes its session key in this way (FNV-64). Nothing is stored, and an endpoint that
     leaves moves only its own sessions. There is no bound.
@@ -47,7 +49,9 @@ class RendezvousSession(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(reads=("headers", "rendezvous", "session_id"))
 
     session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
-    """Request header with the session, if the request has no session id of its own."""
+    """Request header whose value identifies the session, if the request has no session id of its
+    own.
+    """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         session = request.session_id or request.headers.get(self.session_header.lower(), "")
@@ -64,7 +68,10 @@ SCORERS: Final = (BoundedSession, RendezvousSession)
 STRATEGIES: Final = (
     contract.Strategy(
         name="session-sticky",
-        idea="Session affinity, plain: where the session was last, else the fewest in flight.",
+        idea=(
+            "Session affinity, plain: the session's last endpoint, else the one with the fewest "
+            "requests in flight."
+        ),
         # The scores of load are at most 1.
         config=contract.config_of(
             contract.step("session-affinity-scorer", 2, strategy="session_id"),
@@ -73,12 +80,18 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="session-bounded",
-        idea="Session affinity, bounded: until the endpoint has 1.5 times the mean in flight.",
+        idea=(
+            "Session affinity, bounded: the session's last endpoint until it has 1.5 times the "
+            "mean number of requests in flight."
+        ),
         config=contract.config_of(contract.step(BoundedSession.type_name)),
     ),
     contract.Strategy(
         name="session-rendezvous",
-        idea="Session affinity without a memory, as AIBrix has it: a session's hash and no bound.",
+        idea=(
+            "Session affinity without stored sessions, as in AIBrix: the endpoint that a hash of "
+            "the session selects, whatever its load."
+        ),
         config=contract.config_of(
             contract.step(RendezvousSession.type_name), picker=contract.step("random-tie-picker")
         ),

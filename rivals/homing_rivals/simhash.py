@@ -1,4 +1,6 @@
-"""SimHash as the key of a ring: similar prompts should meet, as production-stack #239 proposes."""
+"""SimHash of a prompt as the key of a hash ring: similar prompts should reach the same endpoint, as
+production-stack #239 proposes.
+"""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
@@ -16,17 +18,17 @@ _SHINGLE_BYTES: Final = 4
 
 
 class Locality(StrEnum):
-    """The part of a SimHash that is the key of the ring."""
+    """The part of a SimHash that is used as the key of the hash ring."""
 
     HASHED = "hashed"
-    """A hash of all its bits."""
+    """Use a hash of all bits of the SimHash."""
     BAND = "band"
-    """Its first bits."""
+    """Use the first bits of the SimHash."""
 
 
 def simhash(features: Ints) -> int:
-    """Return 64 bits: the majority of `features` in each place, uint64[k], k >= 1; 0 where they
-    tie.
+    """Return the SimHash of `features`, uint64[k] with k >= 1: 64 bits, each 1 if it is 1 in more
+    than half of them.
 
     Charikar, "Similarity estimation techniques from rounding algorithms" (2002).
     """
@@ -36,7 +38,8 @@ def simhash(features: Ints) -> int:
 
 
 class SimHashRing(Parameters, frozen=True):
-    """The ring's owner of the SimHash of the first 512 bytes of the prompt.
+    """Prefer the endpoint to which a hash ring assigns the SimHash of the first 512 bytes of the
+    prompt.
 
     Features are hashes of all runs of 4 bytes. The key is a hash of the SimHash with `hashed`, and
     its first `band_bits` bits with `band`. Source: production-stack #239, never merged.
@@ -76,7 +79,11 @@ class SimHashRing(Parameters, frozen=True):
         return owner
 
     def _features(self, request: InferenceRequest, block_tokens: int) -> Ints:
-        """Return the features, uint64[k]."""
+        """Return the features of the prompt, uint64[k]: hashes of its runs of 4 bytes, or of its
+        blocks if it has no text.
+
+        k is 0 if it has neither.
+        """
         if request.prompts and request.prompts[0]:
             text = request.prompts[0][: self.text_bytes]
             shingles = range(max(1, len(text) - _SHINGLE_BYTES + 1))
@@ -101,17 +108,23 @@ SCORERS: Final = (SimHashRing,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="production-stack-simhash",
-        idea="production-stack #239: the owner of a hash of the prompt's SimHash on a ring.",
+        idea=(
+            "production-stack #239: the endpoint that a hash ring assigns to a hash of the "
+            "prompt's SimHash."
+        ),
         omissions=(
             "the proposal's test of load, which keeps the busiest; JSON text of messages; its "
-            "formula knows no adapters"
+            "formula ignores adapters"
         ),
         config=contract.config_of(contract.step(SimHashRing.type_name)),
     ),
     contract.Strategy(
         name="production-stack-simhash-fixed",
-        idea="SimHash by its first bits, so that near duplicates meet, within 1.25 times the mean.",
-        omissions="JSON text of messages; its formula knows no adapters",
+        idea=(
+            "SimHash by its first bits, so that similar prompts reach the same endpoint, within "
+            "1.25 times the mean load."
+        ),
+        omissions="JSON text of messages; its formula ignores adapters",
         config=contract.config_of(
             contract.step(SimHashRing.type_name, locality="band", loadFactor=1.25)
         ),

@@ -14,8 +14,8 @@ from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest
 
 
 class StayInTime(Parameters, frozen=True):
-    """SMetric: stay at the endpoint with the longest match while it is in time, else take the
-    least work.
+    """SMetric: prefer the endpoint with the longest match while its first token is in time, else
+    the one with the least work.
 
     cost(n) = (n + n * (L - n / 2) / A) / v; queued(e) = P(e) / v + cost(L - hit(e)). The request
     stays at h, which has the longest match, if hit(h) > r * L, and if queued(h) <= s * (b +
@@ -42,7 +42,10 @@ class StayInTime(Parameters, frozen=True):
     slack: Annotated[float, Meta(ge=0)] = 2.0
     base_ms: Annotated[float, Meta(ge=0)] = 500.0
     colocated: bool = True
-    """True if endpoints that prefill also decode, so that their running requests count."""
+    """True if endpoints that prefill also decode.
+
+    The number of running requests is then a factor of an endpoint's cost.
+    """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         speed = candidates.prefill_tokens_per_s
@@ -61,7 +64,9 @@ class StayInTime(Parameters, frozen=True):
         return contract.scores_of_cost(queued)
 
     def _cost(self, tokens: "Floats | float", prompt: float) -> Floats:
-        """Return the cost at a speed of one token a second."""
+        """Return the cost of prefilling `tokens` of a prompt of `prompt` tokens, in
+        prefill tokens.
+        """
         cost: Floats = np.asarray(tokens * (1.0 + (prompt - tokens / 2) / self.attention_tokens))
         return cost
 
@@ -72,13 +77,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="smetric",
         idea=(
-            "SMetric: stay with who holds most while the first token comes in time, else the least "
-            "prefill time there, times requests."
+            "SMetric: the endpoint with the longest match while its first token is in time, else "
+            "the least prefill time at an endpoint, times its requests."
         ),
         omissions=(
-            "speeds that it measures: here believed; its constants are not known; tokens held "
-            "until the first chunk: here pages and time release them; its formula knows no "
-            "adapters"
+            "measured speeds: here configured; its constants, which are unknown; tokens in "
+            "flight until the first chunk: here metrics pages and time reduce them; its formula "
+            "ignores adapters"
         ),
         config=contract.config_of(contract.step(StayInTime.type_name)),
     ),

@@ -18,7 +18,7 @@ from homing_rivals.narrowing import first_of, least_of, most_of, only
 from homing_rivals.radix_tree import DEEPEST_BLOCKS, FIRST_HOLDER, RadixTreeSettings
 
 _TENANTS_MAX: Final = 8
-"""Endpoints of a node that generation 4 considers."""
+"""Maximum number of endpoints with the deepest matched block that generation 4 considers."""
 _SWING_MIN: Final = 4.0
 _SWING_DEVIATIONS: Final = 2.0
 _TOKENS_PER_S: Final = 2_000.0
@@ -28,18 +28,18 @@ _KV_USAGE_MAX: Final = 0.999
 
 
 def imbalanced(inflight: Ints, *, balance_abs: float, balance_rel: float) -> bool:
-    """Return True if max R - min R > `balance_abs` and max R > `balance_rel` * min R; both
-    strictly.
+    """Return True if the numbers R of requests in flight are imbalanced: max R - min R >
+    `balance_abs` and max R > `balance_rel` * min R.
     """
     least, most = float(inflight.min()), float(inflight.max())
     return most - least > balance_abs and most > balance_rel * least
 
 
 def first_holder(tree: Affinity, cache_threshold: float) -> Bools | None:
-    """Return bool[n]: the endpoint that was first sent the deepest known block; None if too little
-    is known.
+    """Return bool[n]: True only for the endpoint to which the prompt's deepest known block was
+    first sent; None if too little is known.
 
-    The known part must exceed `cache_threshold` of the prompt. The first endpoint in the list is
+    The known part must exceed `cache_threshold` of the prompt. The first candidate in the list is
     taken if that endpoint is no candidate. Later endpoints do not matter: a node of the original
     trees gets a `last_tenant` when it is created, and another only when that one lost it.
     """
@@ -50,13 +50,15 @@ def first_holder(tree: Affinity, cache_threshold: float) -> Bools | None:
 
 
 def _share(tree: Affinity) -> float:
-    """Return the part of the prompt's blocks that any endpoint is known to have, candidate or not."""
+    """Return the share of the prompt's blocks that any endpoint is known to have,
+    candidate or not.
+    """
     deepest = tree.columns.get(DEEPEST_BLOCKS)
     return 0.0 if deepest is None else float(deepest[0]) / (tree.total or 1)
 
 
 class _CacheAware(contract.Parameters, frozen=True):
-    """The parameters of both generations."""
+    """Parameters that generation 1 and generation 4 of cache-aware routing have in common."""
 
     abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
@@ -68,7 +70,8 @@ class _CacheAware(contract.Parameters, frozen=True):
 
 
 class CacheAware1(_CacheAware, frozen=True):
-    """Generation 1 (SGLang router, sgl-project/sglang #2114, to sglang-router 0.3.2).
+    """Cache-aware routing, generation 1: SGLang's router from sgl-project/sglang #2114 to
+    sglang-router 0.3.2.
 
     The fewest requests win if max R - min R > abs and max R > rel * min R. The endpoint that was
     first sent the deepest matched block wins if matched / total > threshold, wherever it went
@@ -96,8 +99,8 @@ class CacheAware1(_CacheAware, frozen=True):
 
 
 class CacheAware4(_CacheAware, frozen=True):
-    """Generation 4 (smg-project/smg #2341, smg 1.13.0): expected wait decides among the endpoints
-    with a match.
+    """Cache-aware routing, generation 4 (smg-project/smg #2341, smg 1.13.0): prefer the shortest
+    expected wait among the endpoints with a match.
 
     The match is up to 8 endpoints of the deepest matched block (matched / total > threshold), the
     best by 1 / (1 + decay * (pending(e) - least pending) / B / blocks of the prompt);
@@ -133,7 +136,9 @@ class CacheAware4(_CacheAware, frozen=True):
 
 
 def kv_pressure(candidates: Candidates, *, overload: float, balance: float) -> bool:
-    """Return True if a known K > `overload`, or the known K are more than `balance` apart."""
+    """Return True if the highest known KV-cache usage is above `overload`, or more than `balance`
+    above the lowest.
+    """
     usage = candidates.kv_cache_usage
     known = usage[np.isfinite(usage)]
     if not len(known):
@@ -145,10 +150,11 @@ def kv_pressure(candidates: Candidates, *, overload: float, balance: float) -> b
 def best_holders(
     tree: Affinity, candidates: Candidates, cache_threshold: float, overlap_decay: float
 ) -> Bools:
-    """Return bool[n]: endpoints that have the deepest known block and are least behind; none on a
-    miss.
+    """Return bool[n]: True for the candidates that have the prompt's deepest known block and the
+    least prefill work; none on a miss.
 
-    The first in the list is taken if endpoints are known but none is a candidate.
+    The first candidate in the list is taken if the block is known only at endpoints that are no
+    candidates.
     """
     n = len(candidates)
     if not _share(tree) > cache_threshold:
@@ -165,7 +171,9 @@ def best_holders(
 
 
 def overfull(inflight: Ints, *, balance_abs: float, balance_rel: float) -> Bools:
-    """Return bool[n]: R > `balance_rel` * mean R and R > mean R + `balance_abs`; both strictly."""
+    """Return bool[n]: True for endpoints whose requests in flight exceed both `balance_rel` times
+    the mean and the mean plus `balance_abs`.
+    """
     mean = float(inflight.mean())
     full: Bools = (inflight > balance_rel * mean) & (inflight > mean + balance_abs)
     return full
@@ -174,8 +182,8 @@ def overfull(inflight: Ints, *, balance_abs: float, balance_rel: float) -> Bools
 def shortest_wait(
     candidates: Candidates, holders: Bools, *, balance_abs: float, balance_rel: float
 ) -> Floats:
-    """Return float64[n]: 1 for the shortest expected wait of those that generation 4 leaves, else
-    0.
+    """Return float64[n]: 1 for the candidate with the shortest expected wait of those that
+    generation 4 considers, 0 for the others.
     """
     inflight = candidates.inflight_requests
     swing = max(_SWING_MIN, _SWING_DEVIATIONS * math.sqrt(float(inflight.mean())))
@@ -190,7 +198,11 @@ def shortest_wait(
 
 
 def expected_wait_s(candidates: Candidates) -> Floats:
-    """Return float64[n], finite: seconds, or requests in flight if no KV usage is known at all."""
+    """Return float64[n]: the expected wait at each candidate in seconds; the number of requests in
+    flight if no endpoint reports its KV-cache usage.
+
+    All values are finite.
+    """
     inflight = candidates.inflight_requests.astype(np.float64)
     usage = candidates.kv_cache_usage
     reported = np.isfinite(usage)
@@ -212,16 +224,22 @@ _TREE: Final = contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16
 STRATEGIES: Final = (
     contract.Strategy(
         name="smg-cache-aware-1",
-        idea="SGLang router 0.3.2: the endpoint first sent the prefix; the first of the least loaded.",
-        omissions="characters, here blocks of 16 tokens; its formula knows no adapters",
+        idea=(
+            "SGLang router 0.3.2: the endpoint to which the prefix was first sent, else the "
+            "first of the least loaded."
+        ),
+        omissions="characters, here blocks of 16 tokens; its formula ignores adapters",
         config=contract.config_of(_TREE, contract.step(CacheAware1.type_name)),
     ),
     contract.Strategy(
         name="smg-cache-aware-4",
-        idea="smg 1.13.0: the endpoint with the prefix, the shortest expected wait and not too full.",
+        idea=(
+            "smg 1.13.0: among endpoints with the prefix that are not too full, the one with the "
+            "shortest expected wait."
+        ),
         omissions=(
-            "tokens reported each 10 s: here this picker's own count; its veto of overloaded "
-            "workers; its formula knows no adapters, its keys do"
+            "tokens reported every 10 s: here this picker's own count; its veto of overloaded "
+            "workers; its formula ignores adapters, unlike its keys"
         ),
         config=contract.config_of(_TREE, contract.step(CacheAware4.type_name)),
     ),

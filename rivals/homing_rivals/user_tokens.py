@@ -1,4 +1,4 @@
-"""Recent tokens of each user: the ledger of AIBrix's fairness."""
+"""An index of the recent tokens of each user, on which AIBrix's fairness is based."""
 
 from collections import OrderedDict, deque
 from typing import Annotated, Any, ClassVar, Final
@@ -11,64 +11,76 @@ from epp.plugins import contract
 from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Parameters, Seconds
 
 TOKENS: Final = "tokens"
-"""Column, the same for all: weighted tokens of this request's user."""
+"""Name of the column with the weighted tokens of this request's user; the same number for all
+endpoints.
+"""
 TOKENS_MIN: Final = "tokens_min"
 TOKENS_MAX: Final = "tokens_max"
-"""Columns, the same for all: the least and the most tokens of any user."""
+"""Names of the columns with the lowest and the highest tokens of any user; the same numbers for all
+endpoints.
+"""
 
 _BUCKET_S: Final = 5
 
 
 class UserTokensSettings(Parameters, frozen=True):
-    """Tokens in, and twice the estimated tokens out."""
+    """`user-tokens-producer`: the recent tokens of each user, which are prompt tokens plus twice
+    the estimated answer tokens.
+    """
 
     type_name: ClassVar[str] = "user-tokens-producer"
     abilities: ClassVar[contract.Abilities] = contract.Abilities(names_sessions=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "user"
-    """Request header with the user; the session replaces a missing one."""
+    """Request header that names the user. Without it, the session counts as the user."""
     window_s: Annotated[int, Meta(ge=_BUCKET_S, le=86_400)] = 300
     input_weight: Annotated[float, Meta(ge=0)] = 1.0
     output_weight: Annotated[float, Meta(ge=0)] = 2.0
     output_per_input: Annotated[float, Meta(ge=0)] = 1.5
-    """Tokens of an answer for each of the prompt."""
+    """Estimated number of answer tokens for each prompt token."""
     users_max: Annotated[int, Meta(ge=1)] = 10_000
-    """Maximum number of users; the one that was silent for longest is forgotten above it."""
+    """Maximum number of users. Beyond it, the user whose last request is longest ago is dropped."""
 
     def session_in(self, request: InferenceRequest, /) -> str:
-        """Return the user of `request`; "" if it names none."""
+        """Return the name of the user of `request`, or else its session; "" if it has neither."""
         return request.headers.get(self.header_name.lower(), "") or request.session_id
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         return UserTokens(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply everything to a running index; counted tokens stay as they were."""
+        """Apply these settings to a running index; the weights apply only to later requests."""
         return isinstance(index, UserTokens) and index.configure(self)
 
 
 class _User(Struct, eq=False):
     tokens: float
     buckets: deque[list[float]]
-    """(start, tokens) of each five seconds with a request, the oldest first."""
+    """Start and tokens of each period of five seconds in which the user sent a request, oldest
+    first.
+    """
 
 
 class UserTokens:
-    """An index whose `matched` is 0 for all, of 1 if the request has a user: tokens belong to no
-    endpoint.
+    """An `AffinityIndex` of the tokens of users, which belong to no endpoint.
 
-    Old entries are dropped about once a second, and the least and most are updated then.
+    `matched` is 0 for all endpoints, of a total of 1 if the request has a user and 0 otherwise. Old
+    tokens are dropped about once a second, and the lowest and the highest tokens are updated then.
     """
 
     def __init__(self, settings: UserTokensSettings) -> None:
         self._users: OrderedDict[bytes, _User] = OrderedDict()
-        """Hash of the user's name; the longest silent first."""
+        """Tokens of each user by a hash of the user's name, ordered by the last request, oldest
+        first.
+        """
         self._least = self._most = 0.0
         self.configure(settings)
 
     def configure(self, settings: UserTokensSettings) -> bool:
-        """Adopt `settings`; excess entries are dropped at once."""
+        """Apply `settings` to this index, and return True; users beyond the limit are dropped at
+        once.
+        """
         self._settings = settings
         self._fit()
         self._find_extremes()
@@ -78,7 +90,9 @@ class UserTokens:
         return len(self._users)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the tokens of the request's user, and those of others."""
+        """Return columns with the tokens of the request's user, and the lowest and the highest
+        tokens of any user.
+        """
         name = self._name_of(request)
         user = self._users.get(name)
         told = {
@@ -90,7 +104,7 @@ class UserTokens:
         return Affinity(np.zeros(slots, dtype=np.int64), 1 if name else 0, columns)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Count the request for its user, wherever it went."""
+        """Count the tokens of the request for its user, whatever endpoint it was sent to."""
         name = self._name_of(request)
         if not name:
             return None
@@ -113,7 +127,10 @@ class UserTokens:
         return user, bucket, tokens
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the count; `record` counts it again if another endpoint serves it."""
+        """Subtract the tokens of the request from those of its user.
+
+        If another endpoint serves it, `record` counts them again.
+        """
         if recorded is None:
             return
         user, bucket, tokens = recorded
@@ -122,10 +139,10 @@ class UserTokens:
             user.tokens -= tokens
 
     def forget(self, slot: int) -> None:
-        """Do nothing, because users belong to no endpoint."""
+        """Do nothing, because tokens of users belong to no endpoint."""
 
     def expire(self, now: Seconds) -> None:
-        """Drop entries that are older than the window, and users without any."""
+        """Drop tokens that are older than the window, and users without tokens."""
         oldest = now - self._settings.window_s
         for name, user in tuple(self._users.items()):
             while user.buckets and user.buckets[0][0] <= oldest:
@@ -135,10 +152,10 @@ class UserTokens:
         self._find_extremes()
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because the size of an engine's cache does not matter here."""
+        """Do nothing, because the index does not depend on the size of an engine's cache."""
 
     def _name_of(self, request: InferenceRequest) -> bytes:
-        """Return 16 bytes; b"" if the request has no user."""
+        """Return a hash of 16 bytes of the user's name, or b"" if the request has no user."""
         user = self._settings.session_in(request)
         return xxhash.xxh3_128_digest(user.encode("utf-8", "surrogatepass")) if user else b""
 

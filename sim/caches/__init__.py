@@ -1,1 +1,1 @@
-"""Cache behaviours of engines other than vLLM, one module each."""
+"""Prompt caches of engines other than vLLM for the simulator, one module each."""

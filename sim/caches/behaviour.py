@@ -1,4 +1,4 @@
-"""The interface of cache behaviours, and the code that most of them share."""
+"""The interface of the prompt caches that `--cache` names, and the code that most of them share."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
@@ -12,8 +12,10 @@ from sim.engine.prompt_cache import Found, PromptCache
 from sim.engine.request import EngineRequest, PromptParts
 
 PCIE_5_X16_BYTES_PER_S: Final = 63e9
-"""Peak speed of a PCIe 5.0 slot with 16 lanes in one direction: 32 GT/s * 16 * 128/130 / 8 bits. An
-H100 has such a slot. Real copies are slower, so restoring takes at least the time computed here."""
+"""Peak speed in bytes per second of a PCIe 5.0 slot with 16 lanes in one direction: 32 GT/s * 16 *
+128/130 / 8 bits. An H100 has such a slot. Real copies are slower, so restoring takes at least the
+time computed here.
+"""
 
 NOTHING: Final = Found()
 
@@ -21,25 +23,25 @@ Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=10**15)]
 BytesPerSecond: TypeAlias = Annotated[float, Meta(ge=1e6, le=1e15)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
-"""Number of slots; the limits exclude implausible values."""
+"""Number of slots of a cache; the limits exclude implausible values."""
 Stores: TypeAlias = dict[str, Any]
-"""Stores that the pods of a pool share, by a name that is equal for compatible stores."""
+"""Stores of cached data that the pods of a pool share. Compatible stores have the same name."""
 
 
 class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cache behaviour; its fields are its parameters.
+    """A kind of prompt cache that `--cache` can name; the fields are its parameters.
 
     Subclasses repeat `frozen=True`, which only type checkers need.
     """
 
     type_name: ClassVar[str]
-    """Name of the behaviour in `--cache`."""
+    """Name of the kind of cache in `--cache`."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> PromptCache:
-        """Return an empty cache for one engine; `before` is the cache of the previous process in
-        the same place.
+        """Return a new prompt cache for one engine. `before` is the cache of the engine's previous
+        process in the same pod, or None.
 
         The profile must have `kv_bytes_per_token`.
         """
@@ -48,46 +50,52 @@ class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def open_in(
         self, stores: Stores, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> PromptCache:
-        """Return a cache like `open`, for pods that share `stores`."""
+        """Return a new prompt cache as `open` does. A cache with parts that pods share takes these
+        from `stores`.
+        """
         return self.open(profile, settings, before)
 
     def kv_tokens(self, profile: Profile) -> int:
-        """Return the tokens of the engine's KV cache that remain for running requests."""
+        """Return the number of tokens in the engine's KV cache that remain for running requests."""
         return profile.kv_tokens
 
     def request_tokens_max(self, settings: EngineSettings) -> int:
-        """Return the maximum tokens of prompt and answer of one request."""
+        """Return the maximum number of tokens in prompt and answer of one request."""
         return settings.kv_tokens
 
 
 class UnhashedPool(BlockPool):
-    """A pool of blocks for running requests, without hits.
+    """A pool of KV blocks for running requests in which no block can be hit.
 
-    Cached data of a request is copied into blocks of its own.
+    Data from a prompt cache is copied into blocks of the request's own.
     """
 
     def match(self, keys: Sequence[int], ends: Sequence[int], blocks_max: int) -> tuple[int, int]:
-        """Return no hit."""
+        """Return (0, 0), because no block can be hit."""
         return 0, 0
 
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
     ) -> None:
-        """Do nothing, because no block has a hash."""
+        """Do nothing, because blocks of this pool have no hash."""
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
-        """Do nothing, because no block has a hash."""
+        """Return True without a change, because blocks of this pool have no hash."""
         return True
 
 
 def parts_of(request: EngineRequest) -> PromptParts:
-    """Return the parts of a request, which engines with a prompt cache must have."""
+    """Return the parts of a request's prompt and answer, which the request must have if its engine
+    has a prompt cache.
+    """
     assert request.parts is not None, "an engine with a prompt cache is told the parts of prompts"
     return request.parts
 
 
 class Stored(Struct, eq=False):
-    """The first `parts` parts of a request, stored as one piece."""
+    """The beginning of a prompt with its answer, up to part number `parts`, that a cache stores as
+    one piece.
+    """
 
     text: PromptParts
     parts: int
@@ -101,8 +109,8 @@ class Stored(Struct, eq=False):
         return self.text.ends[self.parts - 1]
 
     def begins(self, prompt: PromptParts) -> bool:
-        """Return whether a prompt begins with all of it, and it ends at the end of a part of the
-        prompt.
+        """Return whether `prompt` begins with the whole stored text, and that text ends at the end
+        of a part of the prompt.
         """
         at = self.parts - 1
         return (
@@ -112,7 +120,9 @@ class Stored(Struct, eq=False):
         )
 
     def shared_tokens(self, prompt: PromptParts) -> int:
-        """Return how many tokens from the beginning it shares with a prompt."""
+        """Return how many tokens at the beginning of the stored text and of `prompt` are the
+        same.
+        """
         shared = 0
         ours = zip(self.text.keys[: self.parts], self.text.ends, strict=False)
         theirs = zip(prompt.keys[: prompt.messages], prompt.ends, strict=False)

@@ -16,10 +16,11 @@ from sim.engine.request import EngineRequest
 
 class KronkImcV1(CacheBehaviour, frozen=True):
     """The incremental message cache (IMC) of Kronk's manual, chapter 5.3: each request runs in a
-    slot that keeps its messages.
+    slot that stores its messages.
 
-    A slot keeps all messages of a prompt except the last. A request gets the first available slot
+    A slot stores all messages of a prompt except the last. A request gets the first available slot
     of this list:
+
     - the slot with the most messages that all begin its prompt;
     - the slot that shares the longest head of at least `cache_min_tokens` and has at most as many
       messages as the prompt; its other tokens are trimmed;
@@ -31,42 +32,49 @@ class KronkImcV1(CacheBehaviour, frozen=True):
 
     Choices made here, because the manual leaves them open: unless `waits` is false, a request waits
     for the slot with its messages while that generates, and no other request overtakes it. A prompt
-    with too little to keep takes an empty slot or the oldest, like a prompt without a match.
+    with too little to store takes an empty slot or the oldest, like a prompt without a match.
     Tokenising for the comparison takes no time.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v1"
 
     slots: Slots = 4
-    """`n_seq_max`, with 4 as in the manual's section on memory."""
+    """Number of slots, Kronk's `n_seq_max`; the default is from the manual's section on memory."""
     cache_min_tokens: Tokens = CACHE_TOKENS_MIN
-    """Minimum number of tokens to keep, and minimum length of a common head to reuse."""
+    """Minimum number of tokens that a slot stores, and minimum length of a common head that is
+    reused.
+    """
     waits: bool = True
-    """True if a request waits for the slot with its messages; False if it ignores all slots that
-    generate."""
+    """True if a request waits for the slot with its messages while that slot generates; False if it
+    ignores all slots that generate.
+    """
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "MessageSlots":
-        """Return a cache with empty slots."""
+        """Return a message cache in which all slots are empty."""
         return MessageSlots(self.slots, self.cache_min_tokens, waits=self.waits)
 
     def request_tokens_max(self, settings: EngineSettings) -> int:
-        """Return the tokens that one slot holds."""
+        """Return the number of tokens that one slot holds, which limits prompt and answer of a
+        request.
+        """
         return settings.kv_tokens // self.slots
 
 
 class _Slot(Struct, eq=False):
     kept: Stored | None = None
     request: EngineRequest | None = None
-    """Request that runs in the slot, or None."""
+    """Request that runs in the slot, or None if the slot is idle."""
     pending: bool = False
-    """True while the messages to keep are being computed."""
+    """True while the messages that the slot will store are being computed."""
     used_s: Seconds = 0.0
 
 
 class MessageSlots:
-    """A number of slots, each with the messages of one conversation or none."""
+    """Kronk's message cache in one engine: slots, each of which stores the messages of one
+    conversation or none.
+    """
 
     def __init__(self, slots: int, cache_min_tokens: int, *, waits: bool) -> None:
         self._slots = [_Slot() for _ in range(slots)]
@@ -74,16 +82,20 @@ class MessageSlots:
         self._waits = waits
         self._slot_of: dict[EngineRequest, _Slot] = {}
         self.salvages = 0
-        """Number of requests that reused a common head of a slot."""
+        """Number of requests so far that reused only a common head of a slot's messages."""
         self.rebuilds = 0
-        """Number of requests for which a slot was emptied."""
+        """Number of requests so far for which a slot with other messages was emptied."""
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return a pool without hits, because the data of a slot is in the slot's own share."""
+        """Return a pool in which no block can be hit, because the data of a slot is in the slot's
+        own share of the KV cache.
+        """
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the cached part of the prompt in the slot that the request gets."""
+        """Choose a slot for the request, and return the part of its prompt that the slot already
+        has. None if the request must wait for a slot.
+        """
         prompt = parts_of(request)
         best: _Slot | None = None
         best_tokens = 0
@@ -114,7 +126,9 @@ class MessageSlots:
         return self._occupy(oldest, request, 0)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the messages of the computed prompt in its slot."""
+        """Store the messages of the computed prompt, except the last one, in the request's slot.
+        Writing takes no time.
+        """
         slot, prompt = self._slot_of[request], parts_of(request)
         kept = prompt.messages - 1
         slot.pending = False
@@ -124,8 +138,8 @@ class MessageSlots:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Free the slot. The last message and the answer are trimmed; an uncomputed prompt is
-        dropped.
+        """Free the request's slot. The slot trims the last message and the answer; if the prompt
+        was not completely computed, the slot is emptied.
         """
         slot = self._slot_of.pop(request)
         if slot.pending:
@@ -136,7 +150,7 @@ class MessageSlots:
         return 0.0
 
     def _occupy(self, slot: _Slot, request: EngineRequest, tokens: int) -> Found:
-        """Give the slot to the request; `tokens` of its content remain."""
+        """Assign the slot to the request, which reuses the first `tokens` tokens of its content."""
         prompt = parts_of(request)
         slot.request = request
         slot.pending = prompt.messages < 2 or tokens < prompt.ends[prompt.messages - 2]

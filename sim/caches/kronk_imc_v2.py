@@ -1,5 +1,5 @@
-"""Kronk's incremental message cache of August 2026: session snapshots in memory, restored as a
-whole.
+"""Kronk's incremental message cache of August 2026: snapshots of sessions in memory, each of which
+is restored as a whole.
 """
 
 from collections.abc import Iterable
@@ -30,41 +30,48 @@ _SESSIONS_PER_SLOT_MIN: Final = 3
 
 
 class KronkImcV2(CacheBehaviour, frozen=True):
-    """Snapshots of whole prompts, by Kronk's manual, chapter 5, as of August 2026.
+    """Kronk's incremental message cache with snapshots of whole prompts, by its manual, chapter 5,
+    as of August 2026.
 
     As many requests run as there are `slots`. Each reserves a session: the one with the longest
     snapshot that is a complete head of its prompt, or else an empty one, or else the least recently
     used one. Reserved sessions cannot be chosen. Without such a snapshot, the request may begin
     with that of a system prompt; there are as many of these as sessions. A shorter common head is
-    never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is saved when it is
-    computed, which frees its session. If the session already has the prompt, it is freed when the
-    request is answered. Snapshots are in memory and take bytes / `bytes_per_s` in each direction,
-    for which the manual has no value.
+    never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is stored when it
+    is computed, which frees its session. If the session already has the prompt, it is freed when
+    the request is answered. Snapshots are in memory and take bytes / `bytes_per_s` in each
+    direction, for which the manual has no value.
 
-    Not modelled are the alternate snapshot of a session, and media. Where the manual answers that
+    Not modelled are the alternate snapshot of a session, and media. Where Kronk would answer that
     it is busy, the request waits here.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v2"
 
     slots: Slots = 2
-    """`nseq-max`, as in the manual's example."""
+    """Number of requests that run at the same time, Kronk's `nseq-max`; the default is from the
+    manual's example.
+    """
     queue_depth: Slots = 2
-    """Queue depth, which only affects the number of sessions."""
+    """Kronk's queue depth, which here only affects the number of sessions."""
     cache_min_tokens: Tokens = CACHE_TOKENS_MIN
-    """Minimum length of a cached prompt."""
+    """Minimum length in tokens of a prompt that is stored."""
     bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
-    """Speed of copies. The default is the peak of 16 lanes of PCIe 5.0."""
+    """Speed of copying snapshots in bytes per second. The default is the peak of 16 lanes of PCIe
+    5.0.
+    """
 
     @property
     def sessions(self) -> int:
-        """Number of snapshots of prompts, and of snapshots of system prompts."""
+        """Number of sessions, each with a snapshot of a prompt. There are as many snapshots of
+        system prompts.
+        """
         return self.slots * max(_SESSIONS_PER_SLOT_MIN, self.queue_depth)
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "Sessions":
-        """Return a cache with empty sessions."""
+        """Return a snapshot cache in which all sessions are empty."""
         return Sessions(
             slots=self.slots,
             sessions=self.sessions,
@@ -73,7 +80,9 @@ class KronkImcV2(CacheBehaviour, frozen=True):
         )
 
     def request_tokens_max(self, settings: EngineSettings) -> int:
-        """Return the tokens that one slot holds."""
+        """Return the number of tokens that one slot holds, which limits prompt and answer of a
+        request.
+        """
         return settings.kv_tokens // self.slots
 
 
@@ -83,7 +92,7 @@ class _Snapshot(Struct, eq=False):
 
 
 class Sessions:
-    """Snapshots of prompts, and as many of system prompts."""
+    """Kronk's snapshot cache in one engine: snapshots of prompts, and as many of system prompts."""
 
     def __init__(
         self, *, slots: int, sessions: int, cache_min_tokens: int, copy_s_per_token: Seconds
@@ -95,16 +104,20 @@ class Sessions:
         self._system_prompts = [_Snapshot() for _ in range(sessions)]
         self._reserved: dict[_Snapshot, EngineRequest] = {}
         self._session_of: dict[EngineRequest, _Snapshot | None] = {}
-        """Session of each running request; None if its prompt is too short for one."""
+        """Session that each running request has chosen; None if its prompt is too short for one."""
         self.rebuilds = 0
-        """Number of requests that found no snapshot."""
+        """Number of requests so far that found no snapshot of a head of their prompt."""
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return a pool without hits, because a snapshot is restored into the blocks of a slot."""
+        """Return a pool in which no block can be hit, because a snapshot is restored into the
+        blocks of a slot.
+        """
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Reserve a session and return the part of the prompt to restore."""
+        """Reserve a session for the request, and return the part of its prompt that is restored
+        from a snapshot. None if the request must wait for a slot or a session.
+        """
         if len(self._session_of) == self._slots:
             return None
         if request.prompt_tokens < self._cache_min_tokens:
@@ -129,7 +142,9 @@ class Sessions:
         return Found(tokens, tokens * self._copy_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Save the prompt, and its system prompt if that is new."""
+        """Store a snapshot of the computed prompt, and one of its system prompt if that is new.
+        Return the time in seconds for copying them.
+        """
         session, prompt = self._session_of[request], parts_of(request)
         if session is None or session not in self._reserved:
             return 0.0
@@ -151,7 +166,9 @@ class Sessions:
         return save_s
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Free the slot of the request, and its session if it is still reserved."""
+        """Free the slot of the request, and its session if that is still reserved. Nothing is
+        written.
+        """
         session = self._session_of.pop(request)
         if session is not None and self._reserved.get(session) is request:
             del self._reserved[session]
@@ -160,7 +177,9 @@ class Sessions:
 
 
 def _longest(snapshots: Iterable[_Snapshot], prompt: PromptParts) -> _Snapshot | None:
-    """Return the snapshot with the longest complete head of the prompt."""
+    """Return the snapshot with the longest text with which the prompt begins, or None if there is
+    none.
+    """
     longest: _Snapshot | None = None
     tokens = 0
     for snapshot in snapshots:

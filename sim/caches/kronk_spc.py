@@ -11,12 +11,12 @@ from sim.engine.prompt_cache import Found, PromptCache
 from sim.engine.request import EngineRequest
 
 CACHE_TOKENS_MIN: Final = 100
-"""`cache_min_tokens` of Kronk's manual, chapter 5."""
+"""Minimum number of tokens that Kronk caches; `cache_min_tokens` of its manual, chapter 5."""
 
 
 class KronkSpc(behaviour.CacheBehaviour, frozen=True):
-    """The KV cache of one system prompt (SPC), by Kronk's manual, chapter 5.2; removed in April
-    2026.
+    """Kronk's system prompt cache (SPC) with the KV cache of one system prompt, by its manual,
+    chapter 5.2; removed in April 2026.
 
     The first message of a prompt with several messages is copied to memory once it is computed, if
     it has at least `cache_min_tokens`. It is copied into the sequence of every request that begins
@@ -28,40 +28,48 @@ class KronkSpc(behaviour.CacheBehaviour, frozen=True):
     type_name: ClassVar[str] = "kronk-spc"
 
     cache_min_tokens: behaviour.Tokens = CACHE_TOKENS_MIN
-    """Minimum length of a cached system prompt."""
+    """Minimum length in tokens of a system prompt that is cached."""
     bytes_per_s: behaviour.BytesPerSecond = behaviour.PCIE_5_X16_BYTES_PER_S
-    """Speed of copies. The default is the peak of 16 lanes of PCIe 5.0."""
+    """Speed of copying the system prompt in bytes per second. The default is the peak of 16 lanes
+    of PCIe 5.0.
+    """
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "SystemPromptBuffer":
-        """Return an empty cache."""
+        """Return a cache without a system prompt."""
         copy_s_per_token = profile.kv_bytes_per_token / self.bytes_per_s
         return SystemPromptBuffer(self.cache_min_tokens, copy_s_per_token)
 
 
 class SystemPromptBuffer:
-    """A buffer for one system prompt of any length."""
+    """Kronk's system prompt cache in one engine: a buffer for one system prompt of any length."""
 
     def __init__(self, cache_min_tokens: int, copy_s_per_token: Seconds) -> None:
         self._cache_min_tokens = cache_min_tokens
         self._copy_s_per_token = copy_s_per_token
         self._held: tuple[int, int] | None = None
-        """Key and tokens of the cached system prompt, or None."""
+        """Key and number of tokens of the cached system prompt, or None if the buffer is empty."""
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return a pool without hits, because the buffer is copied into each request's sequence."""
+        """Return a pool in which no block can be hit, because the buffer is copied into each
+        request's sequence.
+        """
         return behaviour.UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the system prompt if the request begins with it."""
+        """Return the cached system prompt, with the time to copy it, if the request begins with it;
+        otherwise nothing.
+        """
         system = self._system_prompt(request)
         if system is None or system != self._held:
             return behaviour.NOTHING
         return Found(system[1], system[1] * self._copy_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the system prompt of the request, which is copied out and in again."""
+        """Store the request's system prompt if it is not in the buffer. Return the time in seconds
+        to copy it out and in again.
+        """
         system = self._system_prompt(request)
         if system is None or system == self._held:
             return 0.0
@@ -69,7 +77,7 @@ class SystemPromptBuffer:
         return 2 * system[1] * self._copy_s_per_token
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Do nothing, because the buffer stays."""
+        """Do nothing, because the buffer does not depend on running requests."""
         return 0.0
 
     def _system_prompt(self, request: EngineRequest) -> tuple[int, int] | None:

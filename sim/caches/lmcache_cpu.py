@@ -1,4 +1,4 @@
-"""CPU memory behind vLLM's block pool, as in LMCache."""
+"""LMCache's CPU memory, which stores blocks that vLLM's block pool evicts."""
 
 from bisect import bisect_right
 from collections import OrderedDict
@@ -19,26 +19,30 @@ class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
 
     Blocks that the pool evicts go to the memory, which drops the least recently used ones. Whole
     chunks that follow the pool's part of a prompt are loaded from the memory. Loading takes bytes /
-    `bytes_per_s`, and the engine does nothing else meanwhile. LMCache copies as it computes and not
-    on eviction. The hits are the same as long as the memory is larger than the pool. If the memory
-    is smaller, fewer blocks fit, because it then also holds blocks that are still in the pool.
-    Copies out take no time here, because they can overlap. Loading ends at the first chunk that is
-    no longer in the memory.
+    `bytes_per_s`, and the engine does nothing else meanwhile. LMCache itself copies blocks when
+    they are computed and not when they are evicted. The hits are the same as long as the memory is
+    larger than the pool. If the memory is smaller, fewer blocks fit in LMCache, because its memory
+    then also holds blocks that are still in the pool. Copies out take no time here, because they
+    can overlap. Loading ends at the first chunk that is no longer in the memory.
     """
 
     type_name: ClassVar[str] = "lmcache-cpu"
 
     memory_bytes: behaviour.Bytes = 5 * 2**30
-    """`max_local_cpu_size`, which is 5 GB in LMCache."""
+    """Size of the CPU memory in bytes, `max_local_cpu_size` of LMCache, whose default is 5 GB."""
     chunk_tokens: behaviour.Tokens = 256
-    """`chunk_size` of LMCache, rounded down to whole blocks of the engine and at least one."""
+    """Number of tokens in a chunk, `chunk_size` of LMCache. It is rounded down to whole blocks of
+    the engine, at least one.
+    """
     bytes_per_s: behaviour.BytesPerSecond = behaviour.PCIE_5_X16_BYTES_PER_S
-    """Speed of loading. The default is the peak of 16 lanes of PCIe 5.0."""
+    """Speed of loading from CPU memory in bytes per second. The default is the peak of 16 lanes of
+    PCIe 5.0.
+    """
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "Tier":
-        """Return an empty cache."""
+        """Return a cache whose CPU memory is empty."""
         size_tokens = settings.block_size_tokens
         block_bytes = size_tokens * profile.kv_bytes_per_token
         return Tier(
@@ -50,19 +54,22 @@ class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
 
 
 class EvictedBlocks:
-    """Blocks by the key of their piece, one stretch per key, with eviction of the least recently
-    used.
+    """KV blocks that a pool has evicted, one stretch of blocks for each key of a chain. If there
+    are too many, the least recently used are dropped.
     """
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks = 0
         self._blocks_max = blocks_max
         self._stretches: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """First and last block of the stretch in its chain, by key."""
+        """First block, and block after the last, of each key's stretch in its chain, the least
+        recently used first.
+        """
 
     def add(self, key: int, start: int, end: int) -> None:
-        """Store blocks of a key. If two stretches do not touch, the one nearer to the head
-        is kept.
+        """Store the blocks from `start` to `end` of a key, and drop others beyond the limit. If
+        they do not touch the key's stored stretch, only the stretch nearer to the beginning of the
+        chain is stored.
         """
         known = self._stretches.pop(key, None)
         if known is not None:
@@ -79,8 +86,8 @@ class EvictedBlocks:
     def match(
         self, keys: Sequence[int], ends: Sequence[int], position: int, blocks_max: int
     ) -> int:
-        """Return up to which block a chain continues here from block `position`, and mark these as
-        used.
+        """Return the block up to which the chain's blocks from `position` on are stored here, at
+        most `blocks_max`. These blocks count as used now.
         """
         piece = bisect_right(ends, position)
         used: list[int] = []
@@ -99,8 +106,8 @@ class EvictedBlocks:
         return position
 
     def _drop(self) -> None:
-        """Remove as many blocks as exceed the limit, from the end of the least recently used
-        stretch.
+        """Drop the blocks beyond the limit, at most the whole least recently used stretch, from its
+        end.
         """
         key = next(iter(self._stretches))
         start, end = self._stretches[key]
@@ -113,15 +120,15 @@ class EvictedBlocks:
 
 
 class TieredPool(BlockPool):
-    """vLLM's pool, which passes evicted blocks on."""
+    """vLLM's block pool, which passes the blocks that it evicts to `evicted`."""
 
     def __init__(self, blocks_total: int, evicted: EvictedBlocks) -> None:
         super().__init__(blocks_total)
         self._evicted = evicted
 
     def take(self, count: int) -> None:
-        """Take blocks as the pool does; pass on evicted blocks with a hash in the order of their
-        eviction.
+        """Reuse free blocks as `BlockPool.take` does. Before that, pass the evicted blocks that
+        have a hash on, in the order of their eviction.
         """
         left = count - self._blank_blocks
         if left > 0:
@@ -140,7 +147,9 @@ class TieredPool(BlockPool):
 
 
 class Tier:
-    """The blocks that a pool has evicted, and the time to load them."""
+    """LMCache's CPU memory of one engine: the blocks that its pool has evicted, and the time to
+    load them.
+    """
 
     def __init__(
         self,
@@ -156,11 +165,13 @@ class Tier:
         self._load_s_per_token = load_s_per_token
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return vLLM's pool, connected to this tier."""
+        """Return vLLM's block pool, which passes the blocks that it evicts to this memory."""
         return TieredPool(blocks_total, self.evicted)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return whole chunks that follow the pool's part of the prompt."""
+        """Return the whole chunks that follow the pool's part of the prompt and are in CPU memory,
+        with the time to load them.
+        """
         size = self._block_size_tokens
         held = held_tokens // size
         # The last token is always computed, and so is its block.
@@ -172,9 +183,9 @@ class Tier:
         return Found(upto * size, (upto - held) * size * self._load_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Do nothing, because the pool has the blocks."""
+        """Do nothing, because the pool has the blocks until it evicts them."""
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Do nothing, because the pool keeps the blocks."""
+        """Do nothing, because the blocks stay in the pool until it evicts them."""
         return 0.0

@@ -1,4 +1,4 @@
-"""A disk behind the prompt cache of mlx-lm, which outlives the process."""
+"""A disk behind the prompt cache of mlx-lm. Its content outlives the engine's process."""
 
 from bisect import bisect_left
 from typing import ClassVar, Final
@@ -16,32 +16,36 @@ from sim.engine.request import EngineRequest, PromptParts
 MEASURED_TOKENS: Final = (4 * 1024, 16 * 1024, 32 * 1024, 96 * 1024)
 RESTORE_S: Final = (2.0e-3, 5.9e-3, 15.9e-3, 30.8e-3)
 SAVE_S: Final = (54e-3, 95e-3, 163e-3, 593e-3)
-"""Seconds to save at `MEASURED_TOKENS`. This and `RESTORE_S` are from benjamin-levin/mlx-lm#6,
-Qwen3.6-35B-A3B in 4 bits on an M4 Max."""
+"""Seconds to write sequences of the lengths `MEASURED_TOKENS`. These values and `RESTORE_S` are
+from benjamin-levin/mlx-lm#6, Qwen3.6-35B-A3B in 4 bits on an M4 Max.
+"""
 
 
 class MlxDisk(MlxParameters, frozen=True):
-    """`LRUPromptCache` with a disk (benjamin-levin/mlx-lm#6, merged in the fork in May 2026).
+    """mlx-lm's `LRUPromptCache` with a disk (benjamin-levin/mlx-lm#6, merged in the fork in May
+    2026).
 
     A sequence in memory that is long enough is also written to the disk, once. If memory has no
     prefix of a prompt, the longest whole sequence on the disk with which the prompt begins is read
     and stored in memory again. Beyond the budget, the least recently used file is deleted. Reading
     and writing take the measured times (`MEASURED_TOKENS`), interpolated linearly from zero, for
-    every model. The size of a file follows the profile. A new process in the same place finds the
+    every model. The size of a file follows the profile. A new process in the same pod finds the
     disk as the previous one left it.
     """
 
     type_name: ClassVar[str] = "mlx-disk"
 
     disk_bytes: Bytes = 4 * 2**30
-    """Maximum size of all files together."""
+    """Maximum size in bytes of all files on the disk together."""
     disk_min_tokens: Tokens = 256
-    """Minimum length of a sequence that is written."""
+    """Minimum length in tokens of a sequence that is written to the disk."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "SequencesOnDisk":
-        """Return a cache with an empty memory."""
+        """Return a cache with an empty memory, and with the disk of the previous process if there
+        was one.
+        """
         disk = before.disk if isinstance(before, SequencesOnDisk) else Disk(self.disk_bytes)
         return SequencesOnDisk(self, profile.kv_bytes_per_token, disk)
 
@@ -53,26 +57,30 @@ class _File(Struct, eq=False):
 
 
 class Disk:
-    """A store of sequences in files, with eviction of the least recently used one."""
+    """A store of token sequences in files. If they exceed the budget, the least recently used files
+    are deleted.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._files: dict[tuple[int, int], _File] = {}
-        """Files by the key of the last part and the number of tokens."""
+        """Files by (key of the sequence's last part, number of tokens of the sequence)."""
         self._uses = 0
 
     @property
     def kept_bytes(self) -> int:
-        """Size of all files in bytes."""
+        """Total size in bytes of all files on the disk."""
         return sum(file.bytes for file in self._files.values())
 
     @property
     def sequences(self) -> list[Stored]:
-        """Stored sequences, the least recently used first."""
+        """Sequences on the disk, the least recently used first."""
         return [file.stored for file in sorted(self._files.values(), key=lambda file: file.used)]
 
     def write(self, stored: Stored, size_bytes: int) -> bool:
-        """Write a sequence; return False if it is already on the disk."""
+        """Write a sequence to the disk and delete old files beyond the budget. Return False if the
+        sequence is already on the disk.
+        """
         name = stored.key, stored.tokens
         self._uses += 1
         if name in self._files:
@@ -88,7 +96,9 @@ class Disk:
         return True
 
     def read(self, prompt: PromptParts) -> Stored | None:
-        """Return the longest sequence with which the prompt begins, or None."""
+        """Return the longest sequence on the disk with which the prompt begins, or None if there is
+        none.
+        """
         fitting = [file for file in self._files.values() if file.stored.begins(prompt)]
         if not fitting:
             return None
@@ -99,17 +109,19 @@ class Disk:
 
 
 class SequencesOnDisk(Sequences):
-    """Sequences in memory that are also written to a disk."""
+    """mlx-lm's prompt cache in one engine: sequences in memory that are also written to a disk."""
 
     def __init__(self, parameters: MlxDisk, bytes_per_token: int, disk: Disk) -> None:
         super().__init__(parameters, bytes_per_token)
         self.disk = disk
         self._min_tokens = parameters.disk_min_tokens
         self._save_s = 0.0
-        """Write time since the last call of `_saved_s`, in seconds."""
+        """Time in seconds spent on writing to the disk since the last call of `_saved_s`."""
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the match in memory, or else the one on the disk."""
+        """Return the part of the prompt found in memory. If memory has none, read the longest
+        sequence from the disk and return it with the reading time.
+        """
         found = super().fetch(request, held_tokens, now)
         if found is not None and found.tokens:
             return found
@@ -120,17 +132,21 @@ class SequencesOnDisk(Sequences):
         return Found(stored.tokens, measured_s(RESTORE_S, stored.tokens))
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store as without a disk, and return the time of writing."""
+        """Store the computed prompt as the cache without a disk does, and also on the disk. Return
+        the time in seconds for writing to the disk.
+        """
         super().computed(request, now)
         return self._saved_s()
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store as without a disk, and return the time of writing."""
+        """Store the prompt with its answer as the cache without a disk does, and also on the disk.
+        Return the time in seconds for writing to the disk.
+        """
         super().left(request, now)
         return self._saved_s()
 
     def insert(self, stored: Stored, kind: str) -> None:
-        """Store a sequence in memory, and on the disk if it is long enough."""
+        """Store a sequence in memory, and write it to the disk if it is long enough."""
         super().insert(stored, kind)
         if stored.tokens >= self._min_tokens and self.disk.write(
             stored, stored.tokens * self._bytes_per_token
@@ -143,8 +159,8 @@ class SequencesOnDisk(Sequences):
 
 
 def measured_s(times_s: tuple[Seconds, ...], tokens: int) -> Seconds:
-    """Return the time for `tokens`, interpolated linearly from (0, 0) through the points and
-    extended by the last line.
+    """Return the time in seconds to read or write `tokens` tokens. It is interpolated linearly from
+    (0, 0) through the times at `MEASURED_TOKENS`, and extended by the last line.
     """
     points = (0, *MEASURED_TOKENS)
     values = (0.0, *times_s)

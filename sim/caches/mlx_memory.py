@@ -1,4 +1,4 @@
-"""The prompt cache of mlx-lm's server: a few whole sequences, found by a trie."""
+"""The prompt cache of mlx-lm's server: a limited number of whole token sequences."""
 
 from itertools import pairwise
 from typing import Annotated, ClassVar, Final
@@ -17,27 +17,32 @@ SYSTEM: Final = "system"
 USER: Final = "user"
 ASSISTANT: Final = "assistant"
 EVICTED: Final = (ASSISTANT, USER, SYSTEM)
-"""Kinds of entries in the order of eviction. A kind is evicted if it has at least as many entries
-as the next one."""
+"""Kinds of stored sequences in the order of eviction. The oldest sequence of a kind is evicted if
+that kind has at least as many sequences as the next kind.
+"""
 
 
 class MlxParameters(CacheBehaviour, frozen=True):
-    """The parameters of the cache, with or without a disk."""
+    """The parameters of mlx-lm's prompt cache, with or without a disk."""
 
     entries_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
-    """Maximum number of sequences in memory."""
+    """Maximum number of token sequences in memory."""
     memory_bytes: Bytes | None = None
-    """`max_bytes`; None for no limit. It is memory of the host, separate from the pool."""
+    """Maximum size in bytes of the sequences in memory, mlx-lm's `max_bytes`; None for no limit. It
+    is memory of the host, separate from the KV block pool.
+    """
     trimmable: bool = True
     """True if tokens can be removed from the end of a sequence. Models with a sliding window or a
-    recurrent state do not allow this. Then a longer sequence is of no use to shorter prompts, and
-    its heads are kept beside it."""
+    recurrent state do not allow this. A longer sequence is then of no use to shorter prompts, and
+    the beginnings of a sequence stay stored beside it.
+    """
 
 
 class MlxMemory(MlxParameters, frozen=True):
-    """`LRUPromptCache` of mlx-lm (its server in mid 2026): whole sequences including the answer.
+    """mlx-lm's `LRUPromptCache` (its server in mid 2026): whole sequences including the answer.
 
     A look-up returns a copy of the first available sequence of this list:
+
     - the sequence itself;
     - if sequences can be trimmed, the shortest of those that share the longest head, if this head
       is longer than any whole sequence that the prompt begins with;
@@ -53,7 +58,7 @@ class MlxMemory(MlxParameters, frozen=True):
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "Sequences":
-        """Return an empty cache."""
+        """Return a cache without stored sequences."""
         return Sequences(self, profile.kv_bytes_per_token)
 
 
@@ -63,33 +68,41 @@ class _Entry(Struct, eq=False):
 
 
 class Sequences:
-    """A store of sequences with a maximum number and a maximum size in bytes."""
+    """mlx-lm's prompt cache in one engine: token sequences, limited by their number and their size
+    in bytes.
+    """
 
     def __init__(self, parameters: MlxParameters, bytes_per_token: int) -> None:
         self._parameters = parameters
         self._bytes_per_token = bytes_per_token
         self._entries: list[_Entry] = []
-        """Entries in the order in which they were stored."""
+        """Stored sequences in the order in which they were stored."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def kept_bytes(self) -> int:
-        """Size of all sequences in bytes."""
+        """Total size in bytes of all stored sequences."""
         return sum(entry.stored.tokens for entry in self._entries) * self._bytes_per_token
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return a pool without hits, because a request works on a copy."""
+        """Return a pool in which no block can be hit, because a request works on a copy of a
+        sequence.
+        """
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the best matching sequence."""
+        """Return the part of the request's prompt that the best matching stored sequence has;
+        restoring it takes no time.
+        """
         tokens = self.nearest_tokens(parts_of(request), request.prompt_tokens)
         return Found(tokens) if tokens else NOTHING
 
     def nearest_tokens(self, prompt: PromptParts, prompt_tokens: int) -> int:
-        """Return how many tokens of the prompt the best matching sequence has."""
+        """Return how many tokens at the beginning of the prompt the best matching stored sequence
+        has.
+        """
         shorter = common = 0
         longer = False
         for entry in self._entries:
@@ -106,7 +119,9 @@ class Sequences:
         return shorter
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the prompt, and also its system prompt if sequences cannot be trimmed."""
+        """Store the computed prompt, and also its system prompt if sequences cannot be trimmed.
+        Writing takes no time.
+        """
         prompt = parts_of(request)
         if prompt.messages > 1 and not self._parameters.trimmable:
             self.insert(Stored(prompt, 1), SYSTEM)
@@ -114,14 +129,14 @@ class Sequences:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the prompt with its answer, if the answer is complete."""
+        """Store the prompt with its answer, if the answer is complete. Writing takes no time."""
         if request.finished:
             prompt = parts_of(request)
             self.insert(Stored(prompt, len(prompt.keys)), ASSISTANT)
         return 0.0
 
     def insert(self, stored: Stored, kind: str) -> None:
-        """Store a sequence, and evict entries beyond the limits."""
+        """Store a sequence of a kind in `EVICTED`, and evict sequences beyond the limits."""
         self._entries = [entry for entry in self._entries if not self._replaces(stored, entry)]
         self._entries.append(_Entry(stored, kind))
         if len(self._entries) > self._parameters.entries_max:
@@ -131,8 +146,8 @@ class Sequences:
             self._evict()
 
     def _replaces(self, stored: Stored, entry: _Entry) -> bool:
-        """Return whether an entry is the sequence itself, or a head of it that is no longer
-        needed.
+        """Return whether the entry has the same text as `stored`, or is a beginning of it that is
+        no longer needed.
         """
         old = entry.stored
         if old.parts > stored.parts:

@@ -1,4 +1,4 @@
-"""Cache behaviours by name, as `--cache` and scenario files specify them."""
+"""Prompt caches by name, as `--cache` and scenario files specify them."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -19,7 +19,7 @@ from sim.caches.ruvllm_fixed import RuvllmFixed
 from sim.engine.profiles import Profile
 
 VLLM: Final = "vllm"
-"""Name of vLLM's own block pool, without a further cache."""
+"""Name, in `--cache`, of vLLM's own block pool without a further prompt cache."""
 
 BEHAVIOURS: Final[Mapping[str, type[CacheBehaviour]]] = {
     behaviour.type_name: behaviour
@@ -39,12 +39,14 @@ NAMES: Final = (VLLM, *BEHAVIOURS)
 
 
 class CacheNameError(ValueError):
-    """A cache is unknown or invalid. The message is one sentence."""
+    """The name or a parameter of a prompt cache is unknown or invalid. The message is one
+    sentence.
+    """
 
 
 def cache_named(text: str) -> CacheBehaviour | None:
-    """Parse NAME or NAME:PARAMETER=VALUE,...; return None for vLLM's own cache. Raises
-    CacheNameError.
+    """Return the prompt cache that a text NAME or NAME:PARAMETER=VALUE,... describes, or None for
+    vLLM's own. Raises `CacheNameError` for an unknown or invalid text.
     """
     name, _, told = text.partition(":")
     if name == VLLM and not told:
@@ -68,7 +70,9 @@ def cache_named(text: str) -> CacheBehaviour | None:
 
 
 def cache_spelt(cache: CacheBehaviour | None) -> str:
-    """Return the text that `cache_named` parses to `cache`. Default values are left out."""
+    """Return the text of a prompt cache as `--cache` accepts it. Parameters with default values are
+    left out.
+    """
     if cache is None:
         return VLLM
     parameters = [
@@ -80,7 +84,9 @@ def cache_spelt(cache: CacheBehaviour | None) -> str:
 
 
 def check_cache(cache: CacheBehaviour | None, profile: Profile) -> None:
-    """Raise `CacheNameError` if the profile lacks a value that the cache needs."""
+    """Raise `CacheNameError` if the profile lacks `kv_bytes_per_token`, which every cache except
+    vLLM's needs.
+    """
     if cache is not None and not profile.kv_bytes_per_token:
         raise CacheNameError(
             f"The cache {cache.type_name} counts bytes, but the profile {profile.name} has no "

@@ -1,4 +1,4 @@
-"""A KV cache that is offloaded to the host's memory and to a store that all pods share."""
+"""A KV cache that vLLM offloads to the host's memory, and to a store that all pods share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Final
@@ -23,7 +23,9 @@ from sim.engine.request import EngineRequest
 
 HOST: Final = "host"
 SHARED: Final = "external_unspecified"
-"""Tier names of vLLM's metrics page (`vllm:prompt_tokens_cached_by_source_total`)."""
+"""Tier name of the shared store on vLLM's metrics page
+(`vllm:prompt_tokens_cached_by_source_total`); `HOST` is that of the host's memory.
+"""
 
 
 class Offload(CacheBehaviour, frozen=True):
@@ -41,24 +43,32 @@ class Offload(CacheBehaviour, frozen=True):
     type_name: ClassVar[str] = "offload"
 
     memory_bytes: Bytes = 64 * 2**30
-    """Host memory for each engine: `cpu_bytes_to_use` of vLLM, which has no default."""
+    """Size in bytes of the host memory for each engine, `cpu_bytes_to_use` of vLLM, which has no
+    default there.
+    """
     bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
-    """Speed of loading from the host's memory. The default is the peak of 16 lanes of PCIe 5.0."""
+    """Speed of loading from the host's memory in bytes per second. The default is the peak of 16
+    lanes of PCIe 5.0.
+    """
     shared_bytes: Annotated[int, Meta(ge=0, le=10**18)] = 0
-    """Size of the store; 0 for no store."""
+    """Size in bytes of the store that all pods share; 0 for no store."""
     shared_bytes_per_s: BytesPerSecond = 12.5e9
-    """Speed from the store to a pod, regardless of other readers. The default is 100 Gbit/s."""
+    """Speed of loading from the shared store to one pod in bytes per second, regardless of other
+    pods that load. The default is 100 Gbit/s.
+    """
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "OffloadedBlocks":
-        """Return an empty cache with a store of its own."""
+        """Return a cache whose host memory is empty, with a store that no other pod shares."""
         return self.open_in({}, profile, settings, before)
 
     def open_in(
         self, stores: Stores, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "OffloadedBlocks":
-        """Return an empty cache that uses the store in `stores` shared by compatible caches."""
+        """Return a cache whose host memory is empty. Its shared store is that of compatible caches
+        in `stores`, and is created there if it is missing.
+        """
         size_tokens = settings.block_size_tokens
         block_bytes = size_tokens * profile.kv_bytes_per_token
         tiers = {HOST: EvictedBlocks(self.memory_bytes // block_bytes)}
@@ -77,7 +87,7 @@ class Offload(CacheBehaviour, frozen=True):
 
 
 class OffloadedBlocks:
-    """The tiers of one engine, the nearest first."""
+    """The cache tiers outside the GPU of one engine, the nearest tier first."""
 
     def __init__(
         self,
@@ -88,17 +98,17 @@ class OffloadedBlocks:
     ) -> None:
         self.tiers = tiers
         self.hit_tokens = dict.fromkeys(tiers, 0)
-        """Tokens that first admissions found in each tier."""
+        """Number of prompt tokens found in each tier, counted when requests are first admitted."""
         self._load_s_per_block = load_s_per_block
         self._block_size_tokens = block_size_tokens
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return vLLM's own pool."""
+        """Return vLLM's own block pool, which needs no connection to the tiers."""
         return BlockPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the blocks that follow those in the pool; each comes from the first tier that has
-        it.
+        """Return the blocks of the prompt that follow those in the pool, with the time to load
+        them. Each block is loaded from the first tier that has it.
         """
         size = self._block_size_tokens
         # The last token is always computed, and so is its block.
@@ -122,17 +132,23 @@ class OffloadedBlocks:
         return Found(position * size, load_s)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Copy out all full blocks of the prompt, while the engine computes for others."""
+        """Copy all full blocks of the computed prompt to every tier. Copying takes no time of the
+        engine.
+        """
         self._keep(request.chain, request.chain_ends, request.known_tokens)
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Copy out the computed full blocks of the answer too."""
+        """Copy the computed full blocks of prompt and answer to every tier. Copying takes no time
+        of the engine.
+        """
         self._keep(request.chain, request.chain_ends, request.computed_tokens)
         return 0.0
 
     def _keep(self, keys: Sequence[int], ends: Sequence[int], tokens: int) -> None:
-        """Store the first blocks of a chain, so that the tail of a prompt is evicted first."""
+        """Store the full blocks of the first `tokens` tokens of a chain in every tier, the last
+        blocks first, so that the tail of a prompt is evicted first.
+        """
         blocks = tokens // self._block_size_tokens
         pieces: list[tuple[int, int, int]] = []
         start = 0

@@ -1,4 +1,6 @@
-"""RuvLLM's prefix cache exactly as its proposal specifies it: whole prompts in a radix tree."""
+"""RuvLLM's prefix cache exactly as its proposal (ADR-011) specifies it: whole prompts in a radix
+tree.
+"""
 
 from typing import Annotated, ClassVar
 
@@ -14,22 +16,26 @@ from sim.engine.request import EngineRequest, PromptParts
 
 
 class RuvllmParameters(CacheBehaviour, frozen=True):
-    """The parameters of both readings of the proposal."""
+    """The parameters that both interpretations of RuvLLM's proposal share."""
 
     memory_share: Annotated[float, Meta(gt=0.0, le=0.9)] = 0.5
-    """`max_memory_bytes` as a share of the KV cache, which reduces the room for running requests.
-    The proposal has no default."""
+    """Memory budget of the cache, `max_memory_bytes` of the proposal, as a share of the KV cache.
+    It reduces the room for running requests. The proposal has no default.
+    """
     min_cache_tokens: Tokens = 50
-    """Minimum length of a cached prompt. The proposal says 50 for chat, 100 for RAG and 20 for
-    batches."""
+    """Minimum length in tokens of a prompt that is cached. The proposal says 50 for chat, 100 for
+    RAG and 20 for batches.
+    """
 
     def bytes_max(self, profile: Profile) -> int:
-        """Return the budget of one engine in bytes."""
+        """Return the memory budget of the cache in one engine, in bytes."""
         tokens = profile.kv_tokens - self.kv_tokens(profile)
         return tokens * profile.kv_bytes_per_token
 
     def kv_tokens(self, profile: Profile) -> int:
-        """Return the tokens that remain beside the budget."""
+        """Return the number of KV-cache tokens that remain for running requests beside the cache's
+        memory budget.
+        """
         return int(profile.kv_tokens * (1.0 - self.memory_share))
 
 
@@ -54,7 +60,7 @@ class RuvllmFaithful(RuvllmParameters, frozen=True):
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "StoredPrompts":
-        """Return an empty cache."""
+        """Return a cache without stored prompts."""
         return StoredPrompts(
             bytes_max=self.bytes_max(profile),
             bytes_per_token=profile.kv_bytes_per_token,
@@ -63,18 +69,20 @@ class RuvllmFaithful(RuvllmParameters, frozen=True):
 
 
 class Statistics(Struct):
-    """`CacheStats` of the proposal. Each look-up is a hit, a partial hit or a miss."""
+    """Counters of RuvLLM's prefix cache, `CacheStats` of the proposal. Each look-up is a hit, a
+    partial hit or a miss.
+    """
 
     lookups: int = 0
     hits: int = 0
-    """Number of look-ups that found the whole prompt."""
+    """Number of look-ups that found the whole prompt in the cache."""
     partial_hits: int = 0
     misses: int = 0
     evictions: int = 0
     memory_bytes: int = 0
 
     def count(self, found_tokens: int, prompt_tokens: int) -> None:
-        """Count one look-up."""
+        """Count one look-up of a prompt of which `found_tokens` tokens were cached."""
         self.lookups += 1
         self.hits += found_tokens >= prompt_tokens
         self.partial_hits += 0 < found_tokens < prompt_tokens
@@ -83,7 +91,7 @@ class Statistics(Struct):
 
 class _Entry(Struct, eq=False):
     key: int
-    """Key of the last part of the prompt."""
+    """Key of the last part of the stored prompt."""
     tokens: int
     last_access_s: Seconds
     hits: int = 0
@@ -91,7 +99,9 @@ class _Entry(Struct, eq=False):
 
 
 class StoredPrompts:
-    """Whole prompts by their last part and their length."""
+    """RuvLLM's prefix cache in one engine, as proposed: whole prompts by the key of their last part
+    and their length.
+    """
 
     def __init__(self, *, bytes_max: int, bytes_per_token: int, min_cache_tokens: int) -> None:
         self.statistics = Statistics()
@@ -102,11 +112,15 @@ class StoredPrompts:
         self._using: dict[EngineRequest, _Entry] = {}
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return a pool without hits, because prompts are copied on write."""
+        """Return a pool in which no block can be hit, because stored prompts are copied on
+        write.
+        """
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the longest stored prompt with which the request's prompt begins."""
+        """Return the longest stored prompt with which the request's prompt begins; restoring it
+        takes no time. That entry counts as in use until the request leaves.
+        """
         entry = self._longest(parts_of(request))
         self.statistics.count(entry.tokens if entry else 0, request.prompt_tokens)
         if entry is None:
@@ -118,7 +132,9 @@ class StoredPrompts:
         return Found(entry.tokens)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the prompt."""
+        """Store the computed prompt if it is long enough, and evict at most one entry for it.
+        Writing takes no time.
+        """
         tokens = request.prompt_tokens
         if tokens < self._min_cache_tokens:
             return 0.0
@@ -136,7 +152,7 @@ class StoredPrompts:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Release the entry that the request used."""
+        """Release the stored prompt that the request used, so that it may be evicted."""
         entry = self._using.pop(request, None)
         if entry is not None:
             entry.users -= 1

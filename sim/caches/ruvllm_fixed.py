@@ -1,4 +1,6 @@
-"""RuvLLM's prefix cache as its proposal intends it: a radix tree that shares heads."""
+"""RuvLLM's prefix cache as its proposal (ADR-011) intends it: a radix tree that shares the
+beginnings of prompts.
+"""
 
 from typing import ClassVar
 
@@ -28,7 +30,7 @@ class RuvllmFixed(RuvllmParameters, frozen=True):
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "RadixTree":
-        """Return an empty cache."""
+        """Return a cache with an empty radix tree."""
         return RadixTree(
             bytes_max=self.bytes_max(profile),
             bytes_per_token=profile.kv_bytes_per_token,
@@ -37,20 +39,24 @@ class RuvllmFixed(RuvllmParameters, frozen=True):
 
 
 class _Node(Struct, eq=False):
-    """The text of one part, after that of its parent."""
+    """A node of the radix tree: the text of one part of a prompt, after the text of the node's
+    parent.
+    """
 
     key: int
     parent: "_Node | None"
     last_access_s: Seconds
     tokens: int = 0
-    """Stored tokens from the start of the part."""
+    """Number of stored tokens, from the start of the node's part."""
     children: int = 0
     hits: int = 0
     users: int = 0
 
 
 class RadixTree:
-    """A tree of parts of prompts by their keys. A key also stands for all text before its part."""
+    """RuvLLM's prefix cache in one engine, repaired: a radix tree whose nodes are parts of prompts.
+    A key stands for the text of its part and all text before it.
+    """
 
     def __init__(self, *, bytes_max: int, bytes_per_token: int, min_cache_tokens: int) -> None:
         self.statistics = Statistics()
@@ -62,11 +68,15 @@ class RadixTree:
         self._using: dict[EngineRequest, dict[_Node, None]] = {}
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return a pool without hits, because heads are copied on write."""
+        """Return a pool in which no block can be hit, because beginnings of prompts are copied on
+        write.
+        """
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the longest head of the prompt in the tree."""
+        """Return the longest beginning of the request's prompt in the tree; restoring it takes no
+        time. Its nodes count as in use until the request leaves.
+        """
         parts = parts_of(request)
         found = start = 0
         path: dict[_Node, None] = {}
@@ -85,7 +95,9 @@ class RadixTree:
         return Found(found)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the prompt as far as there is room."""
+        """Store the computed prompt in the tree, from its beginning as far as there is room.
+        Writing takes no time.
+        """
         if request.prompt_tokens < self._min_cache_tokens:
             return 0.0
         parts, path = parts_of(request), self._using[request]
@@ -107,7 +119,7 @@ class RadixTree:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Release the nodes that the request used."""
+        """Release the nodes of the tree that the request used, so that they may be evicted."""
         for node in self._using.pop(request, ()):
             node.users -= 1
         return 0.0
@@ -127,7 +139,9 @@ class RadixTree:
         return node
 
     def _make_room(self, tokens: int) -> bool:
-        """Evict idle leaves until `tokens` more fit; return False if they cannot."""
+        """Evict idle leaves of the tree until `tokens` more tokens fit. Return False if too few
+        leaves are idle.
+        """
         room = self._bytes_max - tokens * self._bytes_per_token
         while self.statistics.memory_bytes > room:
             idle = (node for node in self._leaves if not node.users)

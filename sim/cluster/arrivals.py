@@ -1,4 +1,6 @@
-"""Arrivals of a trace, prepared for a run: spread over time, or at another rate."""
+"""Preparation of a trace's arrivals for a run: random delays within the clock's resolution, and
+other request rates.
+"""
 
 import heapq
 import math
@@ -20,10 +22,11 @@ _GRID_S_MIN: Final = 0.5
 
 
 def grid_s(arrivals: Iterable[Arrival]) -> Seconds:
-    """Return the tick of the trace's clock in seconds, estimated from its first 1,000 arrivals.
+    """Return the resolution of a trace's clock in seconds, estimated from its first 1,000 arrivals.
 
-    The result is 0 unless most requests share their tick with another one and ticks are at least
-    0.5 s apart. Other traces need not be spread. Mooncake's conversation trace has ticks of 3 s.
+    The result is 0, which means that arrivals need not be spread, unless ticks are at least 0.5 s
+    apart and most requests share a tick with another request. Mooncake's conversation trace has
+    ticks of 3 s.
     """
     times_s = [arrival.time_s for arrival in islice(arrivals, _LOOKED_AT)]
     ticks = sorted(set(times_s))
@@ -33,9 +36,11 @@ def grid_s(arrivals: Iterable[Arrival]) -> Seconds:
 
 
 def spread_out(arrivals: Iterable[Arrival], width_s: Seconds, seed: int) -> Iterator[Arrival]:
-    """Delay each arrival by a uniform random time below `width_s`, and sort the arrivals again.
+    """Yield the arrivals, each delayed by a uniform random time below `width_s`, in the new order
+    of time.
 
-    Arrivals that wait for an answer are unchanged, because their time is only a lower limit.
+    Arrivals that wait for an answer to another request are not delayed, because their time is only
+    a lower limit.
     """
     random = Random(f"{seed}:jitter")
     waiting: list[tuple[Seconds, int, Arrival]] = []
@@ -52,15 +57,16 @@ def spread_out(arrivals: Iterable[Arrival], width_s: Seconds, seed: int) -> Iter
 
 
 def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
-    """Yield the same requests `factor` times as fast; think times stay."""
+    """Yield the arrivals at `factor` times the request rate. Think times do not change."""
     for arrival in arrivals:
         yield msgspec.structs.replace(arrival, time_s=arrival.time_s / factor)
 
 
 class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A window from `from_s` to `to_s` of the run in which requests arrive `factor` times as fast.
+    """A period from `from_s` to `to_s` of the run in which requests arrive `factor` times as fast
+    as in the trace.
 
-    With `factor_end` the rate changes linearly from one factor to the other.
+    With `factor_end` the factor changes linearly from `factor` to `factor_end`.
     """
 
     from_s: Instant
@@ -73,23 +79,24 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def length_s(self) -> Seconds:
-        """Length of the window in the run, in seconds."""
+        """Length of the period in seconds of the run."""
         return self.to_s - self.from_s
 
     @property
     def last(self) -> float:
-        """Factor at the end of the window."""
+        """Factor on the request rate at the end of the period."""
         return self.factor if self.factor_end is None else self.factor_end
 
     @property
     def consumed_s(self) -> Seconds:
-        """Time of the trace that passes in the window: the integral of the factor, in seconds."""
+        """Seconds of the trace that are replayed in the period: the integral of the factor."""
         return self.length_s * (self.factor + self.last) / 2
 
     def after_s(self, consumed_s: Seconds) -> Seconds:
-        """Return the time in the window after which `consumed_s` of the trace have passed.
+        """Return the time in seconds from the start of the period until `consumed_s` seconds of the
+        trace have been replayed.
 
-        It is the inverse of the integral of the factor.
+        This is the inverse of the integral of the factor.
         """
         slope = (self.last - self.factor) / self.length_s
         root = math.sqrt(max(0.0, self.factor**2 + 2 * slope * consumed_s))
@@ -98,14 +105,15 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def at_rates(arrivals: Iterable[Arrival], rates: Sequence[Rate]) -> Iterator[Arrival]:
-    """Yield the same requests in the same order, faster or slower in the windows of `rates`.
+    """Yield the arrivals in the same order, at other request rates in the periods of `rates`.
 
-    `rates` ascend and do not overlap. Think times stay.
+    `rates` are in order of time and do not overlap. Think times do not change.
     """
     left = deque(rates)
     run_s = trace_s = 0.0
-    """Time of the run, and the corresponding time of the trace. All arrivals before it are
-    converted."""
+    """Time of the run, and the corresponding time of the trace, up to which arrivals are
+    converted.
+    """
     for arrival in arrivals:
         time_s = arrival.time_s
         while left:
@@ -121,7 +129,7 @@ def at_rates(arrivals: Iterable[Arrival], rates: Sequence[Rate]) -> Iterator[Arr
         yield msgspec.structs.replace(arrival, time_s=at_s)
 
 
-def made_ready(
+def prepared_arrivals(
     arrivals: Iterable[Arrival],
     *,
     seed: int,
@@ -129,8 +137,8 @@ def made_ready(
     speed: float,
     rates: Sequence[Rate] = (),
 ) -> Iterator[Arrival]:
-    """Yield the same requests, spread over `jitter_s`, then `speed` times as fast, then at
-    `rates`.
+    """Yield the arrivals of a trace as a run needs them: each delayed by a random time below
+    `jitter_s`, then at `speed` times the request rate, then at the rates of `rates`.
     """
     some = spread_out(arrivals, jitter_s, seed) if jitter_s else iter(arrivals)
     some = some if speed == 1.0 else faster(some, speed)
@@ -138,16 +146,22 @@ def made_ready(
 
 
 class Pace(Struct, frozen=True):
-    """The request rate of a trace."""
+    """The mean request rate of a trace."""
 
     requests_per_s: float
-    """Rate from the first to the last request; 1 if all arrive at once."""
+    """Mean request rate from the start of the trace to its last request; 1 if all requests arrive
+    at once.
+    """
     waits: bool
-    """True if some requests wait for answers to others, so that their rate cannot be raised."""
+    """True if some requests are sent only after the answer to another one, so that a higher --speed
+    does not raise their rate.
+    """
 
 
 def pace_of(arrivals: Iterable[Arrival], requests_max: int | None = None) -> Pace:
-    """Return the pace of the first `requests_max` requests, or of all if it is None."""
+    """Return the mean request rate of the first `requests_max` arrivals, or of all if it is
+    None.
+    """
     count, latest_s, waits = 0, 0.0, False
     for arrival in islice(arrivals, requests_max):
         count += 1

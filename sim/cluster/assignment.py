@@ -1,4 +1,4 @@
-"""The assignment of requests to pickers."""
+"""The assignment of requests to the pickers (replicas) of a simulated cluster."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -13,14 +13,17 @@ class Assignment(StrEnum):
     RANDOM = "random"
     """Each request goes to a random picker."""
     STICKY = "sticky"
-    """A session stays with its picker while that runs. Requests without a session go to a random
-    picker."""
+    """Each session goes to the same picker as long as that picker runs. Requests without a session
+    go to a random picker.
+    """
     SKEWED = "skewed"
-    """Each request goes to a random picker, and the n-th picker has a weight of 1/n."""
+    """Each request goes to a random picker, where the n-th picker has a weight of 1/n."""
 
 
 class Assigner:
-    """An assigner of requests to the running pickers; `seed` determines all random choices."""
+    """The part of a simulated gateway that chooses a running picker for each request; `seed`
+    determines all random choices.
+    """
 
     def __init__(self, assignment: Assignment, replicas: int, seed: int) -> None:
         self._assignment = assignment
@@ -29,21 +32,21 @@ class Assigner:
         self._weights = [1 / (1 + replica) for replica in range(replicas)]
         self._there = list(range(replicas))
 
-    def is_there(self, replica: int | None) -> bool:
-        """Return whether `replica` runs and gets requests; False for None."""
+    def is_running(self, replica: int | None) -> bool:
+        """Return whether picker `replica` runs and receives requests; False for None."""
         return replica in self._there
 
     def leave(self, replica: int) -> None:
-        """Send no more requests to `replica`."""
+        """Stop sending requests to picker `replica`."""
         self._there.remove(replica)
 
     def join(self, replica: int) -> None:
-        """Send requests to `replica` again."""
+        """Resume sending requests to picker `replica`."""
         self._there = sorted({*self._there, replica})
 
     def choose(self, session: str) -> int | None:
-        """Return the picker of a request with `session` ("" if it has none); None if no picker
-        runs.
+        """Return the number of the picker for a request with `session` ("" if it has none), or None
+        if no picker runs.
         """
         there = self._there
         if len(there) < 2:
@@ -56,8 +59,8 @@ class Assigner:
         return there[self._random.randrange(len(there))]
 
     def _home(self, session: str, there: Sequence[int]) -> int:
-        """Return a picker by rendezvous hashing: if a picker comes or goes, only its own sessions
-        move.
+        """Return the picker of a session by rendezvous hashing: if a picker joins or leaves, only
+        the sessions of that picker move.
         """
 
         def weight(replica: int) -> int:

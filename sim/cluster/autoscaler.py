@@ -4,10 +4,11 @@ Every `interval_s` it compares the mean of the pods' metric with the target:
 
     desired = ceil(pods x mean / target)
 
-It does nothing while mean / target is within `tolerance` of 1. A pod without a metric, because it
-starts or restarts, counts as idle if the number of pods would rise, and as on target if it would
-fall. If this reverses the direction, nothing is done. A rise takes effect at once. A fall follows
-the highest recommendation of the last `stabilization_s`.
+The number of pods does not change while mean / target is within `tolerance` of 1. A pod without a
+metric, because it starts or restarts, counts as idle if the number of pods would rise, and as on
+target if it would fall. If this reverses the direction, the number does not change. An increase
+takes effect at once. A decrease goes down to the highest recommendation of the last
+`stabilization_s`.
 
 Source: https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/,
 "Algorithm details" and "Stabilization window", with the defaults given there. Policies that limit
@@ -29,50 +30,54 @@ from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.cluster.windows import Duration, Share
 
 _DIGITS: Final = 9
-"""Decimal digits of a ratio or number of pods. Further digits are rounding errors, which must not
-change the number of pods."""
+"""Number of decimal digits to which ratios and numbers of pods are rounded. Further digits are
+rounding errors, which must not change the number of pods.
+"""
 
 
 class ScaledBy(StrEnum):
-    """The metric on a pod's page that an autoscaler uses."""
+    """The metric on a pod's metrics page by which an autoscaler scales."""
 
     WAITING_REQUESTS = "waiting-requests"
     INFLIGHT_REQUESTS = "inflight-requests"
-    """Running and waiting requests."""
+    """Number of running and waiting requests of the pod."""
 
 
 class AutoscalerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of an autoscaler. Raises `ValueError`."""
+    """The settings of a simulated autoscaler. Raises `ValueError` if `pods_min` exceeds
+    `pods_max`.
+    """
 
     metric: ScaledBy
     target: Annotated[float, Meta(gt=0.0, le=1e6)]
-    """Target of the metric in requests, as the mean of the pods."""
+    """Number of requests per pod that the autoscaler aims at, by `metric`."""
     pods_min: Annotated[int, Meta(ge=1, le=1_000)] = 1
     pods_max: Annotated[int, Meta(ge=1, le=1_000)]
     labels: dict[str, str] = field(default_factory=dict)
-    """Labels of the pods that it scales, like those of one Deployment. No labels select all
-    pods."""
+    """Labels of the pods that the autoscaler scales, like those of one Deployment. No labels select
+    all pods.
+    """
     interval_s: Annotated[float, Meta(ge=1.0, le=3_600.0)] = 15.0
     tolerance: Share = 0.1
     stabilization_s: Annotated[float, Meta(ge=0.0, le=3_600.0)] = 300.0
     startup_s: Duration = 30.0
-    """Time from the decision to a pod that serves."""
+    """Time in seconds from the decision to start a pod until the pod serves."""
     grace_s: Duration = 30.0
-    """Maximum time for which an ending pod is drained."""
+    """Maximum time in seconds for which a surplus pod may finish its requests before it ends."""
 
     def __post_init__(self) -> None:
         if self.pods_min > self.pods_max:
             raise ValueError(
-                f"expected pods_max from pods_min, {self.pods_min}, on, got {self.pods_max}"
+                f"expected pods_max of at least pods_min, {self.pods_min}, got {self.pods_max}"
             )
 
     def scales(self, kind: PodKind) -> bool:
-        """Return whether it scales pods of this kind."""
+        """Return whether the autoscaler scales pods of this kind, by their labels."""
         return kind.labels.items() >= self.labels.items()
 
     def check(self, kinds: Sequence[PodKind]) -> None:
-        """Raise `ClusterSettingsError` unless the number of its pods at the start is within its
-        limits.
+        """Raise `ClusterSettingsError` unless the number of scaled pods among `kinds`, the pods at
+        the start of the run, is between `pods_min` and `pods_max`.
         """
         own = sum(map(self.scales, kinds))
         if not self.pods_min <= own <= self.pods_max:
@@ -84,10 +89,11 @@ class AutoscalerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def desired_pods(shown: Sequence[float], *, silent: int, target: float, tolerance: float) -> int:
-    """Return the desired number of pods.
+    """Return the number of pods that the autoscaler's rule recommends, before limits and
+    stabilization.
 
-    `shown` is the metric of each pod that reports it, and `silent` the number of pods that report
-    nothing. The result is the present number if nothing should change.
+    `shown` has the metric of each pod that reports it, and `silent` is the number of pods that
+    report nothing. The result is the present number of pods if nothing should change.
     """
     pods = len(shown) + silent
     if not shown:
@@ -102,30 +108,34 @@ def desired_pods(shown: Sequence[float], *, silent: int, target: float, toleranc
 
 
 class Autoscaler:
-    """An autoscaler that starts and drains pods of `cluster`, which must be at its start.
+    """An autoscaler that starts and drains pods of `cluster`. It must be created before the run
+    starts.
 
-    A pod that it starts is like the first of its pods. It reuses the name of an ended pod if there
-    is one, so that there are few names. Pods that have not started yet end first, then the pod that
-    joined last. Pods that ended for another reason are replaced, as a Deployment does it.
+    A new pod has the kind of the first pod that the autoscaler scales. It reuses the name of an
+    ended pod if there is one, so that there are few names. If there are too many pods, those that
+    have not started yet are cancelled first, then the pod that joined last is drained. Pods that
+    ended for another reason are replaced, as by a Deployment.
     """
 
     def __init__(self, settings: AutoscalerSettings, cluster: Cluster) -> None:
         self.settings = settings
         self.pods = len(self._own(cluster))
-        """Number of pods that it wants."""
+        """Number of pods that the autoscaler aims for at present."""
         self._cluster = cluster
         self._kind = next(kind for kind in cluster.settings.pods if settings.scales(kind))
         self._recommended: deque[tuple[Seconds, int]] = deque([(cluster.loop.now, self.pods)])
-        """Recommendations within the stabilization window, with their times."""
+        """Recommended numbers of pods within the stabilization window, with the times of the
+        recommendations.
+        """
         self._asked = 0
         self._starting: list[int] = []
-        """Numbers of the requested pods that do not serve yet, in order."""
+        """Numbers of the start requests whose pods do not serve yet, oldest first."""
         self._ended: set[int] = set()
-        """Numbers of the pods that it has ended."""
+        """Numbers of the pods that the autoscaler has ended."""
         cluster.loop.after(settings.interval_s, self._evaluate)
 
     def _own(self, cluster: Cluster) -> list[SimulatedPod]:
-        """Return its pods that run or will return."""
+        """Return the pods of the autoscaler that run or will restart."""
         return [
             pod
             for pod in cluster.pods
@@ -185,7 +195,9 @@ class Autoscaler:
         cluster.pods.add([self._kind])
 
     def _end_one(self, own: list[SimulatedPod]) -> None:
-        """End one pod of `own` and remove it from the list, if one can be ended."""
+        """Cancel the pod that was requested last and has not started, or else drain the last
+        announced pod of `own` and remove it from that list.
+        """
         if self._starting:
             self._starting.pop()
             self._cluster.pods.expect(-1)

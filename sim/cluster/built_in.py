@@ -1,6 +1,6 @@
-"""Named configurations for comparison with one's own: the values of `--config NAME`.
+"""Built-in configurations: the values of `--config NAME`.
 
-`epp.plugins.strategies` holds Homing's strategies and general ones. Other distributions, such as
+`epp.plugins.strategies` has Homing's strategies and general ones. Other distributions, such as
 homing-rivals, offer theirs through entry points.
 """
 
@@ -15,20 +15,21 @@ from epp.plugins.contract import Strategy
 from epp.plugins.strategies import STRATEGIES
 
 ENTRY_POINTS: Final = "homing.strategies"
-"""Entry-point group in which distributions offer strategies. Each entry point is a tuple of
-`Strategy`."""
+"""Entry-point group in which distributions offer routing strategies. Each entry point is a tuple of
+`Strategy`.
+"""
 RIVALS_MISSING: Final = (
     "strategies of other routers are in homing-rivals, which is not installed: "
     "pip install 'homing-epp[rivals]'"
 )
 _RIVALS: Final = "rivals"
 DEFAULT_POLICY: Final = "default"
-"""Name of the configuration that `epp serve` uses without a document."""
+"""Name, for `--config`, of the configuration that `epp serve` uses if none is given."""
 
 
 @cache
 def strategies() -> Mapping[str, Strategy]:
-    """Return all strategies by name, Homing's own first.
+    """Return all routing strategies by name: Homing's own first, then those of other distributions.
 
     Raises `ConfigError` if an entry point cannot be imported, if it is not a tuple of `Strategy`,
     or if a name is already in use.
@@ -60,13 +61,15 @@ def strategies() -> Mapping[str, Strategy]:
 
 @cache
 def configurations() -> Mapping[str, str]:
-    """Return the text of each named `EndpointPickerConfig`. Raises `ConfigError` like
-    `strategies`.
+    """Return the text of the `EndpointPickerConfig` of the default and of each strategy, by name.
+    Raises `ConfigError` for invalid entry points, as `strategies` does.
     """
     named = {name: strategy.config for name, strategy in strategies().items()}
     return MappingProxyType({DEFAULT_POLICY: DEFAULT_CONFIG, **named})
 
 
 def rivals_installed() -> bool:
-    """Return whether the strategies of other routers are installed."""
+    """Return whether the distribution with the strategies of other routers, homing-rivals, is
+    installed.
+    """
     return bool(entry_points(group=ENTRY_POINTS, name=_RIVALS))

@@ -1,8 +1,8 @@
-"""Invariants that must hold after every event of a run, one function each. AssertionError names a
-violation.
+"""Invariants that must hold after every event of a simulation run, one function each. They raise
+AssertionError for a violation.
 
-`sim replay --check` and the tests run all of them. They look at the complete state, so a run takes
-many times as long.
+`sim replay --check` and the tests check all of them. The checks look at the complete state, so a
+run takes many times as long.
 """
 
 from collections import Counter
@@ -14,15 +14,17 @@ from sim.cluster.cluster import Cluster
 
 
 def no_block_used_twice(cluster: Cluster) -> None:
-    """Check that each KV block has as many holders as requests use it, and that no request is in
-    two places.
+    """Check in each pod's engine that the reference count of each KV block equals the number of
+    requests that use it, and that no request is both running and waiting.
     """
     for pod in cluster.pods:
         pod.engine.check()
 
 
 def free_and_used_are_all(cluster: Cluster) -> None:
-    """Check that free and used blocks together are all blocks but the reserved one."""
+    """Check that the free and the used KV blocks of each rank add up to all its blocks except the
+    reserved one.
+    """
     for pod in cluster.pods:
         for rank in pod.ranks:
             pool = rank.pool
@@ -34,8 +36,8 @@ def free_and_used_are_all(cluster: Cluster) -> None:
 
 
 def no_request_lost(cluster: Cluster) -> None:
-    """Check that each request that arrived is in progress or has ended once, and that each is in
-    one engine.
+    """Check that each request that arrived is in progress or has ended exactly once, and that each
+    pod's engine has exactly the requests that were sent to the pod.
     """
     clients = cluster.clients
     ended = sum(clients.fates.values())
@@ -58,9 +60,10 @@ def no_request_lost(cluster: Cluster) -> None:
 
 
 def leases_return_to_zero(cluster: Cluster) -> None:
-    """Check that a picker holds one lease for each request that it routed and that has not ended.
+    """Check that each picker has one open lease for each request that it routed and that has not
+    ended.
 
-    A request is excepted if the gateway reported an endpoint that the picker does not know.
+    Requests are excepted if the gateway reported an endpoint that the picker does not know.
     """
     routed = [
         request.policy
@@ -99,7 +102,7 @@ CHECKS: Final = (
 
 
 def checker(cluster: Cluster) -> Callable[[], None]:
-    """Return a function that runs all checks of `cluster`, to be called after each event."""
+    """Return a function that checks all invariants of `cluster`, to be called after each event."""
     checks = (*CHECKS, TimeNeverRunsBack())
 
     def check() -> None:

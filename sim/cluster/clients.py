@@ -1,4 +1,4 @@
-"""The clients of a cluster: they send requests, wait for answers, and leave or retry."""
+"""The simulated clients: they send requests, wait for answers, and abort or retry."""
 
 import heapq
 import math
@@ -17,15 +17,17 @@ RETRIED: Final = frozenset({429, 503})
 """HTTP statuses after which a client retries."""
 
 _ASKED_AGAIN: Final = frozenset({Failure.POD_DIED, Failure.NO_PICKER})
-"""Failures after which a client retries."""
+"""Failures without an HTTP status in `RETRIED` after which a client also retries."""
 
 ENDED_MAX: Final = 65_536
-"""Maximum number of ended requests whose time is remembered for the following turns."""
+"""Maximum number of ended requests whose end time is stored, for following turns that arrive
+later.
+"""
 
 
 class Clients:
-    """Clients that send `arrivals` through `gateway`; `tell_ended` gets each request with
-    its fate.
+    """The clients that send the requests of `arrivals` through `gateway`. `tell_ended` is called
+    with each request when it has ended.
     """
 
     def __init__(
@@ -43,44 +45,50 @@ class Clients:
         self._gateway = gateway
         self._tell_ended = tell_ended
         self.requests: dict[int, SimulatedRequest] = {}
-        """Requests that have arrived and not ended, by sequence number."""
+        """Requests that have arrived and not ended, by sequence number in order of arrival."""
         self.arrived = 0
         self.retried = 0
-        """Number of retries of all clients."""
+        """Number of retries so far, over all clients."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
-        """Number of ended requests by fate."""
+        """Number of ended requests by their result for the client."""
         self._arrivals: Iterator[Arrival] = iter(arrivals)
         self._pending_arrivals = 0
         self._next_arrival_at: Seconds = 0.0
         self._thinking: list[Seconds] = []
-        """Heap of the times at which the next turns will be sent."""
+        """Heap of the times at which turns that wait for their client's think time will be sent."""
         self._under_way: set[int] = set()
-        """Indices of the requests that were sent, or will be, and have not ended."""
+        """Indices in the trace of the requests that were sent, or wait to be sent, and have not
+        ended.
+        """
         self._waiting: dict[int, list[Arrival]] = {}
-        """Turns that wait for the answer to a request in progress, by its index."""
+        """Turns that wait for the answer to another request, by the index of that request in the
+        trace.
+        """
         self._ended_at: dict[int, Seconds] = {}
-        """Times at which the latest requests ended, by index."""
+        """Times at which the last `ENDED_MAX` requests ended, by index in the trace."""
         self._random_abort = Random(f"{seed}:abort")
         self._pull()
 
     @property
     def done(self) -> bool:
-        """True if no request is in progress and none will arrive."""
+        """True if no request is in progress and no further request will be sent."""
         return not self.requests and not self._pending_arrivals
 
     @property
     def next_sent_at(self) -> Seconds:
-        """Time when the next known request will be sent; infinite if there is none."""
+        """Earliest known time at which a request will be sent; infinite if there is none."""
         return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
     def go_on(self, arrivals: Iterable[Arrival]) -> None:
-        """Send `arrivals` after all earlier ones have been sent."""
+        """Continue with the requests of `arrivals`, after all earlier arrivals have been sent."""
         assert self._next_arrival_at == math.inf, "all earlier arrivals were sent"
         self._arrivals = iter(arrivals)
         self._pull()
 
     def end(self, request: SimulatedRequest, fate: Fate) -> None:
-        """End a request with its answer or without one, or retry it."""
+        """Record that an attempt of `request` ended as `fate`: retry the request if its client
+        retries after that, else end it.
+        """
         if self._is_retried(request, fate):
             self._retry(request)
             return
@@ -102,7 +110,7 @@ class Clients:
             self._loop.stop()
 
     def _pull(self) -> None:
-        """Schedule the next arrival of the trace, if there is one."""
+        """Take the next arrival from the trace and schedule it, if there is one."""
         arrival = next(self._arrivals, None)
         if arrival is None:
             self._next_arrival_at = math.inf
@@ -158,7 +166,7 @@ class Clients:
         return request.status in RETRIED or request.failure in _ASKED_AGAIN
 
     def _retry(self, request: SimulatedRequest) -> None:
-        """Send a request again. Turns that wait for its answer keep waiting."""
+        """Send a request again after a pause. Turns that wait for its answer continue to wait."""
         pause_s = self._settings.clients.pause_before_s(request.retries)
         request.retries += 1
         self.retried += 1

@@ -1,7 +1,8 @@
-"""A pool of pods, the pickers that route to it and the clients that use it, in simulated time.
+"""A simulated cluster: a pool of pods, the pickers that route to it and the clients that use it.
 
 `Clients` send requests through a `Gateway`. The gateway asks `Pickers` for a pod among `Pods`, and
-`Faults` affect the pods. Each object changes only its own state. Time passes only in the `Loop`.
+`Faults` affect the pods. Each object changes only its own state. Simulated time passes only in the
+`Loop`.
 """
 
 import math
@@ -27,18 +28,21 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
 REST_S_MIN: Final[Seconds] = 600.0
-"""Minimum time without a request in which pickers rest until `_LOOK_AHEAD_S` before the next one. A
-scrape or tick during it would have no effect any more."""
+"""Minimum time in seconds without a request for which pickers stop scraping and exchanging
+messages. They resume `_LOOK_AHEAD_S` before the next request. What they would do in between would
+have no effect any more.
+"""
 
 _LOOK_AHEAD_S: Final[Seconds] = 60.0
 
 
 class Cluster:
-    """A run of `arrivals` through pickers and pods; `ended` gets each request when it ends.
+    """A simulation of `arrivals` through pickers and pods. `ended` is called with each request when
+    it ends.
 
-    `stepped` gets each step of each pod when it ends. `decided` gets each request when it has a
-    route. `open_policy(seed)` creates a picker, and `request_of` returns a request as the picker
-    parsed it. `seed` alone determines all random numbers.
+    `stepped` is called with each engine step when it ends, and `decided` with each request when it
+    is routed. `open_policy(seed)` creates a picker, and `request_of` returns a request in the form
+    that pickers parse. `seed` alone determines all random numbers.
     """
 
     def __init__(  # noqa: PLR0913  the parts of a run
@@ -55,8 +59,8 @@ class Cluster:
         faults: Iterable[Fault] = (),
         resolver: Resolver | None = None,
     ) -> None:
-        """Set up the cluster; `resolver` delays requests before pickers place them, None for no
-        delay.
+        """Set up the cluster at time 0. `resolver` delays requests before pickers place them; None
+        to use the renderer of the settings, if they define one.
         """
         self.settings = settings
         self.loop = Loop()
@@ -94,7 +98,7 @@ class Cluster:
         return f"<Cluster [{len(self.pods)} pods, {requests} requests, {self.loop.now} s]>"
 
     def run(self, after_event: Callable[[], None] | None = None) -> None:
-        """Run until the last request has ended; call `after_event` after each event."""
+        """Simulate until the last request has ended. `after_event` is called after each event."""
         if not self.clients.done:
             self.loop.run(after_event)
 

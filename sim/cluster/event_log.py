@@ -1,9 +1,10 @@
-"""The KV events that one process of a simulated engine published, one frame per step.
+"""The KV-cache events that one process of a simulated engine published, one frame per engine step.
 
 Frames contain the picker's block keys instead of tokens (`sim/traces/prompts`). In production, each
 picker computes these keys from the tokens and hashes of a frame. Here they are computed once for
-all pickers, and a test shows that both ways agree. If a block has several copies, the first copy
-reports it as stored and the last one as removed, because a picker counts copies this way.
+all pickers, and a test shows that both ways agree. If an engine has several copies of a block, the
+log reports the block as stored with the first copy and as removed with the last, because a picker
+counts copies this way.
 """
 
 import math
@@ -18,11 +19,13 @@ from epp.core.types import Seconds
 from sim.traces.prompts import block_hashes
 
 FRAMES_KEPT_MAX: Final = 10_000
-"""Number of frames that can be replayed; `buffer_steps` of vLLM."""
+"""Maximum number of frames that an engine replays, the latest ones; vLLM's `buffer_steps`."""
 
 
 class _Change(Struct):
-    """Blocks that were stored or removed: their numbers in their chains, and their hashes."""
+    """KV blocks that were stored (`held`) or removed: their positions in their prompts, and their
+    hashes.
+    """
 
     held: bool
     numbers: list[int]
@@ -30,7 +33,7 @@ class _Change(Struct):
 
 
 class Frame(Struct):
-    """The changes of one step."""
+    """The KV-cache events of one engine step, sent together."""
 
     number: int
     sent_at_s: Seconds
@@ -39,28 +42,30 @@ class Frame(Struct):
 
 
 class EventLog:
-    """A `PoolWatcher` that records frames. `end_step` closes a frame; the last frames are
-    retained.
+    """A `PoolWatcher` that records KV-cache events in frames. `end_step` closes a frame; the latest
+    frames are retained for replays.
     """
 
     def __init__(self, block_tokens: int) -> None:
         """Start an empty log; `block_tokens` is the engine's block size in tokens."""
         self.block_tokens = block_tokens
         self.next = 0
-        """Number of the next frame."""
+        """Number of the frame that will be sent next."""
         self.ended_at_s: Seconds = math.inf
-        """Time when the process ended; infinite while it runs."""
+        """Time when the engine process ended; infinite while it runs."""
         self._frames: list[Frame] = []
         self._copies: dict[int, int] = {}
         self._changes: list[_Change] = []
 
     @property
     def first(self) -> int:
-        """Number of the oldest retained frame, or of the next one if none is retained."""
+        """Number of the oldest retained frame, or of the next frame if none is retained."""
         return self.next - len(self._frames)
 
     def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Record stored blocks. Only the first copy of a block is reported."""
+        """Record that the blocks from `start` to `end` of a prompt were stored. A block of which
+        the engine already has a copy is not reported.
+        """
         change = self._change(held=True)
         copies = self._copies
         hashes = block_hashes(keys, ends, start, end, self.block_tokens)
@@ -72,7 +77,9 @@ class EventLog:
                 change.hashes.append(block)
 
     def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Record removed blocks. Only the last copy of a block is reported."""
+        """Record that the blocks from `start` to `end` of a prompt were removed. A block is
+        reported only with its last copy.
+        """
         change = self._change(held=False)
         copies = self._copies
         hashes = block_hashes(keys, ends, start, end, self.block_tokens)
@@ -88,7 +95,7 @@ class EventLog:
         raise AssertionError("no cache is reset in simulated time")
 
     def end_step(self, now: Seconds) -> None:
-        """Send the changes of the step that has ended, if there are any."""
+        """Send a frame with the changes of the step that has ended, if there are any."""
         changes = [change for change in self._changes if change.hashes]
         self._changes = []
         if not changes:
@@ -99,34 +106,34 @@ class EventLog:
             del self._frames[:-FRAMES_KEPT_MAX]
 
     def end(self, now: Seconds) -> None:
-        """End the process; changes that were not sent are lost."""
+        """Record that the engine process ended at `now`; changes that were not sent are lost."""
         self.ended_at_s = now
         self._changes = []
 
     def frame(self, number: int) -> Frame | None:
-        """Return the frame `number`, or None if it is no longer retained."""
+        """Return the frame with this number, or None if it is no longer retained."""
         at = number - self.first
         return self._frames[at] if at >= 0 else None
 
     def next_at(self, instant: Seconds) -> int:
-        """Return the number of the first frame that is sent after `instant`."""
+        """Return the number of the first frame that was sent after the time `instant`."""
         number = self.next
         while number > self.first and self._frames[number - 1 - self.first].sent_at_s > instant:
             number -= 1
         return number
 
-    def kept(self, first: int, before: int) -> Sequence[Frame]:
-        """Return the frames from `first` that an engine would replay before it sends frame
-        `before`.
+    def retained(self, first: int, before: int) -> Sequence[Frame]:
+        """Return the retained frames from number `first` to below `before`: those that an engine
+        replays before it sends frame `before`.
         """
         first = max(first, self.first, before - FRAMES_KEPT_MAX)
         return self._frames[first - self.first : max(first, before) - self.first]
 
     def changes_of(self, frame: Frame, block_tokens: int) -> list[Changed]:
-        """Return the changes in `frame` of blocks of `block_tokens`, a multiple of the engine's
-        block size.
+        """Return the changes in `frame` for an index with blocks of `block_tokens`, a multiple of
+        the engine's block size.
 
-        Such a block is stored as long as the engine's block at its end is.
+        A block of the index counts as stored as long as the engine's block at its end is stored.
         """
         known = frame.by_size.get(block_tokens)
         if known is None:
@@ -143,7 +150,9 @@ class EventLog:
         return known
 
     def _change(self, *, held: bool) -> _Change:
-        """Return the last change if it has the same kind, or a new one."""
+        """Return the last open change if it has the same kind (stored or removed), else a new
+        one.
+        """
         if self._changes and self._changes[-1].held is held:
             return self._changes[-1]
         change = _Change(held, [], [])

@@ -1,4 +1,4 @@
-"""Random faults of pods, determined by the seed."""
+"""Random faults of pods in a simulation run, determined by the seed."""
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -14,15 +14,15 @@ from sim.cluster.pods import Pods
 
 class FaultKind(StrEnum):
     DIE = "die"
-    """The pod ends for good, unless it is the last one."""
+    """The pod ends and does not restart, unless it is the last one."""
     RESTART = "restart"
-    """The process dies and restarts after a while with an empty cache."""
+    """The pod's process dies and restarts after `duration_s` with an empty cache."""
     JOIN = "join"
-    """One more pod of the same kind starts."""
+    """A new pod of the same kind as pod number `pod` joins."""
     LAG = "lag"
-    """Every step takes several times as long, for a while."""
+    """Every step of the pod's engine takes `factor` times as long, for `duration_s`."""
     STALE = "stale"
-    """The metrics page does not change, for a while."""
+    """The pod's metrics page does not change for `duration_s`."""
 
 
 _WEIGHTS: Final = {
@@ -35,18 +35,20 @@ _WEIGHTS: Final = {
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """One fault. It affects pod number `pod` modulo the number of pods."""
+    """One random fault of a pod: pod number `pod` modulo the number of pods."""
 
     kind: FaultKind
     at_s: Seconds
     pod: int
     duration_s: Seconds
     factor: float
-    """Factor by which a lagging pod is slower."""
+    """Factor by which the steps of the pod take longer, for a fault of kind `LAG`."""
 
 
 def draw_faults(seed: int, *, mean_gap_s: Seconds) -> Iterator[Fault]:
-    """Yield faults without end, as a Poisson process with a mean gap of `mean_gap_s`."""
+    """Yield random faults endlessly, as a Poisson process with `mean_gap_s` seconds between two
+    faults on average.
+    """
     random = Random(f"{seed}:faults")
     kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
     at_s = 0.0
@@ -62,7 +64,7 @@ def draw_faults(seed: int, *, mean_gap_s: Seconds) -> Iterator[Fault]:
 
 
 class Faults:
-    """Applies `faults`, which are in the order of their times, to `pods`."""
+    """Schedules the faults of `faults`, which are in order of time, and applies them to `pods`."""
 
     def __init__(self, faults: Iterable[Fault], loop: Loop, pods: Pods) -> None:
         self._faults = iter(faults)

@@ -1,4 +1,5 @@
-"""The gateway between clients, pickers and pods, which takes a request through all its stages.
+"""The simulated gateway between clients, pickers and pods. It takes a request through all its
+stages.
 
 A request reaches a picker after the network delay. It reaches its pod after another network delay
 plus the time of the server's front end. The answer returns after the network delay. The picker sees
@@ -28,16 +29,17 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
 NO_PICKER_STATUS: Final = 500
-"""Status that Envoy returns if it cannot reach a picker, unless it fails open
-(docs/protocol.md)."""
+"""HTTP status that Envoy returns if it cannot reach a picker, unless it fails open
+(docs/protocol.md).
+"""
 
 
 class Gateway:
-    """A gateway that takes requests of clients; `ended` gets each with its fate when the client has
-    the answer.
+    """The gateway of a simulated cluster. `ended` is called with each attempt of a request and its
+    result, when the client receives the result.
 
-    `request_of` returns a request as pickers parse it. `resolver` delays requests before pickers
-    place them; None for no delay.
+    `request_of` returns a request in the form that pickers parse. `resolver` delays requests before
+    pickers place them; None for no delay.
     """
 
     def __init__(
@@ -60,20 +62,28 @@ class Gateway:
         self._resolver = resolver
         self._ended = ended
         self.decided: Callable[[SimulatedRequest], None] | None = None
-        """Callback that gets each request when it has a route, before anything else happens."""
+        """Function that is called with each request as soon as it is routed, before it is sent to
+        its pod; None for none.
+        """
         self._connections = Connections(settings.reschedules, seed=seed)
         self.rescheduled = 0
-        """Number of requests that another pod than the first named one accepted."""
+        """Number of requests that reached a fallback pod, because the gateway could not connect to
+        the first one that the picker named.
+        """
 
     # Calls from clients.
 
     def take(self, request: SimulatedRequest, pause_s: Seconds = 0.0) -> None:
-        """Send `request` after `pause_s` to a picker that runs now."""
+        """Send `request` to one of the running pickers after `pause_s` seconds and the network
+        delay.
+        """
         request.replica = self._pickers.assigner.choose(request.arrival.session)
         self._loop.after(pause_s + self._settings.network_delay_s, self._route, request)
 
     def hang_up(self, request: SimulatedRequest) -> None:
-        """End a request because its client leaves, unless its answer is already on the way."""
+        """End `request` as aborted, because its client closes the connection. Do nothing if it has
+        ended or its complete answer is on the way.
+        """
         if request.fate is not None or request.finished_at is not None:
             return
         pod = request.pod
@@ -88,7 +98,7 @@ class Gateway:
         if request.fate is not None:
             return
         assigner = self._pickers.assigner
-        if not assigner.is_there(request.replica):
+        if not assigner.is_running(request.replica):
             # The picker died while the request was on the way.
             request.replica = assigner.choose(request.arrival.session)
         if request.replica is None:
@@ -104,8 +114,10 @@ class Gateway:
         self._hold(request, parsed)
 
     def _resolved(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Continue with `request` after its delay."""
-        if not self._waited(request):
+        """Continue with `request` after the resolver's delay; `resolution` is the parsed request or
+        a refusal.
+        """
+        if not self._end_wait(request):
             return
         if isinstance(resolution, Refusal):
             self._place(request, resolution)
@@ -113,33 +125,35 @@ class Gateway:
             self._hold(request, resolution)
 
     def _hold(self, request: SimulatedRequest, parsed: InferenceRequest) -> None:
-        """Place `request` now, or when its picker releases it."""
+        """Place `request` now, or later if its picker holds it in the waiting line."""
         if self._pickers.may_hold(request):
-            request.wait = self._pickers.hold(request, parsed, partial(self._let_go, request))
+            request.wait = self._pickers.hold(request, parsed, partial(self._released, request))
             if request.wait is not None:
                 return
         self._place(request, parsed)
 
-    def _let_go(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Place `request` after its picker has released it."""
-        if self._waited(request):
+    def _released(self, request: SimulatedRequest, resolution: Resolution) -> None:
+        """Place `request` after its picker has released it from the waiting line."""
+        if self._end_wait(request):
             self._place(request, resolution)
 
-    def _waited(self, request: SimulatedRequest) -> bool:
-        """End the wait of `request`; return False if the request has ended or its picker is
-        gone.
+    def _end_wait(self, request: SimulatedRequest) -> bool:
+        """End the wait of `request` at its picker. Return False if the request need not continue,
+        because it has ended or its picker is gone; in the latter case it fails.
         """
         if request.wait is None:
             return False
         request.wait = None
-        if not self._pickers.assigner.is_there(request.replica):
+        if not self._pickers.assigner.is_running(request.replica):
             # The stream ended with the picker.
             self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
             return False
         return True
 
     def _place(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Ask the picker for the endpoint of `request`, and send the request there."""
+        """Let the picker choose the endpoint of `request`, and send the request there, or end it as
+        refused.
+        """
         routed = self._pickers.route(request, resolution)
         delay_s = self._settings.network_delay_s
         if isinstance(routed, Refusal):
@@ -160,7 +174,9 @@ class Gateway:
     # Calls to pods.
 
     def _ask(self, request: SimulatedRequest, endpoint: Endpoint, delay_s: Seconds) -> None:
-        """Send `request` to `endpoint`, where it arrives after `delay_s`."""
+        """Send `request` to the pod of `endpoint`, where it arrives after `delay_s` and the time of
+        the server's front end.
+        """
         pod = self._pods.at(endpoint)
         request.pod = pod
         request.life = pod.life
@@ -197,15 +213,17 @@ class Gateway:
         pod.submit(request.engine, rank)
 
     def _gets_through(self, request: SimulatedRequest, pod: SimulatedPod) -> bool:
-        """Return whether the connection works. Scenarios affect only the endpoint named first."""
+        """Return whether the gateway can connect to `pod`. Only connections to the endpoint that
+        the picker named first can fail.
+        """
         if request.passed_over or not self._settings.reschedules:
             return True
         index = request.arrival.index
         return not self._connections.fails(pod.number, index, request.retries, self._loop.now)
 
     def _pass_over(self, request: SimulatedRequest, failure: Failure) -> None:
-        """Send `request` to the next endpoint that the picker named, or fail it if there is
-        none.
+        """Send `request` to the next fallback endpoint that the picker named, or fail it with 503
+        if there is none.
         """
         assert request.route is not None
         decision = request.route.decision
@@ -221,7 +239,9 @@ class Gateway:
     # Calls from pods.
 
     def stepped(self, pod: SimulatedPod, step: Step) -> None:
-        """Process the end of a step of `pod`."""
+        """Process the end of an engine step of `pod`: first tokens and complete answers of its
+        requests.
+        """
         for engine in step.outputs:
             request = pod.requests.get(engine.request_id)
             if request is None or request.engine is not engine:
@@ -240,8 +260,8 @@ class Gateway:
                 self._loop.after(self._settings.network_delay_s, self._answer, request)
 
     def cut(self, request: SimulatedRequest) -> None:
-        """Fail a request whose pod died: the client has received the head of a response, then the
-        connection broke.
+        """Fail a request whose pod died. The status is 200, because the client may already have
+        received the head of the response when the connection breaks.
         """
         self._fail(request, Failure.POD_DIED, 200)
 
@@ -272,7 +292,9 @@ class Gateway:
             self._end(request, Fate.FAILED)
 
     def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:
-        """Report the end of the request to the picker that routed it, if any."""
+        """Report to the picker that routed the request, if any, that the request ended with
+        `ending` and the HTTP `status`.
+        """
         request.status = status
         if request.route is not None:
             # Pods never return 503 here, so it comes from the gateway, for a pod that is gone.
@@ -289,7 +311,7 @@ class Gateway:
 
 
 def _engine_request(request: SimulatedRequest, kind: PodKind) -> EngineRequest:
-    """Return `request` in the form in which the engine of such a pod gets it."""
+    """Return `request` in the form that the engine of a pod of this kind receives."""
     hashes, arrival = request.hashes, request.arrival
     assert hashes is not None
     keys, ends = hashes.engine_pieces(kind.engine.block_size_tokens)
@@ -311,8 +333,8 @@ def _several_endpoints(request: SimulatedRequest) -> bool:
 
 
 def _unfit(kind: PodKind, arrival: Arrival, rank: int | None) -> Failure | None:
-    """Return why a server of this kind answers 400, or None; the rules are those of
-    `sim/pods/pods`.
+    """Return the reason why an inference server of this kind answers 400, or None if it accepts the
+    request. The rules are those of `sim/pods/pods`.
     """
     tokens = arrival.prompt_tokens + arrival.output_tokens
     if tokens > kind.profile.max_model_len_tokens:

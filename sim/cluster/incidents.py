@@ -1,4 +1,4 @@
-"""Incidents of pods and pickers at given times: the script of a run.
+"""Incidents of pods and pickers at given times of a simulation run, as a scenario defines them.
 
 Pods are numbered from 0. Pods that join get the next numbers in the order of their joining. An
 incident without pod numbers concerns all pods that exist at its time.
@@ -19,7 +19,9 @@ from sim.cluster.windows import Duration, Instant, Numbers, check_window
 
 
 class Join(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """New pods are requested at `at_s`; they serve with empty caches after `startup_s`."""
+    """An incident: new pods are requested at `at_s`, and serve with empty caches `startup_s`
+    seconds later.
+    """
 
     at_s: Instant
     kinds: tuple[PodKind, ...]
@@ -27,15 +29,15 @@ class Join(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Leave(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods end for good at `at_s`, with the requests that they have."""
+    """An incident: pods end at `at_s` and do not return; their requests fail."""
 
     at_s: Instant
     pods: Numbers = ()
 
 
 class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods are withdrawn from discovery and finish their requests, for at most `grace_s`; then they
-    end.
+    """An incident: pods are withdrawn from discovery at `at_s` and finish their requests, for at
+    most `grace_s` seconds; then they end.
     """
 
     at_s: Instant
@@ -44,10 +46,11 @@ class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods end as with `Drain`, each `stagger_s` after the previous one, and restart after
-    `startup_s`.
+    """An incident: pods end as with `Drain`, each `stagger_s` seconds after the previous one, and
+    restart `startup_s` seconds after their end.
 
-    Name and address stay the same, and the cache is empty. A grace of 0 is a crash.
+    The pod's name and address stay the same, and its cache is empty. With a `grace_s` of 0, the pod
+    crashes.
     """
 
     at_s: Instant
@@ -58,7 +61,9 @@ class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every pass of an engine takes `factor` times as long as usual."""
+    """An incident: from `from_s` to `to_s`, every pass of the pods' engines takes `factor` times as
+    long as usual.
+    """
 
     from_s: Instant
     to_s: Instant
@@ -70,7 +75,9 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The pods' metrics pages stay as they were at `from_s`, so that they become wrong."""
+    """An incident: from `from_s` to `to_s`, the pods' metrics pages stay as they were at
+    `from_s`.
+    """
 
     from_s: Instant
     to_s: Instant
@@ -81,24 +88,29 @@ class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Configure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All pickers use another configuration from `at_s` on, including pickers that start later."""
+    """An incident: from `at_s` on, all pickers use another configuration, including pickers that
+    start later.
+    """
 
     at_s: Instant
     policy: PolicySource
-    """Policy with an `EndpointPickerConfig`; a baseline has no configuration."""
+    """Policy that the pickers use from `at_s` on. It must have an `EndpointPickerConfig`, so it
+    cannot be a baseline.
+    """
 
 
 Incident: TypeAlias = Join | Leave | Drain | Restart | Slow | Freeze | Configure
 
 
 def begins_at_s(incident: Incident) -> Seconds:
-    """Return the start of an incident in seconds."""
+    """Return the time in seconds at which an incident begins."""
     return incident.from_s if isinstance(incident, (Slow, Freeze)) else incident.at_s
 
 
 def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
     """Raise `ClusterSettingsError` if an incident names a pod that does not exist at its time, or
-    if two slow or freeze one pod at the same time. `pods` is the number of pods at the start.
+    if two incidents slow down the same pod at the same time, or freeze its page. `pods` is the
+    number of pods at the start.
     """
     arrivals_s = [0.0] * pods
     joins = [one for one in incidents if isinstance(one, Join)]
@@ -128,13 +140,13 @@ def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
         for before, after in pairwise(sorted(of_one)):
             if after[0] < before[1]:
                 raise ClusterSettingsError(
-                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected the previous one of "
-                    f"pod {number} to have ended, got {before[1]:g} s as its end"
+                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected a start after the "
+                    f"previous event of this kind for pod {number}, which ends at {before[1]:g} s"
                 )
 
 
 def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
-    """Schedule `incidents` in `cluster`, which must be at its start."""
+    """Schedule the incidents of a scenario in `cluster`, before the run starts."""
     loop = cluster.loop
     for incident in incidents:
         match incident:

@@ -1,5 +1,5 @@
-"""KV events from engines to pickers in simulated time: production's subscriptions over a simulated
-network.
+"""Delivery of KV-cache events from engines to pickers in simulated time: production's subscriptions
+over a simulated network.
 
 As with scrapes, nothing is done when a frame arrives. Before a picker decides, all frames that have
 arrived are processed in order. A frame takes `delay_s`. A lost frame leaves a gap. When the next
@@ -25,22 +25,23 @@ from sim.cluster.simulated_pod import SimulatedPod
 
 WATCH_S: Final[Seconds] = 0.25
 CONNECT_PAUSE_S: Final[Seconds] = 0.5
-"""Maximum pause before connecting to a new endpoint. This and `WATCH_S` are those of
-`epp/shell/engines/kv_events`."""
+"""Maximum pause in seconds before a picker connects to a new endpoint. This constant and `WATCH_S`
+have the values of `epp/shell/engines/kv_events`.
+"""
 _NUMBER_BYTES: Final = 8
 
 
 class KVEventSettings(Struct, frozen=True, kw_only=True):
-    """The network between engines and pickers."""
+    """Settings of the simulated network for KV-cache events from engines to pickers."""
 
     delay_s: Seconds
-    """Delay of every frame in one direction."""
+    """Delay of every frame of events in one direction, in seconds."""
     loss: float = 0.0
-    """Share of the frames that are lost, drawn for each picker."""
+    """Share of the frames of events that are lost, drawn for each picker."""
 
 
 class _Source:
-    """One picker's subscription to one rank of one engine process."""
+    """One picker's subscription to the KV-cache events of one rank of one engine process."""
 
     def __init__(
         self,
@@ -62,17 +63,21 @@ class _Source:
         self._random = random
         self._connects_at = connects_at
         self._next = 0
-        """Number of the next frame."""
+        """Number of the frame of KV-cache events that the subscription receives next."""
         self._replay: tuple[Seconds, int] | None = None
-        """Time when a replay arrives, and its first frame; None if no replay is requested."""
+        """Time when the requested replay arrives, and the number of its first frame; None if no
+        replay is requested.
+        """
         self._watch_at = connects_at + WATCH_S
         self._connected = False
         self.subscription = Subscription(
             scheduler, slot, rank=rank, replays=True, read=self._read, now=connects_at
         )
 
-    def hear(self, now: Seconds) -> None:
-        """Process everything that has happened by `now`, in order."""
+    def catch_up(self, now: Seconds) -> None:
+        """Process all frames, replays and connection changes that happened until `now`, in order of
+        time.
+        """
         while (at := self._next_at()) <= now:
             self._happen(at)
         if now >= self._watch_at:
@@ -80,12 +85,16 @@ class _Source:
             self._act(self.subscription.watch(now), now)
 
     def close(self, now: Seconds) -> None:
-        """End the subscription, unless another endpoint has its slot now."""
+        """End the subscription. Do nothing if the scheduler has given the slot to another
+        endpoint.
+        """
         if self._scheduler.pool.slot_of(self.endpoint) == self.slot:
             self.subscription.close(now)
 
     def _next_at(self) -> Seconds:
-        """Return the time of the next event; infinite if none is known."""
+        """Return the time of the subscription's next event (connection, frame, replay or end of the
+        process); infinite if none is known.
+        """
         if not self._connected:
             return self._connects_at
         delay_s = self._settings.delay_s
@@ -98,7 +107,9 @@ class _Source:
         return at
 
     def _happen(self, at: Seconds) -> None:
-        """Process the event at `at`, the time returned by `_next_at`."""
+        """Process the subscription's next event, which happens at the time `at` that `_next_at`
+        returned.
+        """
         subscription, log, delay_s = self.subscription, self.log, self._settings.delay_s
         if not self._connected:
             self._connects_at = math.inf
@@ -112,7 +123,7 @@ class _Source:
         if self._replay is not None and self._replay[0] <= at:
             _, first = self._replay
             self._replay = None
-            for told in log.kept(first, log.next_at(at - delay_s)):
+            for told in log.retained(first, log.next_at(at - delay_s)):
                 subscription.replayed(told.number, _payload(told.number), at)
             self._act(subscription.replay_ended(at, marked=True), at)
             return
@@ -136,7 +147,9 @@ class _Source:
         self._act(subscription.disconnected(at), at)
 
     def _act(self, asked: Sequence[Asked], at: Seconds) -> None:
-        """Send the requested replays, and process what was received."""
+        """Schedule the replays in `asked`, and apply the events that the subscription has
+        received.
+        """
         questions = [*asked]
         while self.subscription.works:
             questions += self.subscription.work(at)
@@ -150,15 +163,16 @@ class _Source:
         if frame is None:
             # A frame that waits longer than engines retain frames is lost.
             return Batch(faults=(Fault.NOT_A_BATCH,))
-        changes = log.changes_of(frame, _told_block_tokens(self._scheduler))
+        changes = log.changes_of(frame, _event_block_tokens(self._scheduler))
         rank = self.subscription.rank
         return BlocksChanged(self.slot, changes, engine_block_tokens=log.block_tokens, rank=rank)
 
 
 class Listener:
-    """One picker's subscriptions to all pods. `seed` determines which frames are lost.
+    """One picker's subscriptions to the KV-cache events of all pods. `seed` determines which frames
+    are lost.
 
-    As in production, pods with several ranks are subscribed to only if a plugin chooses ranks.
+    As in production, pods with several ranks are subscribed to only if a plug-in chooses ranks.
     """
 
     def __init__(
@@ -169,18 +183,21 @@ class Listener:
         self._seed = seed
         self._replica = replica
         self._sources: dict[tuple[str, int], _Source] = {}
-        """Sources by endpoint and rank."""
+        """Subscriptions by (id of the endpoint, rank)."""
         self._there = True
-        """True before the first announcement: its pods existed before, and their events were
-        received from the start."""
+        """True before the first call of `replace`: the pods of the first call ran before the run's
+        start, and their events were received from the beginning.
+        """
 
     @property
     def subscriptions(self) -> list[Subscription]:
-        """Subscriptions to all endpoints, one per rank."""
+        """The picker's subscriptions to all endpoints, one per rank."""
         return [source.subscription for source in self._sources.values()]
 
     def replace(self, pods: Sequence[SimulatedPod], now: Seconds) -> None:
-        """Subscribe to exactly `pods`, according to the picker's present configuration."""
+        """Subscribe to the KV-cache events of exactly these pods, if the picker's present
+        configuration has an index for events; end the other subscriptions.
+        """
         before, self._sources = self._sources, {}
         responders = self._scheduler.settings.profile.responders
         ranks_chosen = any(one.plugin.abilities.chooses_ranks for one in responders)
@@ -201,12 +218,12 @@ class Listener:
         for gone in before.values():
             gone.close(now)
         self._there = False
-        self.hear(now)
+        self.catch_up(now)
 
-    def hear(self, now: Seconds) -> None:
-        """Process everything that has arrived by `now`."""
+    def catch_up(self, now: Seconds) -> None:
+        """Process all events of all subscriptions that have arrived by `now`."""
         for source in self._sources.values():
-            source.hear(now)
+            source.catch_up(now)
 
     def _source(
         self,
@@ -234,8 +251,8 @@ def _payload(number: int) -> bytes:
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 
-def _told_block_tokens(scheduler: Scheduler) -> int:
-    """Return the tokens per block of the first index that receives KV events."""
+def _event_block_tokens(scheduler: Scheduler) -> int:
+    """Return the block size in tokens of the first index that receives KV-cache events."""
     settings: Any = scheduler.settings.indexes[next(iter(scheduler.indexes.hearing))]
     tokens: int = settings.block_tokens
     return tokens

@@ -1,10 +1,10 @@
-"""The sharing of decisions between pickers in simulated time: production's exchange over a
+"""The sharing of routing decisions between pickers in simulated time: production's exchange over a
 simulated network.
 
-Like a shell, each picker requests frames from its `PeerExchange` every `interval_s`, with its own
-phase. Requests that would find nothing are left out. Each frame reaches each other picker after
-`delay_s`, or is lost. A picker applies received frames at once, whereas a shell takes some
-milliseconds. Only the scheduler shares decisions.
+As in production, each picker requests frames from its `PeerExchange` every `interval_s`, at its own
+offset. Requests that would find nothing are left out. Each frame reaches each other picker after
+`delay_s`, or is lost. A simulated picker applies received frames at once; a real one takes some
+milliseconds. Only pickers with the production scheduler share decisions.
 
 Nothing is sent while the cluster rests, because all shared decisions have expired by then.
 """
@@ -24,12 +24,14 @@ from epp.core.types import Seconds
 from sim.cluster.loop import Loop
 
 SNAPSHOT_S_MAX: Final[Seconds] = 2.0
-"""Maximum wait for a snapshot in seconds. A picker without one then serves without it."""
+"""Maximum time in seconds that a starting picker waits for a snapshot of a peer's state. After it,
+the picker serves without a snapshot.
+"""
 
 
 class Partition(Struct, frozen=True):
-    """A window from `from_s` to `to_s` without traffic between the pickers of `side` and the
-    others.
+    """A network partition: from `from_s` to `to_s`, no frames pass between the pickers of `side`
+    and the other pickers.
     """
 
     from_s: Seconds
@@ -37,35 +39,42 @@ class Partition(Struct, frozen=True):
     side: tuple[int, ...]
 
     def parts(self, one: int, other: int, now: Seconds) -> bool:
-        """Return whether it separates these two pickers now."""
+        """Return whether the partition separates the pickers `one` and `other` at the time
+        `now`.
+        """
         return self.from_s <= now < self.to_s and (one in self.side) != (other in self.side)
 
 
 class SlowPeer(Struct, frozen=True):
-    """A picker whose frames, sent and received, take `more_s` longer."""
+    """A picker whose frames, sent and received, take `more_s` seconds longer than those of other
+    pickers.
+    """
 
     replica: int
     more_s: Seconds
 
 
 class PeerSettings(Struct, frozen=True, kw_only=True):
-    """The network between pickers."""
+    """Settings of the simulated network over which pickers share decisions."""
 
     delay_s: Seconds
-    """Delay of every frame in one direction."""
+    """Delay of every frame between pickers in one direction, in seconds."""
     loss: float = 0.0
-    """Share of the frames that are lost, drawn for each receiver."""
+    """Share of the frames between pickers that are lost, drawn for each receiver."""
     interval_s: Seconds = OUTGOING_INTERVAL_S
-    """Time between two sends. Decisions in between are sent together."""
+    """Interval in seconds at which a picker sends its decisions; those made in between are sent
+    together.
+    """
     snapshot: bool = True
-    """True if a starting picker requests a snapshot from the one that has run longest, without
-    loss."""
+    """True if a starting picker requests a snapshot of the state of the picker that has run
+    longest. Snapshots are not lost.
+    """
     partitions: tuple[Partition, ...] = ()
     slow: tuple[SlowPeer, ...] = ()
 
 
 class _Peer:
-    """One picker process."""
+    """One process of a picker that shares its decisions."""
 
     __slots__ = ("beat_at", "exchange", "flush_at", "phase_s", "replica", "scheduler", "started_at")
 
@@ -82,23 +91,28 @@ class _Peer:
         self.exchange = exchange
         self.started_at = started_at
         self.phase_s = phase_s
-        """Time of its first request for frames. Further requests follow at multiples of the
-        interval."""
+        """Time of the picker's first request to its exchange for frames. Further requests follow at
+        multiples of the interval.
+        """
         self.flush_at: Seconds = math.inf
-        """Time of its next request for frames; infinite if none is scheduled."""
+        """Time of the picker's next request to its exchange for frames; infinite if none is
+        scheduled.
+        """
         self.beat_at: Seconds = -math.inf
-        """Time of its last heartbeat."""
+        """Time when the picker last sent a heartbeat to its peers."""
 
 
 class Peering:
-    """The exchanges of all pickers, and the frames between them. `seed` determines all random
-    numbers.
+    """The exchanges of all pickers, and the frames of decisions between them. `seed` determines all
+    random numbers.
     """
 
     def __init__(
         self, loop: Loop, settings: PeerSettings | None, *, replicas: int, seed: int
     ) -> None:
-        """Set up the exchanges. Without `settings`, or with one picker, nothing is shared."""
+        """Set up the exchanges of `replicas` pickers. Without `settings`, or with one picker,
+        nothing is shared.
+        """
         self._loop = loop
         self._settings = settings if replicas > 1 else None
         self._replicas = replicas
@@ -111,15 +125,17 @@ class Peering:
         self._resting = False
         self._started = 0
         self._received: list[Received] = []
-        """Receive counters of all current and former pickers."""
+        """Counters of received records, one object for each picker process, ended ones included."""
         self.frames = 0
-        """Number of sent frames, counted for each receiver."""
+        """Number of frames sent, where a frame counts once for each receiver."""
         self.bytes = 0
-        """Size of these frames in bytes."""
+        """Size of the sent frames in bytes, counted for each receiver."""
         self.frames_lost = 0
 
     def greet(self) -> None:
-        """Make the pickers know each other at the start, because they ran before the traffic."""
+        """Make all pickers known to each other at the start of the run, because they ran before the
+        traffic.
+        """
         there = [peer for peer in self._peers if peer is not None]
         now = self._loop.now
         for peer in there:
@@ -136,7 +152,9 @@ class Peering:
                         )
 
     def start(self, replica: int, scheduler: Scheduler | None) -> None:
-        """Start a new process of `replica`; None if its policy shares nothing."""
+        """Start the exchange of a new process of picker `replica`. `scheduler` is None for a
+        baseline, which shares nothing.
+        """
         settings = self._settings
         if settings is None or scheduler is None:
             return
@@ -152,11 +170,12 @@ class Peering:
         self._flush_from(peer, now)
 
     def stop(self, replica: int) -> None:
-        """End the process of `replica` without a farewell to its peers."""
+        """End the process of picker `replica` without telling its peers."""
         self._peers[replica] = None
 
     def warm(self, replica: int, ready: Callable[[], None]) -> None:
-        """Make `replica` request a snapshot, and call `ready` when it stops waiting for it.
+        """Make the starting picker `replica` request a snapshot from a peer. Call `ready` when it
+        has the snapshot or stops waiting for it.
 
         `ready` may be called twice.
         """
@@ -176,34 +195,38 @@ class Peering:
             if self._peers[replica] is peer:
                 ready()
 
-        self._loop.after(delay_s, self._tell_all, asked, peer, still_there)
+        self._loop.after(delay_s, self._send_snapshot, asked, peer, still_there)
         self._loop.after(SNAPSHOT_S_MAX, still_there)
 
     def touched(self, replica: int) -> None:
-        """Schedule a send after `replica` has decided, or one of its decisions has ended."""
+        """Schedule the sending of decisions by picker `replica`, which has just decided or seen the
+        end of a request.
+        """
         peer = self._peers[replica]
         if peer is not None:
             self._flush_from(peer, self._loop.now)
 
     def tick(self) -> None:
-        """Let time pass in all exchanges; called about once a second."""
+        """Let time pass in the exchanges of all pickers; called about once a second."""
         for peer in self._peers:
             if peer is not None:
                 peer.exchange.tick(self._loop.now)
 
     def rest(self) -> None:
-        """Stop all sending until `wake`."""
+        """Stop all sending between pickers until `wake` is called."""
         self._resting = True
 
     def wake(self) -> None:
-        """Resume sending."""
+        """Resume the sending between pickers that `rest` stopped."""
         self._resting = False
         for peer in self._peers:
             if peer is not None:
                 self._flush_from(peer, self._loop.now)
 
     def summary(self) -> dict[str, int] | None:
-        """Return the sent and received counts, or None if nothing is shared."""
+        """Return the numbers of frames and records that pickers sent and received, by name, or None
+        if pickers share nothing.
+        """
         if not self._received:
             return None
         received = self._received
@@ -218,8 +241,8 @@ class Peering:
         }
 
     def _flush_from(self, peer: _Peer, since: Seconds) -> None:
-        """Schedule the next request for frames of `peer` from `since` on, unless an earlier one is
-        scheduled.
+        """Schedule the next time at or after `since` at which `peer` requests frames from its
+        exchange, unless an earlier one is scheduled.
         """
         assert self._settings is not None
         interval_s = self._settings.interval_s
@@ -277,13 +300,15 @@ class Peering:
         while peer.exchange.pending():
             peer.exchange.apply(now)
 
-    def _tell_all(self, asked: _Peer, peer: _Peer, learnt: Callable[[], None]) -> None:
-        """Send a snapshot of `asked` to `peer`, unless one of them ends before it arrives."""
+    def _send_snapshot(self, asked: _Peer, peer: _Peer, learnt: Callable[[], None]) -> None:
+        """Send a snapshot of the state of picker `asked` to picker `peer`, unless one of them ends
+        before it arrives.
+        """
         if self._peers[asked.replica] is asked:
             frames = list(asked.exchange.snapshot(self._loop.now))
-            self._loop.after(self._delay_s(asked, peer), self._learn_all, peer, frames, learnt)
+            self._loop.after(self._delay_s(asked, peer), self._apply_snapshot, peer, frames, learnt)
 
-    def _learn_all(self, peer: _Peer, frames: list[bytes], learnt: Callable[[], None]) -> None:
+    def _apply_snapshot(self, peer: _Peer, frames: list[bytes], learnt: Callable[[], None]) -> None:
         if self._peers[peer.replica] is not peer:
             return
         now = self._loop.now

@@ -1,11 +1,12 @@
-"""The pickers of a cluster: their knowledge of the pods, their decisions, and their restarts.
+"""The pickers of a simulated cluster: their knowledge of the pods, their decisions, and their
+restarts.
 
 Pickers see pods only as production does: discovery announces them some time after they change, and
 pages are scraped one by one, with the interval and jitter of `epp/shell/engines/scrape`. A dead pod
 refuses connections and is scraped as often as a live one. Pickers know each other's decisions only
 as far as they share them (`sim/cluster/peering`).
 
-If plugins hold requests, each picker has its own waiting line (`core/protocol/waiting_line`). The
+If plug-ins hold requests, each picker has its own waiting line (`core/protocol/waiting_line`). The
 line releases requests when a known answer begins or ends, when the pool changes, and at each scrape
 interval while a request waits.
 """
@@ -33,7 +34,9 @@ from sim.cluster.simulated_request import SimulatedRequest
 
 
 class Pickers:
-    """All pickers, by replica. `open_policy(seed)` creates one."""
+    """All pickers of a simulated cluster, numbered from 0 (their replica number).
+    `open_policy(seed)` creates the policy of one.
+    """
 
     def __init__(
         self,
@@ -52,15 +55,17 @@ class Pickers:
         self.policies = [self._open(at) for at in range(settings.replicas)]
         self._lines = [self._line(replica) for replica in range(settings.replicas)]
         self._looking = [False] * settings.replicas
-        """True for each line that is checked again after an interval, even without an event."""
+        """Flag of each picker: True while its waiting line is checked at every scrape interval
+        because requests wait.
+        """
         self.assigner = Assigner(settings.assignment, settings.replicas, seed)
-        """Assigner of requests to the running pickers."""
+        """Chooser of a running picker for each request."""
         self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
-        """Scrapers of each picker, by endpoint."""
+        """Scrapers of pods by id of the endpoint, one dictionary for each picker."""
         self._listeners = [self._listener(replica) for replica in range(settings.replicas)]
         self._resting = False
-        """True while nothing is scraped or sent, until `wake`."""
+        """True while pickers neither scrape nor send to peers, until `wake` is called."""
         self.announce()
         # The pickers ran before the traffic, so each has scraped every pod once.
         for policy, scrapers in zip(self.policies, self._scrapers, strict=True):
@@ -73,7 +78,9 @@ class Pickers:
     # Requests to the pickers.
 
     def may_hold(self, request: SimulatedRequest) -> bool:
-        """Return whether its picker holds requests now, or could hold this one."""
+        """Return whether the picker of `request` holds requests now, or has a policy that could
+        hold this one.
+        """
         replica = request.replica
         assert replica is not None
         return self.policies[replica].may_hold or bool(self._lines[replica])
@@ -81,7 +88,9 @@ class Pickers:
     def hold(
         self, request: SimulatedRequest, parsed: InferenceRequest, resume: Resume
     ) -> Wait | None:
-        """Make `request` wait at its picker if that holds it. Signature of `Resolver.begin`."""
+        """Put `request` into its picker's waiting line, or return None if the picker places it at
+        once. The method has the contract of `Resolver.begin`.
+        """
         replica = request.replica
         assert replica is not None
         self.read_pages(replica)
@@ -92,7 +101,9 @@ class Pickers:
         return wait
 
     def route(self, request: SimulatedRequest, resolution: Resolution) -> Route | Refusal:
-        """Let its picker decide on `request`, unless it is already refused."""
+        """Return the decision of the picker of `request`. If `resolution` is a refusal, return that
+        without asking the policy.
+        """
         replica, now = request.replica, self._loop.now
         assert replica is not None
         self.read_pages(replica)
@@ -109,20 +120,22 @@ class Pickers:
         self._lines[replica].admit()
 
     def first_output(self, request: SimulatedRequest) -> None:
-        """Report the first chunk of the answer to the picker that routed `request`."""
+        """Report to the picker that routed `request` that the answer has begun."""
         policy, route, replica = _routed(request)
         policy.first_output(route, self._loop.now)
         self.peering.touched(replica)
         self._lines[replica].admit()
 
     def reschedule(self, request: SimulatedRequest, served: Endpoint) -> None:
-        """Report to the picker of `request` that `served` sent the head of the response."""
+        """Report to the picker that routed `request` that the fallback endpoint `served` answered
+        it.
+        """
         policy, route, replica = _routed(request)
         policy.reschedule(route, served, self._loop.now)
         self.peering.touched(replica)
 
     def complete(self, request: SimulatedRequest, outcome: Outcome) -> None:
-        """Report the end of `request` to its picker."""
+        """Report to the picker that routed `request` that the request has ended with `outcome`."""
         policy, route, replica = _routed(request)
         if outcome.status in UPSTREAM_FAILURES:
             # A successful scrape between two failures must be processed before the second failure.
@@ -132,8 +145,8 @@ class Pickers:
         self._lines[replica].admit()
 
     def configure(self, source: PolicySource) -> None:
-        """Switch all pickers, and those that start later, to `source`, which must not be a
-        baseline.
+        """Switch all pickers, and those that start later, to the configuration of `source`, which
+        must not be a baseline.
         """
         self._open_policy = self._settings.opener(source)
         settings = self._open_policy(0).settings
@@ -148,14 +161,16 @@ class Pickers:
         """Let time pass in all pickers; called about once a second."""
         for policy, listener in zip(self.policies, self._listeners, strict=True):
             if listener is not None:
-                listener.hear(self._loop.now)
+                listener.catch_up(self._loop.now)
             policy.tick(self._loop.now)
         self.peering.tick()
 
     # Knowledge of the pods.
 
     def announce(self) -> None:
-        """Announce the present pods to every picker."""
+        """Announce the pods that discovery lists now to every picker, which scrapes them from now
+        on.
+        """
         if self._resting:
             return
         announced = self._pods.announced()
@@ -174,7 +189,9 @@ class Pickers:
                 self._scrape(replica, pod, endpoint)
 
     def read_pages(self, replica: int) -> None:
-        """Give a picker all pages that it has read by now, and all KV events that have arrived."""
+        """Pass to picker `replica` all metrics pages that it has scraped by now, and all KV-cache
+        events that have arrived.
+        """
         policy = self.policies[replica]
         for scraper in self._scrapers[replica].values():
             for read_at, page in scraper.read(self._loop.now):
@@ -184,10 +201,10 @@ class Pickers:
                     policy.observe(scraper.endpoint, page, read_at)
         listener = self._listeners[replica]
         if listener is not None:
-            listener.hear(self._loop.now)
+            listener.catch_up(self._loop.now)
 
     def rest(self) -> None:
-        """Stop all scraping and sending until `wake`."""
+        """Stop all scraping by pickers and all sending between them until `wake` is called."""
         self._resting = True
         self.peering.rest()
         for scrapers in self._scrapers:
@@ -196,13 +213,15 @@ class Pickers:
             scrapers.clear()
 
     def wake(self) -> None:
-        """Resume scraping and sending."""
+        """Resume the scraping and sending that `rest` stopped."""
         self._resting = False
         self.peering.wake()
         self.announce()
 
     def _scrape(self, replica: int, pod: SimulatedPod, endpoint: Endpoint) -> None:
-        """Make a picker scrape this incarnation of a pod from now on."""
+        """Make picker `replica` scrape the pod of `endpoint` from now on, unless it already scrapes
+        this incarnation of the pod.
+        """
         scrapers, settings = self._scrapers[replica], self._settings
         known = scrapers.get(endpoint.endpoint_id)
         if known is not None:
@@ -231,7 +250,9 @@ class Pickers:
         return self.policies[replica].holds(request, self._loop.now)
 
     def _look(self, replica: int) -> None:
-        """Release requests for which there is room now, and check again while any request waits."""
+        """Release the requests in a picker's waiting line that it can place now, and repeat this at
+        the scrape interval while requests wait.
+        """
         line = self._lines[replica]
         self._looking[replica] = bool(line)
         if line:
@@ -240,7 +261,7 @@ class Pickers:
             self._loop.after(self._settings.refresh_interval_s, self._look, replica)
 
     def _listener(self, replica: int) -> Listener | None:
-        """Return the KV-event listener of `replica`'s present policy, or None if it receives no
+        """Return a new listener to KV-cache events for picker `replica`, or None if it receives no
         events.
         """
         scheduler, told = scheduler_of(self.policies[replica]), self._settings.kv_events
@@ -249,7 +270,9 @@ class Pickers:
         return Listener(scheduler, told, seed=self._seed, replica=replica)
 
     def _listen(self, replica: int) -> None:
-        """Subscribe a picker to the pods that it knows, according to its configuration."""
+        """Subscribe picker `replica` to the KV-cache events of the announced pods, if it has a
+        listener.
+        """
         listener = self._listeners[replica]
         if listener is not None:
             listener.replace(self._pods.announced(), self._loop.now)
@@ -293,7 +316,7 @@ class Pickers:
 
 
 def _routed(request: SimulatedRequest) -> tuple[Policy, Route, int]:
-    """Return the picker that routed `request`, its route and its replica."""
+    """Return the policy of the picker that routed `request`, the route, and the picker's number."""
     assert request.policy is not None
     assert request.route is not None
     assert request.replica is not None
@@ -301,7 +324,7 @@ def _routed(request: SimulatedRequest) -> tuple[Policy, Route, int]:
 
 
 def _replica_seed(seed: int, replica: int) -> int:
-    """Return the seed of a picker. The first picker has the seed itself, as with `epp serve
-    --seed`.
+    """Return the seed of the policy of picker `replica`. The first picker has the run's `seed`
+    itself, as with `epp serve --seed`.
     """
     return seed if replica == 0 else Random(f"{seed}:replica:{replica}").getrandbits(32)

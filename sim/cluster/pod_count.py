@@ -1,4 +1,4 @@
-"""The number of pods over a run, and the pod-hours."""
+"""The number of pods over the time of a run, and the pod-hours."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ _HOUR_S: Final[Seconds] = 3600.0
 
 
 class PodTotals(Struct, frozen=True, kw_only=True):
-    """The number of pods and the pod-hours of a run until now."""
+    """Minimum, maximum and mean number of pods since the start of a run, and its pod-hours."""
 
     pods_min: int
     pods_max: int
@@ -20,7 +20,7 @@ class PodTotals(Struct, frozen=True, kw_only=True):
 
 
 class PodCount:
-    """A counter of the pods that occupy their GPUs: those that start, serve, drain or restart."""
+    """A counter of the pods that occupy GPUs: those that start, serve, drain or restart."""
 
     def __init__(self, loop: Loop) -> None:
         self.pods = 0
@@ -30,13 +30,13 @@ class PodCount:
         self._extremes: tuple[int, int] | None = None
 
     def change(self, pods: int) -> None:
-        """Set the number of pods from now on."""
+        """Record that the number of pods is `pods` from now on."""
         if self._loop.now > self._since:
             self._settle()
         self.pods = pods
 
     def totals(self) -> PodTotals:
-        """Return the totals until now."""
+        """Return the numbers of pods and the pod-hours from the start of the run until now."""
         lowest, highest = self._settle()
         now = self._loop.now
         return PodTotals(
@@ -47,8 +47,8 @@ class PodCount:
         )
 
     def _settle(self) -> tuple[int, int]:
-        """Add the time since the last change; return the lowest and the highest number of pods so
-        far.
+        """Add the pod time since the last change to the total. Return the lowest and the highest
+        number of pods so far.
         """
         now = self._loop.now
         self._pod_s += self.pods * (now - self._since)

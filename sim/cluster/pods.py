@@ -1,4 +1,6 @@
-"""The pods of a cluster: running, starting and ending pods, and the notifications about them."""
+"""The pods of a simulated cluster: running, starting and ending pods, and the callbacks when they
+change.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,10 +15,10 @@ from sim.engine.engine import Step
 
 
 class Pods:
-    """All current and former pods, by their number.
+    """All pods of a simulated cluster, ended ones included, by their number.
 
-    `stepped` gets each step when it ends. `cut` gets each request that a dying pod had. `changed`
-    is called when discovery knows of a change, which is some time after it.
+    `stepped` is called with each engine step when it ends, and `cut` with each request in a pod
+    that dies. `changed` is called when discovery notices a change, some time after it.
     """
 
     def __init__(
@@ -58,8 +60,8 @@ class Pods:
         return self._by_endpoint[endpoint.endpoint_id]
 
     def tier_tokens(self) -> dict[str, float] | None:
-        """Return the prompt tokens found in each cache tier, over all pods; None if all pods have
-        only the GPU's.
+        """Return the prompt tokens found in each tier of the caches, summed over all pods; None if
+        all pods have only the GPU tier.
         """
         told: dict[str, float] = {}
         for pod in self._pods:
@@ -68,29 +70,31 @@ class Pods:
         return told or None
 
     def announced(self) -> list[SimulatedPod]:
-        """Return the pods that discovery announces."""
+        """Return the pods that discovery lists at present."""
         return [pod for pod in self._pods if pod.announced]
 
     def expect(self, count: int) -> None:
-        """Add `count` to the number of starting pods; a negative `count` reduces it."""
+        """Add `count` to the number of pods that are starting; a negative `count` reduces it."""
         self._expected += count
         self._count()
 
     def add(self, kinds: Sequence[PodKind]) -> None:
-        """Add new pods that were expected; discovery announces them."""
+        """Add pods that have started and that `expect` had counted. Discovery announces them
+        later.
+        """
         self._expected -= len(kinds)
         for kind in kinds:
             self._add(kind)
         self._count()
-        self._tell_later()
+        self._announce_later()
 
     def drain(
         self, pod: SimulatedPod, grace_s: Seconds, ended: Callable[[], None] | None = None
     ) -> None:
-        """Withdraw `pod` from discovery, and end it when it is idle, or after `grace_s`.
+        """Withdraw `pod` from discovery, and end it when it is idle, or after `grace_s` seconds.
 
-        A grace of 0 ends it at once. `ended` is called then, but not if the pod died for another
-        reason before. In that case the other reason decides whether it returns.
+        With a `grace_s` of 0, the pod ends at once. `ended` is called when this drain has ended the
+        pod, but not if the pod died for another reason before.
         """
         if not pod.alive:
             return
@@ -115,32 +119,32 @@ class Pods:
 
         if grace_s:
             pod.draining = True
-            self._tell_later()
+            self._announce_later()
         look()
 
     def end(self, pod: SimulatedPod) -> None:
-        """End `pod` with its requests, if it runs."""
+        """End `pod` and fail its requests; do nothing if it does not run."""
         if pod.alive:
             self.kill(pod)
 
     def kill(self, pod: SimulatedPod) -> None:
-        """Kill a pod with its requests. A dead pod dies again."""
+        """End the process of `pod` and fail its requests, even if the pod has already ended."""
         pod.die()
         self._count()
         cut = list(pod.requests.values())
         pod.requests.clear()
         for request in cut:
             self._cut(request)
-        self._tell_later()
+        self._announce_later()
 
     def restart(self, pod: SimulatedPod) -> None:
-        """Start an ended pod again with an empty cache; do nothing if it runs."""
+        """Start an ended pod again with an empty cache; do nothing if the pod runs."""
         if not pod.alive:
             pod.restart()
             self._count()
-            self._tell_later()
+            self._announce_later()
 
-    def _tell_later(self) -> None:
+    def _announce_later(self) -> None:
         self._loop.after(self._settings.discovery_delay_s, self._changed)
 
     def _add(self, kind: PodKind) -> None:

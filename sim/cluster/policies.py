@@ -1,7 +1,8 @@
-"""Routing policies: the production scheduler with any configuration, and baselines for comparison.
+"""Routing policies of simulated pickers: the production scheduler with any configuration, and
+baselines for comparison.
 
 A policy is one picker replica. It sees what a production picker sees: pods as they are announced,
-and pages as they are scraped. The simulator drives it through the same methods.
+and pages as they are scraped. The simulator calls it as production calls the scheduler.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,68 +43,81 @@ from sim.sentences import unread
 
 _SESSION_AFFINITY: Final = "session-affinity"
 _SESSION_KEY: Final = b"of every replica in every run"
-"""Session key of all replicas in all runs, as if from one Secret, so that runs are reproducible."""
+"""Key of the session tokens of all replicas in all runs, as if from one Secret, so that runs are
+reproducible.
+"""
 _LOADED_MAX: Final = 256
-"""Maximum number of cached configurations. Loading one takes 50 ms, because its plugins are
-tried."""
+"""Maximum number of parsed configurations that are cached. Parsing one takes 50 ms, because its
+plug-ins are tried.
+"""
 
 
 class Route(Struct, gc=False, eq=False):
-    """The endpoint that a policy chose for a request."""
+    """The endpoint that a policy chose for a request, with the scheduler's lease and decision."""
 
     endpoint: Endpoint
     lease: Lease | None = None
     decision: Decision | None = None
-    """Decision of the production scheduler, or None for a baseline."""
+    """Decision of the production scheduler for the request, or None for a baseline."""
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """Cached prompt tokens that the policy expects at the pod."""
+        """Number of cached prompt tokens that the policy expects at the chosen pod; 0 for a
+        baseline.
+        """
         return self.decision.predicted_tokens if self.decision else 0
 
 
 class Policy(Protocol):
-    """The interface of one picker replica. Each routed request is completed exactly once."""
+    """The interface of one simulated picker replica. The caller completes each routed request
+    exactly once.
+    """
 
     @property
     def settings(self) -> SchedulerSettings | None:
-        """Settings of the production scheduler; None for a baseline."""
+        """Settings of the policy's production scheduler; None for a baseline."""
         ...
 
     @property
     def open_requests(self) -> int:
-        """Number of requests that were routed and not yet completed."""
+        """Number of requests that the policy has routed and that are not completed."""
         ...
 
     def inflight_counts(self) -> list[int]:
-        """Return the requests in flight by endpoint, as the policy counts them."""
+        """Return the number of requests in flight at each endpoint, as the policy counts them."""
         ...
 
     def failing_plugins(self) -> list[FailingPlugin]:
-        """Return the plugins that failed. The policy decided without them."""
+        """Return the plug-ins that raised an error. The policy decided without them."""
         ...
 
     def replicas_unheard(self, replicas: int) -> None:
-        """Set the number of other replicas that route to the same endpoints and share nothing."""
+        """Tell the policy how many other replicas route to the same endpoints without sharing
+        decisions with it.
+        """
         ...
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
-        """Use `settings` from now on. Only for a policy with settings."""
+        """Replace the settings of the policy's scheduler. Baselines have none and raise an
+        error.
+        """
         ...
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
-        """Report that a scrape of `endpoint` could not connect."""
+        """Report to the policy that a scrape of `endpoint` could not connect."""
         ...
 
     @property
     def may_hold(self) -> bool:
-        """True if the policy may hold requests, False if `holds` need not be called."""
+        """True if the policy may hold requests in a waiting line; if False, `holds` need not be
+        called.
+        """
         ...
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether `request` must wait before it is routed."""
+        """Return whether `request` must wait in the picker's waiting line before it is routed."""
         ...
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
@@ -113,8 +127,8 @@ class Policy(Protocol):
 
     def first_output(self, route: Route, now: Seconds) -> None: ...
     def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
-        """Report that the gateway used `served` instead. Only for policies that name several
-        endpoints.
+        """Report to the policy that the gateway sent the request to `served`, a fallback endpoint,
+        instead of the first endpoint. Only for policies that name several endpoints.
         """
         ...
 
@@ -123,7 +137,7 @@ class Policy(Protocol):
 
 
 class SchedulerPolicy:
-    """The production `Scheduler`, called as the production shell calls it."""
+    """A policy that is the production `Scheduler`, called as the production shell calls it."""
 
     def __init__(self, settings: SchedulerSettings, *, seed: int) -> None:
         self.scheduler = Scheduler(settings, seed=seed)
@@ -196,17 +210,21 @@ class SchedulerPolicy:
 
 
 def scheduler_of(policy: Policy) -> Scheduler | None:
-    """Return the production scheduler of a policy, or None for a baseline."""
+    """Return the production scheduler of `policy`, or None for a baseline."""
     return policy.scheduler if isinstance(policy, SchedulerPolicy) else None
 
 
 class Baseline:
-    """A policy without scraped metrics and without a prefix index, like a plain proxy."""
+    """A policy for comparison, without scraped metrics and without a prefix index, like a plain
+    proxy.
+    """
 
     def __init__(self, choose: "Choose", *, seed: int) -> None:
         self.endpoints: list[Endpoint] = []
         self.inflight: list[int] = []
-        """Requests of this replica in progress, by position in `endpoints`."""
+        """Number of requests of this replica in progress at each endpoint, by position in
+        `endpoints`.
+        """
         self.routed = 0
         self.random = Random(f"{seed}:picker")
         self.open_requests = 0
@@ -265,7 +283,7 @@ class Baseline:
         raise AssertionError("a baseline chooses one endpoint for each request")
 
     def first_output(self, route: Route, now: Seconds) -> None:
-        """Do nothing, because a baseline counts only whole requests."""
+        """Do nothing, because a baseline does not react to the beginning of an answer."""
 
     def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
         raise AssertionError("a baseline names one endpoint")
@@ -282,8 +300,9 @@ class Baseline:
 
 
 Choose: TypeAlias = Callable[[Baseline, InferenceRequest], int]
-"""Choice of a baseline: the position of an endpoint among its endpoints, of which at least one
-exists."""
+"""Function of a baseline that returns the position, in `Baseline.endpoints`, of the endpoint for a
+request. It is called only if there is an endpoint.
+"""
 
 
 def _random(baseline: Baseline, request: InferenceRequest) -> int:
@@ -308,7 +327,9 @@ def _power_of_two(baseline: Baseline, request: InferenceRequest) -> int:
 
 
 def _session_affinity(baseline: Baseline, request: InferenceRequest) -> int:
-    """Return an endpoint by rendezvous hashing: a session moves only if its own endpoint leaves."""
+    """Return the position of the session's endpoint by rendezvous hashing: a session moves only if
+    its own endpoint leaves. Without a session, choose at random.
+    """
     session = request.session_id
     if not session:
         return _random(baseline, request)
@@ -327,7 +348,9 @@ BASELINES: Final[Mapping[str, Choose]] = {
 
 
 def built_in() -> tuple[str, ...]:
-    """Return the names that `--config` accepts. Raises `ConfigError` like `strategies`."""
+    """Return the names that `--config` accepts: configurations and baselines. Raises `ConfigError`
+    for invalid entry points, as `strategies` does.
+    """
     return (*configurations(), *BASELINES)
 
 
@@ -336,31 +359,35 @@ class PolicyNameError(ValueError):
 
 
 class PolicySource(Struct, frozen=True, kw_only=True):
-    """The configuration that `--config` names, read once; it is small enough to send to another
-    process.
+    """The configuration or baseline that `--config` names, small enough to be sent to another
+    process. The file is read only once.
     """
 
     name: str
-    """Name for tables and files: that of the built-in, or the file's name without its extension."""
+    """Name of the policy in tables and files: the built-in name, or the file's name without its
+    extension.
+    """
     text: str = ""
-    """Text of an `EndpointPickerConfig`; "" for a baseline."""
+    """Text of the policy's `EndpointPickerConfig`; "" for a baseline."""
     source: str = ""
-    """Origin of the text, for messages."""
+    """File or built-in name from which the text was read, for messages."""
 
     @property
     def by_session(self) -> bool:
-        """True if it routes only by the request's session."""
+        """True if the policy is the baseline that routes only by the request's session."""
         return not self.text and self.name == _SESSION_AFFINITY
 
     @property
     def hash(self) -> str | None:
-        """Hash of the configuration as `epp check-config` prints it; None for a baseline. Raises
-        like `load`.
+        """Hash of the policy's configuration as `epp check-config` prints it; None for a baseline.
+        Raises `ConfigError` if the configuration is invalid.
         """
         return config_hash(self.load()) if self.text else None
 
     def load(self) -> PickerConfig:
-        """Return the parsed configuration. Raises `ConfigError` with all its problems."""
+        """Return the parsed configuration of the policy. Raises `ConfigError` with all problems of
+        an invalid one.
+        """
         return _loaded(self.text, self.source)
 
     def opener(
@@ -369,11 +396,11 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
         fallback_endpoints_max: int = 0,
     ) -> Callable[[int], Policy]:
-        """Return a function that creates a new replica from a seed; it scrapes at
-        `refresh_interval_s`.
+        """Return a function that creates a new replica of the policy from a seed.
+        `refresh_interval_s` is the mean interval between two scrapes of a pod.
 
         `prefill_tokens_per_s` is the speed of each pod for which the configuration sets none.
-        `fallback_endpoints_max` is the maximum number of fallback endpoints.
+        `fallback_endpoints_max` is the maximum number of fallback endpoints that a replica names.
         """
         if not self.text:
             choose = BASELINES[self.name]
@@ -396,7 +423,8 @@ def _loaded(text: str, source: str) -> PickerConfig:
 
 
 def policy_source(named: str) -> PolicySource:
-    """Return the built-in `named`, or the checked configuration in the file `named`.
+    """Return the built-in policy with the name `named`, or the checked configuration in the file
+    `named`.
 
     Raises `PolicyNameError` if neither exists, `ConfigError` if the configuration is invalid, and
     `OSError` if the file cannot be read.

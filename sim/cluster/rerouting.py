@@ -1,4 +1,4 @@
-"""Connections from the gateway that fail for the endpoint that a picker named first."""
+"""Failing connections from the gateway to the endpoint that a picker named first."""
 
 from collections.abc import Sequence
 from random import Random
@@ -11,16 +11,17 @@ from sim.cluster.windows import Instant, Numbers, check_window
 
 
 class Reschedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A window from `from_s` to `to_s` in which some connections to the first named endpoint fail.
+    """A period from `from_s` to `to_s` in which some of the gateway's connections to the endpoint
+    that a picker named first fail.
 
     The gateway then tries the next endpoint that the picker named, and reports to the picker which
-    endpoint served the request. If several windows overlap, the largest share applies.
+    endpoint served the request. If several periods overlap, the largest share applies.
     """
 
     from_s: Instant
     to_s: Instant
     share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    """Share of failing connections, among the requests that name the endpoint first."""
+    """Share of the connections to the endpoint that a picker named first that fail."""
     pods: Numbers = ()
 
     def __post_init__(self) -> None:
@@ -28,8 +29,8 @@ class Reschedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Connections:
-    """The failing connections of a run. The seed and the request decide, so that every policy meets
-    the same.
+    """Decides which connections of a run fail. The decision depends only on the seed, the request
+    and the attempt, so that every policy has the same failures.
     """
 
     def __init__(self, reschedules: Sequence[Reschedule], *, seed: int) -> None:
@@ -37,8 +38,8 @@ class Connections:
         self._seed = seed
 
     def fails(self, pod: int, request: int, attempt: int, now: Seconds) -> bool:
-        """Return whether the connection to `pod` fails; `attempt` counts earlier sends of the
-        request.
+        """Return whether the gateway's connection to the first endpoint, pod number `pod`, fails at
+        `now`. `attempt` is the number of earlier sends of the request.
         """
         share = max(
             (

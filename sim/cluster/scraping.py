@@ -1,9 +1,9 @@
-"""A picker's scrapes of a pod, computed on demand.
+"""A simulated picker's scrapes of a pod's metrics page, computed on demand.
 
 A page shows the state of its pod, which changes only with an event of the pod. Therefore nothing is
 done at the time of a scrape. Before a pod changes, and before a picker decides, all scrapes since
-then are computed. If several were not read in between, only the last one is computed. Pickers that
-compare consecutive pages then compare pages that are further apart.
+the last change are computed. If several of them were not read in between, only the last one is
+computed. Pickers that compare consecutive pages then compare pages that are further apart.
 """
 
 from collections import deque
@@ -19,29 +19,37 @@ from sim.cluster.windows import Duration, Instant, Numbers, Share, check_window
 
 SCRAPE_JITTER: Final = 0.1
 SCRAPE_TIMEOUT_S: Final = 1.0
-"""Timeout of a scrape in seconds. This and the jitter are those of `epp/shell/engines/scrape`."""
+"""Timeout of a scrape in seconds. This constant and `SCRAPE_JITTER` have the values of
+`epp/shell/engines/scrape`.
+"""
 _LEAST: Final = 1 - SCRAPE_JITTER
 _SPREAD: Final = 2 * SCRAPE_JITTER
-"""Random part of a pause. A pause is `_LEAST` plus a random share of `_SPREAD`, times the
-interval."""
+"""Width of the random part of the pause between two scrapes. A pause is the interval times the sum
+of `_LEAST` and a random share of `_SPREAD`.
+"""
 
 Read: TypeAlias = tuple[Seconds, EndpointMetrics | None]
-"""Time when the picker read a page, and the page; None if there was no connection."""
+"""Result of a scrape: the time when the picker reads the page, and the page, or None if there was
+no answer.
+"""
 
 
 class ScrapeTrouble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A window from `from_s` to `to_s` in which scrapes get no answer, or get it later.
+    """A period from `from_s` to `to_s` in which scrapes of metrics pages get no answer, or a late
+    one.
 
-    A scrape that takes `SCRAPE_TIMEOUT_S` or more is given up, and the next one starts after that
-    time. If several windows overlap, the one with the greatest loss applies.
+    The picker gives up a scrape that takes `SCRAPE_TIMEOUT_S` or more, and starts the next one
+    after that time. If several periods overlap, the one with the greatest loss applies.
     """
 
     from_s: Instant
     to_s: Instant
     loss: Share = 0.0
-    """Share of the scrapes that get no answer."""
+    """Share of the scrapes that get no answer during the period."""
     more_s: Duration = 0.0
-    """Additional time of an answer. The answer shows the pod's state at the request."""
+    """Additional time in seconds until an answer arrives. The page shows the pod's state at the
+    time of the request.
+    """
     pods: Numbers = ()
     pickers: Numbers = ()
 
@@ -51,12 +59,16 @@ class ScrapeTrouble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("expected loss or more_s above 0, got 0 for both")
 
     def concerns(self, picker: int, pod: int) -> bool:
-        """Return whether it affects this picker's scrapes of this pod."""
+        """Return whether the trouble affects the scrapes of pod number `pod` by picker number
+        `picker`.
+        """
         return (not self.pickers or picker in self.pickers) and (not self.pods or pod in self.pods)
 
 
 class Scraper:
-    """The scrapes of one incarnation of one pod by one picker, known to the pod until `stop`."""
+    """The scrapes of one incarnation of one pod by one picker. The pod calls the scraper before it
+    changes, until `stop`.
+    """
 
     __slots__ = (
         "_delay_s", "_interval_s", "_jitter", "_pages", "_random", "_random_loss",
@@ -74,8 +86,8 @@ class Scraper:
         delay_s: Seconds,
         troubles: Sequence[ScrapeTrouble] = (),
     ) -> None:
-        """Start scraping. `interval_s` is the mean interval; the picker reads a page after
-        `delay_s`.
+        """Start scraping `pod`. `interval_s` is the mean interval between scrapes; the picker reads
+        a page `delay_s` seconds after the scrape.
         """
         self.pod = pod
         self.endpoint = endpoint
@@ -89,15 +101,17 @@ class Scraper:
         # Scrapes are spread as in production, so that not all pods are scraped at the same time.
         self.next_at: Seconds = now + random.random() * interval_s
         self._pages: deque[Read] = deque()
-        """Pages that are scraped and not yet read, oldest first."""
+        """Results of scrapes that the picker has not read yet, oldest first."""
         pod.scrapers.append(self)
 
     def stop(self) -> None:
-        """Stop scraping this pod. Unread pages are dropped."""
+        """Stop scraping the pod. Pages that the picker has not read are dropped."""
         self.pod.scrapers.remove(self)
 
     def catch_up(self, now: Seconds) -> None:
-        """Compute the scrapes due before `now`. The pod has not changed since the last of them."""
+        """Compute the scrapes that were due before `now`. The pod must not have changed since the
+        last computed scrape.
+        """
         pod, at, delay_s = self.pod, self.next_at, self._delay_s
         interval_s, jitter, random = self._interval_s, self._jitter, self._random.random
         pages, troubles, alive = self._pages, self._troubles, pod.alive
@@ -130,8 +144,8 @@ class Scraper:
         self._jitter = jitter
 
     def read(self, now: Seconds) -> Sequence[Read]:
-        """Return what the picker has read by `now` and not received yet: the last page, and
-        refusals after it.
+        """Return the results of scrapes that the picker has read by `now` and that were not
+        returned before: the last page, and failed scrapes after it.
         """
         if self.next_at < now:
             self.catch_up(now)
@@ -147,12 +161,14 @@ class Scraper:
         return found
 
     def _trouble_at(self, at: Seconds) -> ScrapeTrouble | None:
-        """Return the trouble in effect at `at`, or None."""
+        """Return the scrape trouble in effect at the time `at`, or None if there is none."""
         found = [trouble for trouble in self._troubles if trouble.from_s <= at < trouble.to_s]
         return max(found, key=lambda trouble: (trouble.loss, trouble.more_s), default=None)
 
     def _ask_in_trouble(self, trouble: ScrapeTrouble, at: Seconds, pause_s: Seconds) -> Seconds:
-        """Do the scrape at `at`, and return the time until the next one."""
+        """Scrape the pod at the time `at` under `trouble`, and return the time in seconds until the
+        next scrape. `pause_s` is the usual pause.
+        """
         takes_s = self._delay_s + trouble.more_s
         if takes_s < SCRAPE_TIMEOUT_S and self._random_loss.random() >= trouble.loss:
             self._pages.append((at + takes_s, self.pod.page(at)))
@@ -161,8 +177,8 @@ class Scraper:
         return max(SCRAPE_TIMEOUT_S, pause_s)
 
     def _keep(self, at: Seconds) -> None:
-        """Replace all earlier pages by that of `at`, which is read before anything looks at
-        them.
+        """Replace all unread pages by the page of the scrape at the time `at`. Nothing looks at the
+        replaced ones before the picker reads this page.
         """
         self._pages.clear()
         self._pages.append((at + self._delay_s, self.pod.page(at)))

@@ -1,4 +1,6 @@
-"""The settings of a cluster: its pods, pickers and clients, and the delays between them."""
+"""The settings of a simulated cluster: its pods, pickers and clients, and the delays between
+them.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,42 +22,49 @@ from sim.cluster.tokenizing import TokenizeSettings
 
 SCRAPE_INTERVAL_S_MIN: Final = REFRESH_MIN_S
 SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
-"""Scrape interval per pod in seconds. This and the minimum are those of
-`epp/shell/engines/scrape`."""
+"""Part of the scrape interval, in seconds, for each pod of the pool. This constant and
+`SCRAPE_INTERVAL_S_MIN` have the values of `epp/shell/engines/scrape`.
+"""
 
 TICK_S: Final[Seconds] = 1.0
-"""Interval at which `epp serve` calls `Scheduler.tick`."""
+"""Interval in seconds at which `epp serve` lets time pass in the scheduler (`Scheduler.tick`)."""
 
 
 class ClusterSettingsError(ValueError):
-    """The settings contradict each other. The message is one sentence."""
+    """The settings of a cluster contradict each other. The message is one sentence."""
 
 
 class ClientSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The behaviour of all clients of a run. Retries of a request count as the same request."""
 
     retries: Annotated[int, Meta(ge=0, le=1_000)] = 0
-    """Maximum number of retries of a request that was refused with 429 or 503, met no picker, or
-    lost its pod."""
+    """Maximum number of retries of a request that was answered with 429 or 503, found no running
+    picker, or lost its pod.
+    """
     pause_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 1.0
-    """Pause before the first retry in seconds. Each further pause is twice as long."""
+    """Pause before the first retry of a request, in seconds. Each further pause is twice as long as
+    the one before.
+    """
     timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None
-    """Time after which the client leaves without its whole answer and does not retry; None for no
-    limit."""
+    """Time in seconds after which a client that has no complete answer aborts its request, without
+    a retry; None for no limit.
+    """
 
     def pause_before_s(self, retry: int) -> float:
-        """Return the pause before retry number `retry`, counted from 0, in seconds."""
+        """Return the pause in seconds before a retry of a request; `retry` is the number of earlier
+        retries.
+        """
         return self.pause_s * 2.0 ** min(retry, 30)
 
 
 class Absence(Struct, frozen=True):
-    """A window in which picker `replica` is down: it dies at `from_s`, and a new process starts at
-    `to_s`.
+    """A period in which picker `replica` is down: the process dies at `from_s`, and a new one gets
+    requests from `to_s` on.
 
-    A window from 0 on means that the picker joins late. The new process knows nothing. It scrapes
-    from `from_s` on, and gets requests from `to_s` on or when it has a snapshot from its peers.
-    Other pickers get the requests meanwhile; without others, the gateway refuses them. Answers in
-    progress are served.
+    A period that begins at 0 means that the picker joins late. The new process begins without any
+    state. It scrapes pods from `from_s` on, and receives requests from `to_s` on or when it has a
+    snapshot from its peers. In between, other pickers receive the requests; without others, they
+    fail. Pods finish the answers in progress.
     """
 
     replica: int
@@ -64,61 +73,73 @@ class Absence(Struct, frozen=True):
 
 
 class ClusterSettings(Struct, frozen=True, kw_only=True):
-    """The pool, and all delays and losses between the picker's view and the real state.
+    """The settings of a simulated cluster: its pool, pickers and clients, and all delays and losses
+    between the pods' state and what pickers see.
 
-    Raises `ClusterSettingsError`.
+    Raises `ClusterSettingsError` if the settings contradict each other.
     """
 
     pods: tuple[PodKind, ...]
     replicas: int = 1
-    """Number of pickers."""
+    """Number of pickers, each of which routes a part of the requests."""
     assignment: Assignment = Assignment.RANDOM
-    """Assignment of requests to pickers."""
+    """Rule by which requests are assigned to pickers."""
     peers: PeerSettings | None = None
-    """Sharing of decisions between pickers, or None if they share nothing."""
+    """Settings of the sharing of decisions between pickers, or None if they share nothing."""
     absences: tuple[Absence, ...] = ()
     fallback_endpoints_max: int = 0
     """Maximum number of fallback endpoints that a picker names; the gateway uses them if a
     connection fails."""
     reschedules: tuple[Reschedule, ...] = ()
     scrape_interval_s: Seconds | None = None
-    """Mean time between two scrapes of a pod; None derives it from the number of pods, as
-    production does."""
+    """Mean time in seconds between two scrapes of a pod; None derives it from the number of pods,
+    as `epp serve` does.
+    """
     scrape_delay_s: Seconds = 0.001
-    """Time between the state that a page shows and its reading by the picker."""
+    """Age in seconds of the state that a metrics page shows when the picker reads the page."""
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     network_delay_s: Seconds = 0.0005
-    """Delay in one direction, between client and picker and between picker and pod."""
+    """Network delay in seconds in one direction, between client and picker and between picker and
+    pod.
+    """
     discovery_delay_s: Seconds = 1.0
-    """Delay from a change of the pool to the pickers' knowledge of it."""
+    """Time in seconds from a change of the pool until pickers know of it."""
     response_chunks: bool = False
-    """True if the gateway shows response bodies to the picker, which then sees first tokens."""
+    """True if the gateway passes response bodies to the picker, which then observes first
+    tokens.
+    """
     abort_share: float = 0.0
-    """Share of the requests whose client leaves if the answer takes too long."""
+    """Share of the requests whose client aborts if the answer takes longer than its patience."""
     abort_after_s: Seconds = 10.0
-    """Mean patience of those clients, which is exponentially distributed."""
+    """Mean patience in seconds of the clients in `abort_share`; it is exponentially distributed."""
     clients: ClientSettings = ClientSettings()
     believed_prefill_tokens_per_s: float | None = None
-    """Prefill speed that pickers assume for every pod if their configuration does not set it. None
-    uses the pod's real speed."""
+    """Prefill speed in tokens per second that pickers assume for every pod if their configuration
+    does not set it. None for the pods' real speed, or the default of `epp serve` if pods differ in
+    speed.
+    """
     tokenize: TokenizeSettings | None = None
-    """Tokenisation that requests wait for before they are placed, or None for no wait."""
+    """Settings of a renderer for whose tokens requests wait before they are placed, or None if
+    requests do not wait.
+    """
     kv_events: KVEventSettings | None = None
-    """KV events from engines to pickers, or None if pickers receive none."""
+    """Settings of KV-cache events from engines to pickers, or None if pickers receive none."""
 
     @property
     def refresh_interval_s(self) -> Seconds:
-        """Effective mean time between two scrapes of a pod."""
+        """Mean time in seconds between two scrapes of a pod: `scrape_interval_s`, or the time
+        derived from the number of pods.
+        """
         if self.scrape_interval_s is not None:
             return self.scrape_interval_s
         return max(SCRAPE_INTERVAL_S_MIN, SCRAPE_INTERVAL_S_PER_POD * len(self.pods))
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prefill speed of every pod that pickers assume unless their configuration sets it.
+        """Prefill speed that pickers assume for every pod unless their configuration sets it.
 
-        It is `believed_prefill_tokens_per_s`, or else the pods' real speed. If pods differ in
-        speed, it is the picker's default.
+        It is `believed_prefill_tokens_per_s` if set, else the pods' real speed. If that is not set
+        and pods differ in speed, it is the default of `epp serve`.
         """
         if self.believed_prefill_tokens_per_s is not None:
             return self.believed_prefill_tokens_per_s
@@ -126,8 +147,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         return speeds.pop() if len(speeds) == 1 else PREFILL_TOKENS_PER_S
 
     def opener(self, source: PolicySource) -> Callable[[int], Policy]:
-        """Return a function that creates a new picker of this pool from a seed, with the policy
-        `source`.
+        """Return a function that creates a new picker replica of this cluster from a seed, with the
+        policy `source`.
         """
         return source.opener(
             self.refresh_interval_s, self.prefill_tokens_per_s, self.fallback_endpoints_max
@@ -138,8 +159,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
 
 def _check_pickers(settings: ClusterSettings) -> None:
-    """Raise `ClusterSettingsError` if the settings name pickers that do not exist or that cannot
-    work.
+    """Raise `ClusterSettingsError` if the settings name pickers that do not exist, absences that
+    are too short or overlap, or failing connections without fallback endpoints.
     """
     named = [("--picker-away (picker-restart)", one.replica) for one in settings.absences]
     peers = settings.peers

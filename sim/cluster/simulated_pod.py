@@ -1,4 +1,4 @@
-"""One pod in simulated time: an engine, its metrics page, and its faults."""
+"""One simulated pod: an engine, its metrics page, and its faults."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -25,20 +25,24 @@ _DEVICE_TIER: Final = "device"
 
 
 class PodKind(Struct, frozen=True, kw_only=True):
-    """The hardware of a pod, and the flags of its engine."""
+    """The properties of a pod: the profile of its hardware and model, the settings of its engine,
+    and its labels.
+    """
 
     profile: Profile
     engine: EngineSettings
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the pod that discovery announces."""
+    """Labels of the pod in Kubernetes, which discovery announces."""
     speed: float = 1.0
-    """Factor by which its passes are faster than the profile."""
+    """Speed of the pod's passes as a multiple of the profile's speed."""
     cache: CacheBehaviour | None = None
-    """Cache behaviour that replaces vLLM's; None for vLLM's."""
+    """Prompt cache that the engine has instead of vLLM's; None for vLLM's."""
     advertised_blocks: int | None = None
-    """KV-cache blocks of one engine that its page reports; None for the real number."""
+    """Number of KV-cache blocks of one engine that the pod's metrics page reports; None for the
+    real number.
+    """
     features: tuple[Feature, ...] = ()
-    """Features that its engine was started with. `engine` already contains their effects."""
+    """Features that the pod's engine was started with. `engine` already contains their effects."""
 
     @classmethod
     def of(
@@ -52,9 +56,10 @@ class PodKind(Struct, frozen=True, kw_only=True):
         cache: CacheBehaviour | None = None,
         features: tuple[Feature, ...] = (),
     ) -> "PodKind":
-        """Return the kind of pod that `vllm serve` starts on this hardware with these `features`.
+        """Return the kind of pod that `vllm serve` starts on the profile's hardware with these
+        `features`.
 
-        `cache` replaces vLLM's cache behaviour if it is given.
+        `cache`, if not None, replaces vLLM's prompt cache.
         """
         kv_tokens = profile.kv_tokens if cache is None else cache.kv_tokens(profile)
         return cls(
@@ -75,14 +80,18 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
     @property
     def request_tokens_max(self) -> int:
-        """Maximum tokens of prompt and answer together that the KV cache allows."""
+        """Maximum number of tokens in prompt and answer of one request for which the KV cache has
+        room.
+        """
         if self.cache is None:
             return self.engine.request_tokens_max
         return min(self.cache.request_tokens_max(self.engine), self.engine.request_tokens_max)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prefill speed of all ranks together, with the longest steps that its engine makes."""
+        """Prefill speed of the pod in tokens per second, all data-parallel ranks together, with the
+        longest steps that its engine makes.
+        """
         tokens = min(self.engine.max_num_batched_tokens, self.profile.max_model_len_tokens)
         if not self.engine.chunked_prefill:
             # Passes are as long as prompts here, and the model's maximum length is not a typical
@@ -92,29 +101,30 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> int:
-        """Number of engines in a pod."""
+        """Number of engines in the pod, one for each data-parallel rank."""
         return ranks_of(self.features)
 
     def open_rank(self, cache: PromptCache | None) -> Engine:
-        """Return a new empty engine of one rank."""
+        """Return a new engine for one data-parallel rank of the pod, without requests."""
         return open_engine(self.features, self.engine, self.profile, cache)
 
 
 class Scraper(Protocol):
-    """The interface of an object that scrapes a pod."""
+    """The interface of an object that scrapes a pod's metrics page."""
 
     @property
     def next_at(self) -> Seconds:
-        """Time of its next scrape."""
+        """Time at which the next scrape of the pod is due."""
         ...
 
     def catch_up(self, now: Seconds) -> None:
-        """Do the scrapes that were due before `now`."""
+        """Compute the scrapes of the pod that were due before `now`."""
         ...
 
 
 class SimulatedPod:
-    """A pod that runs its engine in simulated time and passes each ended step to `stepped`.
+    """A simulated pod that runs its engine in simulated time. `stepped` is called with each engine
+    step when it ends.
 
     A pass in progress is not interrupted; requests submitted meanwhile wait for its end.
     """
@@ -130,13 +140,14 @@ class SimulatedPod:
         tells: bool = False,
         stores: Stores | None = None,
     ) -> None:
-        """Start the pod. With `tells` it publishes KV events; `stores` holds caches shared
-        by pods.
+        """Start the pod. If `tells` is true, its engine publishes KV-cache events. `stores` has the
+        caches that several pods share.
         """
         self.number = number
         self.events: tuple[EventLog, ...] = ()
-        """Event log of each rank's present or last process; empty if the pod publishes no
-        events."""
+        """Log of KV-cache events of each rank's present or last process; empty if the pod publishes
+        no events.
+        """
         self._tells = tells
         self.name = f"pod-{number}"
         self.uid = uid
@@ -144,28 +155,33 @@ class SimulatedPod:
         self.alive = True
         self.restarts = 0
         self.draining = False
-        """True if it finishes its requests and is withdrawn from discovery."""
+        """True if the pod is withdrawn from discovery and finishes its requests."""
         self.returns = False
-        """True if it is ending or has ended, and will restart."""
+        """True if the pod is ending or has ended, and will restart."""
         self._slowness = 1.0 / kind.speed
         self.life = 0
-        """Counter that changes whenever the engine is lost."""
+        """Counter that increases whenever the pod's process starts or ends."""
         self.requests: dict[str, Any] = {}
-        """Requests in the engine by request id, maintained by the owner of the pod."""
+        """Requests in the pod's engine, by request id. The owner of the pod adds and removes
+        them.
+        """
         self.scrapers: list[Scraper] = []
-        """Scrapers that are called before anything changes that a page would show."""
+        """Scrapers of the pod. They are called before anything changes that the metrics page
+        shows.
+        """
         self.leaving: set[str] = set()
-        """Ids of requests that were aborted in the pass in progress, and that stay until
-        its end."""
+        """Ids of requests that were aborted during the running pass, and that stay in the engine
+        until it ends.
+        """
         self._loop = loop
         self._stepped = stepped
         self._frozen: EndpointMetrics | None = None
         self._stores: Stores = {} if stores is None else stores
         self._tier_tokens_before: Mapping[str, float] = {}
-        """Tokens found by tier in earlier processes."""
+        """Prompt tokens found in each cache tier by earlier processes of the pod."""
         self._caches: list[PromptCache | None] = [None] * kind.ranks
         self._shown: EndpointMetrics
-        """Page with the state at the end of the last pass."""
+        """Metrics page with the pod's state at the end of the last pass."""
         self._start()
 
     def __repr__(self) -> str:
@@ -176,12 +192,12 @@ class SimulatedPod:
 
     @property
     def place(self) -> str:
-        """Name that seeds its random numbers, equal in all runs."""
+        """Name of the pod that seeds random numbers about it; it is the same in all runs."""
         return f"{self.name}:{_PORT}"
 
     @property
     def endpoint(self) -> Endpoint:
-        """The endpoint as discovery announces it."""
+        """The pod as the endpoint that discovery announces."""
         # 10.x.y.z has a distinct address for each of a million pods.
         high, low = divmod(self.number + 1, 250)
         address = f"10.{high // 250}.{high % 250}.{low + 1}:{_PORT}"
@@ -196,7 +212,7 @@ class SimulatedPod:
 
     @property
     def announced(self) -> bool:
-        """True if discovery announces it."""
+        """True if discovery lists the pod: it runs and is not draining."""
         return self.alive and not self.draining
 
     @property
@@ -209,16 +225,16 @@ class SimulatedPod:
 
     @property
     def tier_tokens(self) -> Mapping[str, float] | None:
-        """Prompt tokens found by tier over all its processes; None if it has only the GPU's
-        tier.
+        """Prompt tokens found in each cache tier, summed over all processes of the pod; None if it
+        has only the GPU tier.
         """
         if not self._offloaded:
             return None
         return _summed(self._tier_tokens_before, self._tier_tokens())
 
     def submit(self, request: EngineRequest, rank: int | None = None) -> None:
-        """Queue `request` in the engine, at `rank` if given. Raise ValueError if it can
-        never fit.
+        """Queue `request` in the engine, at data-parallel rank `rank` if given. Raises `ValueError`
+        if the request can never fit.
         """
         self._catch_up()
         if isinstance(self.engine, RankedEngine):
@@ -230,7 +246,7 @@ class SimulatedPod:
         self._follow()
 
     def abort(self, request_id: str) -> None:
-        """Remove a request whose client has left from the engine."""
+        """Remove the request with this id from the engine, because its client has left."""
         self._catch_up()
         self.engine.cut(self._loop.now)
         if self.engine.abort(request_id) and self.engine.passes:
@@ -238,17 +254,18 @@ class SimulatedPod:
         self._follow()
 
     def page(self, at: Seconds) -> EndpointMetrics | None:
-        """Return the page that a scrape at `at` reads, or None if the pod does not answer.
+        """Return the metrics page that a scrape at the time `at` reads, or None if the pod does not
+        answer.
 
-        The page shows the state at the end of the last pass. `at` is between the last change of the
-        pod and now.
+        The page shows the state at the end of the last pass. `at` must be between the last change
+        of the pod and now.
         """
         if not self.alive:
             return None
         return self._frozen or self._metrics(at)
 
     def slow_down(self, factor: float) -> None:
-        """Make passes that begin from now on take `factor` times as long as usual."""
+        """Make the pod's passes that begin from now on take `factor` times as long as usual."""
         self._catch_up()
         self._slowness = factor / self.kind.speed
         self.engine.cut(self._loop.now)
@@ -256,12 +273,14 @@ class SimulatedPod:
         self._follow()
 
     def freeze_page(self, frozen: bool) -> None:
-        """Freeze the page in its present state, or unfreeze it."""
+        """Freeze the pod's metrics page in its present state if `frozen` is true, else unfreeze
+        it.
+        """
         self._catch_up()
         self._frozen = self._metrics(self._loop.now) if frozen else None
 
     def die(self) -> None:
-        """End the process; the engine loses its whole state."""
+        """End the pod's process; the engine loses its whole state."""
         self._catch_up()
         self.alive = False
         self._frozen = None
@@ -290,7 +309,7 @@ class SimulatedPod:
             ]
         self._offloaded = [cache for cache in self._caches if isinstance(cache, OffloadedBlocks)]
         self.ranks = [kind.open_rank(cache) for cache in self._caches]
-        """Engines of its process, one per rank."""
+        """Engines of the pod's process, one for each data-parallel rank."""
         self.engine: Engine | RankedEngine = (
             self.ranks[0] if len(self.ranks) == 1 else RankedEngine(self.ranks)
         )
@@ -312,7 +331,7 @@ class SimulatedPod:
         self.life += 1
 
     def _show(self) -> None:
-        """Make the page show the present state of the engine, between two passes."""
+        """Update the metrics page to the present state of the engine, between two passes."""
         engine, settings = self.engine, self.kind.engine
         adapters: AdapterReport | None = None
         if settings.max_loras:
@@ -343,7 +362,9 @@ class SimulatedPod:
                 scraper.catch_up(now)
 
     def _follow(self) -> None:
-        """Schedule the end of the running step, or begin a step if there is work."""
+        """Schedule the end of the engine's running step, or begin a step if there is work and none
+        is running.
+        """
         ends_at = self.engine.ends_at
         if ends_at is None:
             ends_at = self.engine.begin(self._loop.now)
@@ -374,13 +395,17 @@ class SimulatedPod:
         self._follow()
 
     def _count(self, step: Step) -> None:
-        """Add the prompt tokens looked up and found when requests were admitted, for the page."""
+        """Add the prompt tokens that the step's admitted requests looked up and found in the cache
+        to the counters of the metrics page.
+        """
         for request in step.admitted:
             self._queried_tokens += request.prompt_tokens
             self._hit_tokens += request.cached_tokens
 
     def _tier_tokens(self) -> Mapping[str, float]:
-        """Return the tokens found by tier in the present process, which offloads."""
+        """Return the prompt tokens found in each cache tier by the pod's present process. The pod
+        must have caches that offload.
+        """
         told: Mapping[str, float] = {}
         for cache in self._offloaded:
             told = _summed(told, cache.hit_tokens)
@@ -394,5 +419,7 @@ class SimulatedPod:
 
 
 def _summed(some: Mapping[str, float], others: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the sums of both, with the names in `others`, which include those in `some`."""
+    """Return for each name in `others` the sum of its values in `some` and `others`. `some` has no
+    other names.
+    """
     return {name: some.get(name, 0.0) + tokens for name, tokens in others.items()}

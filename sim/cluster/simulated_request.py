@@ -1,4 +1,4 @@
-"""One request of a client, and its state over the run."""
+"""One simulated request of a client, with its state during the run."""
 
 import math
 from enum import StrEnum
@@ -13,19 +13,19 @@ from sim.traces.prompts import PromptHashes
 
 
 class Fate(StrEnum):
-    """The result of a request for its client. Each request has exactly one."""
+    """The final result of a request for its client. Each request has exactly one."""
 
     COMPLETE = "complete"
     REFUSED = "refused"
-    """The picker refused it."""
+    """The picker refused the request."""
     FAILED = "failed"
-    """The pod could not serve it, or died."""
+    """The pod could not serve the request, or died."""
     ABORTED = "aborted"
-    """The client left."""
+    """The client aborted the request."""
 
 
 class Failure(StrEnum):
-    """The reason why a pod did not serve a request."""
+    """The reason why a request failed. The values are keys of summaries."""
 
     CONTEXT = "longer than the model's context"
     KV_CACHE = "longer than the KV cache"
@@ -37,7 +37,7 @@ class Failure(StrEnum):
 
 
 class SimulatedRequest:
-    """A request and everything that happened to it. Times are simulated seconds."""
+    """A simulated request and what happened to it. Times are in simulated seconds."""
 
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
@@ -47,36 +47,43 @@ class SimulatedRequest:
 
     def __init__(self, sequence: int, arrival: Arrival, arrived_at: Seconds) -> None:
         self.sequence = sequence
-        """Number of the request in order of arrival, starting from 0."""
+        """Number of the request in order of arrival, counted from 0."""
         self.arrival = arrival
         self.arrived_at = arrived_at
         self.replica: int | None = None
-        """Picker that the request reaches, or None if no picker runs."""
+        """Number of the picker that the request is sent to, or None if no picker runs."""
         self.retries = 0
-        """Number of retries. The fields below describe the last attempt."""
+        """Number of retries of the request so far. The fields below describe the last attempt."""
         self.forget_attempt()
 
     def forget_attempt(self) -> None:
-        """Reset the fields of an attempt before the request is sent."""
+        """Reset the fields that describe an attempt, before the request is sent or sent again."""
         self.routed_at: Seconds | None = None
         self.wait: Wait | None = None
-        """Wait at its picker, which has read the request and cannot place it yet. None if it does
-        not wait."""
+        """Handle of the request's wait at its picker, for the renderer or in the waiting line. None
+        if the request does not wait.
+        """
         self.route: Route | None = None
         self.policy: Policy | None = None
-        """Picker process that routed the request, which may have ended since."""
+        """Policy of the picker process that routed the request. The process may have ended
+        since.
+        """
         self.refusal: Refusal | None = None
         self.pod: SimulatedPod | None = None
-        """Pod that serves the request, or that it was sent to."""
+        """Pod to which the gateway sent the request."""
         self.passed_over = 0
-        """Endpoints that the picker named and that the gateway could not connect to."""
+        """Number of endpoints that the picker named for the request and that the gateway could not
+        use.
+        """
         self.life = 0
         self.predicted_cached_tokens = 0
         self.metrics_age_s: Seconds = math.inf
-        """Age of the chosen pod's metrics at the decision, in seconds; infinite if unknown."""
+        """Age in seconds of the chosen pod's metrics when the picker decided; infinite if
+        unknown.
+        """
         self.submitted_at: Seconds | None = None
         self.hashes: PromptHashes | None = None
-        """Hashes of the prompt, kept between the picker and the engine."""
+        """Hashes of the prompt, stored from routing until the engine receives the request."""
         self.engine: EngineRequest | None = None
         self.first_token_at: Seconds | None = None
         self.finished_at: Seconds | None = None
@@ -84,7 +91,7 @@ class SimulatedRequest:
         self.fate: Fate | None = None
         self.failure: Failure | None = None
         self.status = 0
-        """HTTP status of the answer; 0 before it."""
+        """HTTP status of the answer; 0 before there is an answer."""
 
     @property
     def request_id(self) -> str:

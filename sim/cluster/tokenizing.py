@@ -14,16 +14,20 @@ from sim.cluster.loop import Loop
 
 
 class TokenizeSettings(Struct, frozen=True, kw_only=True):
-    """The duration of tokenisation, and the picker's deadline for it."""
+    """Settings of a simulated renderer: the time that it takes to tokenise a prompt, and the time
+    that a picker waits for it.
+    """
 
     seconds_per_token: Seconds
     timeout_s: Seconds = 0.02
-    """`tokenizeTimeout` of the picker."""
+    """Maximum time in seconds that a request waits for its tokens; the picker's setting
+    `tokenizeTimeout`.
+    """
 
 
 class SimulatedRenderer:
-    """A `Resolver` that delays requests. Traces already contain the tokens; a request loses them at
-    a timeout.
+    """A `Resolver` that delays each request until its prompt is tokenised. The trace already
+    contains the tokens; at a timeout, the request loses them.
     """
 
     def __init__(self, settings: TokenizeSettings, loop: Loop) -> None:
@@ -36,7 +40,10 @@ class SimulatedRenderer:
     def begin(
         self, request: InferenceRequest, body: bytes, resume: Resume
     ) -> "_SimulatedWait | None":
-        """Start tokenising a prompt; `body` is not used in simulated time."""
+        """Start tokenising the prompt of `request`, and call `resume` with the request afterwards,
+        or at the timeout. Return the wait, or None if it takes no time. `body` is not used in
+        simulated time.
+        """
         settings, now = self._settings, self._loop.now
         takes_s = settings.seconds_per_token * request.prompt_tokens
         if takes_s == 0.0:

@@ -1,4 +1,4 @@
-"""Times and time windows of a run, as users write them in scenario files."""
+"""Types of times, periods and pod numbers, as users write them in scenario files."""
 
 from typing import Annotated, Final, TypeAlias
 
@@ -12,10 +12,12 @@ Instant: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
 Duration: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Numbers: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...]
-"""Numbers of pods or pickers, starting from 0. An empty tuple means all that exist at that time."""
+"""Numbers of pods or pickers, counted from 0. An empty tuple means all that exist at the time of
+the event.
+"""
 
 
 def check_window(from_s: Seconds, to_s: Seconds) -> None:
-    """Raise `ValueError` unless the window ends after its start."""
+    """Raise `ValueError` unless `to_s` is after `from_s`."""
     if from_s >= to_s:
         raise ValueError(f"expected to_s after from_s, {from_s:g} s, got {to_s:g} s")

@@ -1,1 +1,3 @@
-"""The demo of `make demo`: round robin against Homing through a real Envoy."""
+"""The demo that `make demo` runs: the same conversations through a real Envoy, by round robin and
+by Homing.
+"""

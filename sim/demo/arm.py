@@ -1,4 +1,5 @@
-"""One arm of the demo: start its programs in order, send the workload, stop the programs.
+"""One arm of the demo (round robin or Homing): start its programs in order, send the workload, stop
+the programs.
 
 Envoy, `epp serve` and HTTP are real; the pods (`sim serve`) are simulated. Every program runs in
 its own process group. An interrupt from the terminal therefore reaches only the demo, which then
@@ -33,8 +34,8 @@ HOMING: Final = "homing"
 PODS: Final = 4
 PROFILE: Final = "qwen3-32b-h100-tp2"
 CACHE_SHARE: Final = 0.25
-"""Share of the profile's KV cache that each pod has. A real fleet fills its cache with more tenants
-over hours; the demo has one minute, so cache and traffic are reduced together.
+"""Share of the profile's KV cache that each pod of the demo has. A real fleet fills its cache with
+more tenants over hours; the demo has one minute, so cache and traffic are reduced together.
 """
 BLOCK_SIZE_TOKENS: Final = 16
 
@@ -45,17 +46,17 @@ _LOG_TAIL_BYTES: Final = 2000
 
 
 class DemoError(Exception):
-    """The demo has no result; the text is one sentence with the reason."""
+    """The demo failed and has no result; the message is one sentence with the reason."""
 
 
 class ArmResult(Struct, kw_only=True):
     outcomes: list[RequestOutcome]
     requests_per_pod: list[int]
-    """Requests that each pod counted, in the order of the pods."""
+    """Number of requests that each pod counted, in the order of the pods."""
 
 
 class Ports(Struct, frozen=True, kw_only=True):
-    """Free ports of one arm."""
+    """Free ports on this machine for the programs of one arm."""
 
     gateway: int
     admin: int
@@ -65,8 +66,18 @@ class Ports(Struct, frozen=True, kw_only=True):
     picker_metrics: int
 
 
+class DemoPods(Struct, frozen=True, kw_only=True):
+    """The simulated pods of one arm."""
+
+    profile: str = PROFILE
+    blocks: int | None = None
+    """KV blocks of a pod. None means `cache_blocks()`."""
+    stream_interval_tokens: int = 1
+    """Tokens in each chunk of an answer. Fewer chunks leave the machine more time for the picker."""
+
+
 class Child:
-    """A program in a process group of its own."""
+    """A program of the demo that runs in a process group of its own."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
@@ -78,10 +89,11 @@ class Child:
     async def running(
         cls, name: str, command: Sequence[str], log: Path, *, announces: bool = False
     ) -> AsyncIterator["Child"]:
-        """Start the program on entry, and kill its whole process group on exit in every case.
+        """Start the program on entry of the context, and kill its whole process group on exit in
+        every case.
 
-        The output goes to the file `log`. With `announces`, standard output does not;
-        `announcement` reads its first line.
+        Its output goes to the file `log`. If `announces` is true, standard output does not go
+        there, and `announcement` reads its first line.
         """
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
@@ -102,17 +114,23 @@ class Child:
         return self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
-        """Send the signal to this program alone; do nothing if it has ended."""
+        """Send the signal to the program, but not to the rest of its process group; do nothing if
+        it has ended.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     async def announcement(self) -> bytes:
-        """Return the first line that a child started with `announces` prints."""
+        """Return the first line that the program prints. It must have been started with
+        `announces`.
+        """
         assert self._process.stdout is not None, "started with announces"
         return await self._process.stdout.readline()
 
     async def ended(self) -> DemoError:
-        """Wait until the program ends by itself, and return that as an error."""
+        """Wait until the program ends by itself, and return an error with its exit code and the
+        last line of its output.
+        """
         code = await self._process.wait()
         return DemoError(f"{self.name} ended with code {code}: {self._last_words()}")
 
@@ -128,14 +146,28 @@ class Child:
         with self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
 
 class Arm:
-    """One arm from start to stop: pods, a picker or none, Envoy, the whole workload."""
+    """One arm of the demo from start to stop: pods, a picker (for Homing only), Envoy, and the
+    whole workload.
+    """
 
-    def __init__(self, name: str, *, envoy: Path, seed: int, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        envoy: Path,
+        seed: int,
+        folder: Path,
+        pods: DemoPods | None = None,
+        document: Path | None = None,
+    ) -> None:
+        """Create an arm. If `pods` is None, it has the pods of the demo. `document` is the configuration file of the picker."""
         self.name = name
+        self._pods = pods or DemoPods()
+        self._document = document
         self._envoy = envoy
         self._seed = seed
         self._folder = folder
@@ -145,25 +177,43 @@ class Arm:
     async def run(
         self, workload: Sequence[Conversation], answered: Callable[[RequestOutcome], None]
     ) -> ArmResult:
-        """Send the workload once and return the results. Raises `DemoError` if a program fails."""
-        async with contextlib.AsyncExitStack() as stack:
-            gateway, pods = await self._start(stack)
-            outcomes = await self._unless_ended(
-                drive(gateway, find_profile(PROFILE).model, workload, answered)
-            )
-            counted = [await _requests_served(url) for url in pods]
+        """Start the programs, send the workload once, stop the programs, and return the results.
+        Raises `DemoError` if a program fails.
+        """
+        model = find_profile(self._pods.profile).model
+        outcomes, counted = await self.serve(
+            lambda gateway: drive(gateway, model, workload, answered)
+        )
         return ArmResult(outcomes=outcomes, requests_per_pod=counted)
 
+    async def serve(self, load: Callable[[str], Awaitable[_T]]) -> tuple[_T, list[int]]:
+        """Start the programs, await `load` with the gateway's address, and stop the programs.
+
+        Returns what `load` returned and the requests that each pod counted. Raises `DemoError` if a
+        program fails.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            gateway, pods = await self._start(stack)
+            result = await self._unless_ended(load(gateway))
+            counted = [await _requests_served(url) for url in pods]
+        return result, counted
+
     async def _start(self, stack: contextlib.AsyncExitStack) -> tuple[str, list[str]]:
-        """Start all programs; return the gateway's address and those of the pods."""
+        """Start all programs of the arm. Return the URL of the gateway and the URLs of the pods."""
         ports = _free_ports()
         servers = await self._run(
-            stack, "sim serve", _pods_command(self._endpoints, self._seed), announces=True
+            stack,
+            "sim serve",
+            _pods_command(self._pods, self._endpoints, self._seed),
+            announces=True,
         )
         pods = json.loads(await self._unless_ended(servers.announcement()))["pods"]
         addresses = [f"{pod['address']}:{pod['port']}" for pod in pods]
         if self.name == HOMING:
-            await self._run(stack, "epp serve", _picker_command(self._endpoints, ports, self._seed))
+            command = _picker_command(self._endpoints, ports, self._seed)
+            if self._document is not None:
+                command += ["--config-file", str(self._document)]
+            await self._run(stack, "epp serve", command)
         bootstrap = self._folder / f"{self.name}-envoy.yaml"
         in_turn = addresses if self.name == ROUND_ROBIN else []
         await _write_bootstrap(bootstrap, ports, in_turn)
@@ -187,7 +237,9 @@ class Arm:
         return child
 
     async def _unless_ended(self, work: Awaitable[_T]) -> _T:
-        """Return the result of `work`. Raises `DemoError` as soon as one of the programs ends."""
+        """Return the result of `work`. Raises `DemoError` if one of the arm's programs ends
+        first.
+        """
         task = asyncio.ensure_future(work)
         ends = [asyncio.ensure_future(child.ended()) for child in self._children]
         try:
@@ -202,7 +254,9 @@ class Arm:
 
 
 async def _write_bootstrap(path: Path, ports: Ports, in_turn: Sequence[str]) -> None:
-    """Write the output of `epp envoy-config`. With `in_turn`, it has those addresses and no picker."""
+    """Write the configuration that `epp envoy-config` prints to `path`. If `in_turn` has addresses
+    of pods, Envoy sends requests to them by round robin, without a picker.
+    """
     command = [
         *(sys.executable, "-m", "epp", "envoy-config", "--out", str(path)),
         *("--listen-host", "127.0.0.1", "--listen-port", str(ports.gateway)),
@@ -220,11 +274,12 @@ async def _write_bootstrap(path: Path, ports: Ports, in_turn: Sequence[str]) -> 
         raise DemoError(f"epp envoy-config failed: {said.decode(errors='replace').strip()}")
 
 
-def _pods_command(endpoints: Path, seed: int) -> list[str]:
+def _pods_command(pods: DemoPods, endpoints: Path, seed: int) -> list[str]:
     return [
         *(sys.executable, "-m", "sim", "serve", "--pods", str(PODS), "--port", "0"),
-        *("--profile", PROFILE, "--blocks", str(cache_blocks())),
+        *("--profile", pods.profile, "--blocks", str(pods.blocks or cache_blocks())),
         *("--block-size", str(BLOCK_SIZE_TOKENS), "--seed", str(seed)),
+        *("--stream-interval", str(pods.stream_interval_tokens)),
         *("--endpoints-out", str(endpoints), "--log-format", "json", "--json"),
     ]
 
@@ -251,7 +306,8 @@ def cache_blocks() -> int:
 
 
 def find_envoy() -> Path:
-    """Return the `envoy` command beside this Python interpreter or on the path.
+    """Return the path of the `envoy` command: beside this Python interpreter, or else in a folder
+    of PATH.
 
     The command is searched by its file and not by import, because other distributions have a
     package of the same name. Raises `DemoError` if there is none.
@@ -274,7 +330,9 @@ def _free_ports() -> Ports:
 
 
 async def _answers(gateway: str) -> None:
-    """Wait until a request passes through the whole chain. Raises `DemoError` on timeout."""
+    """Wait until a request passes through gateway and pod. Raises `DemoError` if none does within
+    `_READY_S_MAX` seconds.
+    """
     async with ClientSession(timeout=ClientTimeout(total=_READY_S_MAX)) as session:
         try:
             async with asyncio.timeout(_READY_S_MAX):
@@ -295,7 +353,7 @@ async def _is_ready(session: ClientSession, gateway: str) -> bool:
 
 
 async def _requests_served(pod: str) -> int:
-    """Return the number of requests that the pod counted, from its metrics page."""
+    """Return the number of requests that a pod has served, from its metrics page."""
     async with ClientSession() as session, session.get(f"{pod}/metrics") as response:
         page = await response.text()
     counts = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", page, re.MULTILINE)

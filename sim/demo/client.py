@@ -1,4 +1,4 @@
-"""The demo's client: sends the workload to one gateway and measures latencies as a client sees
+"""The demo's client: it sends the workload to one gateway and measures latencies as a client sees
 them.
 """
 
@@ -18,20 +18,22 @@ _REQUEST_S_MAX: Final = 60.0
 
 
 class RequestOutcome(Struct, kw_only=True):
-    """One request as its client saw it."""
+    """One request of the demo with its result, as its client saw it."""
 
     conversation: int
     turn: int
     sent_at_s: Seconds
-    """Sending time, after the start of the run."""
+    """Time when the request was sent, in seconds after the start of the run."""
     ttft_s: Seconds = 0.0
-    """Time from sending to the first chunk with text."""
+    """Time in seconds from sending the request to the first chunk with text; 0 if there was
+    none.
+    """
     duration_s: Seconds = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
-    """Reason why there is no complete answer, or "" if there is one."""
+    """Reason why the request has no complete answer, or "" if it has one."""
 
 
 async def drive(
@@ -40,9 +42,11 @@ async def drive(
     workload: Sequence[Conversation],
     answered: Callable[[RequestOutcome], None],
 ) -> list[RequestOutcome]:
-    """Send the whole workload. Return the outcomes in the order in which the requests ended.
+    """Send all conversations of the workload to the gateway. Return the outcome of each request, in
+    the order in which the requests ended.
 
-    A request without a complete answer ends its conversation, because the next turn would differ.
+    `answered` is called with each outcome. A request without a complete answer ends its
+    conversation, because the next turn would differ.
     """
     outcomes: list[RequestOutcome] = []
     started_at = asyncio.get_running_loop().time()
@@ -66,7 +70,7 @@ async def drive(
 
 
 class _Reader:
-    """A reader that sends one conversation, turn after turn."""
+    """A simulated user who sends one conversation, turn after turn."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""The command of `make demo`: the same conversations through Envoy, by round robin and by Homing.
+"""The command of `make demo`: send the same conversations through Envoy, by round robin and by
+Homing.
 
-Exit codes: 0 done, 1 an error anywhere, 2 the packaged Envoy does not run here (or a wrong command
-line), 130 interrupted.
+Exit codes: 0 done, 1 an error anywhere, 2 the packaged Envoy does not run on this machine (or a
+wrong command line), 130 interrupted.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from sim.engine.profiles import find_profile
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """Values of the command line."""
+    """Values of the demo's command line."""
 
     seed: int
     out: Path
@@ -55,7 +56,7 @@ class Options(Struct, frozen=True, kw_only=True):
 
 
 async def run_demo(options: Options, console: Console) -> int:
-    """Run both arms, print the table, write the files, and return the exit code."""
+    """Run both arms of the demo, print the table, write the files, and return the exit code."""
     workload = conversations(options.workload, options.seed)
     total = requests_in(workload)
     console.print(
@@ -104,8 +105,8 @@ def _advance(progress: Progress, task: TaskID, _: RequestOutcome) -> None:
 
 
 def _verdict(results: dict[str, ArmResult], total: int, console: Console) -> int:
-    """Return 0 if every request was answered and counted by a pod, else print the problem and
-    return 1.
+    """Return exit code 0 if every request was answered and counted by a pod, else print the problem
+    and return 1.
     """
     code = 0
     for name, result in results.items():
@@ -167,7 +168,7 @@ def _conditions(options: Options, workload: Sequence[Conversation]) -> list[tupl
 
 
 def _arguments(options: Options) -> str:
-    """Return the command line that runs the same workload."""
+    """Return the command-line arguments that repeat the demo with the same workload."""
     default, shape = WorkloadSettings(), options.workload
     words = [f"--seed {options.seed}"]
     if shape.arrival_window_s != default.arrival_window_s:
@@ -194,7 +195,9 @@ def runs_here() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; the module's docstring lists the exit codes."""
+    """Run the command of `make demo` and return its exit code; the module's docstring lists the
+    codes.
+    """
     options = _parse(arguments)
     console = Console()
     if not runs_here():
@@ -207,7 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _until_interrupted(options: Options, console: Console) -> int:
-    """Run `run_demo` and stop it in order on SIGINT, SIGTERM or SIGHUP; ignore further signals."""
+    """Run the demo and return its exit code. On the first SIGINT, SIGTERM or SIGHUP, stop all
+    programs in order; ignore further signals.
+    """
     demo = asyncio.ensure_future(run_demo(options, console))
     received: list[int] = []
 
@@ -246,7 +251,10 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         help="seconds during which conversations arrive, in each arm",
     )
     parser.add_argument(
-        "--turns-max", type=int, default=default.turns_max, help="turns of the longest conversation"
+        "--turns-max",
+        type=int,
+        default=default.turns_max,
+        help="maximum number of turns in a conversation",
     )
     given = parser.parse_args(arguments)
     if not 0 < given.seconds <= 3600:

@@ -1,4 +1,4 @@
-"""The demo's results: figures as JSON, and one HTML page.
+"""The demo's results as figures in JSON and as one HTML page.
 
 The page is one file without external fonts or links, with charts as SVG, and opens offline.
 """
@@ -35,20 +35,24 @@ _TITLES: Final = {"round_robin": "Round robin", "homing": "Homing"}
 
 
 class ArmSummary(Struct, kw_only=True):
-    """Figures of one arm; `ttft_ms` and the hit rate cover requests with a complete answer."""
+    """Figures of one arm of the demo; `ttft_ms` and the hit rate cover only requests with a
+    complete answer.
+    """
 
     requests: int
     errors: int
     ttft_ms: dict[str, float | None]
-    """Percentiles "p50" and "p90"; None if no request was answered."""
+    """Percentiles "p50" and "p90" of the time to first token in milliseconds; None if no request
+    was answered.
+    """
     prefix_hit_rate: float
-    """Cached prompt tokens / prompt tokens, from the usage that servers report."""
+    """Cached prompt tokens as a share of all prompt tokens, from the usage that servers report."""
     requests_per_pod: list[int]
-    """Requests that each pod counted, in the order of the pods."""
+    """Number of requests that each pod counted, in the order of the pods."""
 
 
 class Summary(Struct, kw_only=True):
-    """Content of demo/summary.json."""
+    """Content of the file demo/summary.json."""
 
     schema: int
     seed: int
@@ -56,12 +60,12 @@ class Summary(Struct, kw_only=True):
 
 
 def title_of(arm: str) -> str:
-    """Return the display name of an arm."""
+    """Return the display name of an arm of the demo."""
     return _TITLES[arm]
 
 
 def summarise(outcomes: Sequence[RequestOutcome], requests_per_pod: Sequence[int]) -> ArmSummary:
-    """Return the figures of one arm."""
+    """Return the figures of one arm of the demo from its requests."""
     answered = [outcome for outcome in outcomes if not outcome.error]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in answered)
     cached_tokens = sum(outcome.cached_tokens for outcome in answered)
@@ -83,7 +87,9 @@ def render_report(
     outcomes: Mapping[str, Sequence[RequestOutcome]],
     conditions: Sequence[tuple[str, str]],
 ) -> str:
-    """Return the page. `conditions` are the parameters of the run as (name, value)."""
+    """Return the HTML page of the demo's results. `conditions` are the parameters of the run as
+    (name, value).
+    """
     arms = [arm for arm in _COLOURS if arm in summary.arms]
     names = [_TITLES[arm] for arm in arms]
     counts = {arm: summary.arms[arm].requests_per_pod for arm in arms}
@@ -108,7 +114,7 @@ def render_report(
 
 
 def milliseconds(value: float | None) -> str:
-    """Return a table cell without decimals, or a dash for None."""
+    """Return the text of a time in milliseconds without decimals, or a dash for None."""
     return "-" if value is None else f"{value:,.0f} ms"
 
 
@@ -124,7 +130,9 @@ def _card(arm: str, numbers: ArmSummary) -> str:
 
 
 def _distribution(outcomes: Mapping[str, Sequence[RequestOutcome]]) -> str:
-    """Return the chart of the share of requests with their first token within a time (log axis)."""
+    """Return a chart of the share of requests that had their first token within a time, with one
+    line for each arm. The time axis is logarithmic.
+    """
     lines: dict[str, Points] = {}
     for arm, found in outcomes.items():
         ttfts_ms = sorted(outcome.ttft_s * 1000 for outcome in found if not outcome.error)
@@ -142,7 +150,9 @@ def _distribution(outcomes: Mapping[str, Sequence[RequestOutcome]]) -> str:
 
 
 def _pod_bars(counts: Mapping[str, Sequence[int]]) -> str:
-    """Return the chart of requests that each pod served, with the arms side by side."""
+    """Return a bar chart of the number of requests that each pod served, with the arms side by
+    side.
+    """
     pods = max((len(found) for found in counts.values()), default=0)
     highest = max((max(found, default=0) for found in counts.values()), default=0) or 1
     bottom = HALF.up(0.0)

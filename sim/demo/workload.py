@@ -18,14 +18,16 @@ from sim.pods.tokens import draw_words
 
 
 class WorkloadSettings(Struct, frozen=True, kw_only=True):
-    """Settings of the workload in counts, tokens and seconds. Token counts are medians of lognormal
-    distributions.
+    """Settings of the demo's workload in counts, tokens and seconds. Token counts are medians of
+    lognormal distributions.
     """
 
     arrival_window_s: float = 18.0
     conversations_per_s: float = 3.5
     tenants: int = 32
-    """Number of tenants. Each has its own system prompt; their popularity follows Zipf's law."""
+    """Number of tenants. Each has its own system prompt; their popularity follows Zipf's law with
+    exponent `tenant_skew`.
+    """
     tenant_skew: float = 0.7
     system_tokens: int = 5000
     question_tokens: int = 200
@@ -37,7 +39,9 @@ class WorkloadSettings(Struct, frozen=True, kw_only=True):
 
 
 class Turn(Struct, frozen=True):
-    """One question, sent `think_s` after the answer before it."""
+    """One question of a conversation, sent `think_s` seconds after the answer to the previous
+    question.
+    """
 
     question: str
     answer_tokens: int
@@ -45,17 +49,17 @@ class Turn(Struct, frozen=True):
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
-    """The questions of one reader to one tenant's assistant."""
+    """The questions of one user to one tenant's assistant."""
 
     arrives_s: float
-    """Seconds after the start of the run."""
+    """Time in seconds from the start of the run to the first question."""
     tenant: int
     system: str
     turns: tuple[Turn, ...]
 
 
 def conversations(settings: WorkloadSettings, seed: int) -> list[Conversation]:
-    """Return the whole workload, in order of arrival."""
+    """Return the conversations of the demo's workload, in order of arrival."""
     systems = _systems(settings, seed)
     popularity = list(
         accumulate(1 / (rank + 1) ** settings.tenant_skew for rank in range(settings.tenants))
@@ -80,7 +84,7 @@ def conversations(settings: WorkloadSettings, seed: int) -> list[Conversation]:
 
 
 def requests_in(workload: Sequence[Conversation]) -> int:
-    """Return how many requests the workload sends if every one is answered."""
+    """Return how many requests the workload sends in total, if every request is answered."""
     return sum(len(conversation.turns) for conversation in workload)
 
 
@@ -103,5 +107,7 @@ def _turn(settings: WorkloadSettings, random: Random, *, first: bool) -> Turn:
 
 
 def _length(random: Random, median_tokens: int) -> int:
-    """Draw a length around the median; nine of ten lie between half and double of it."""
+    """Return a random number of tokens around the median; nine of ten lie between half of it and
+    twice it.
+    """
     return max(1, round(random.lognormvariate(math.log(median_tokens), 0.4)))

@@ -1,1 +1,1 @@
-"""A load generator: sends the requests of a trace to a live gateway, at the trace's times."""
+"""A load generator that sends the requests of a trace to a live gateway, at the trace's times."""

@@ -1,4 +1,4 @@
-"""The command `sim drive`: send a trace as real requests to a live gateway."""
+"""The command `sim drive`: send the requests of a trace as real requests to a live gateway."""
 
 import argparse
 import asyncio
@@ -48,15 +48,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "trace", metavar="TRACE", help="a trace, or the directory of a live capture"
     )
     add = parser.add_argument_group("Gateway").add_argument
-    add("--url", type=_url, required=True, metavar="URL", help="gateway, http:// or https://")
+    add(
+        "--url",
+        type=_url,
+        required=True,
+        metavar="URL",
+        help="URL of the gateway, with http:// or https://",
+    )
     add("--model", action="append", type=_model, default=[], metavar="[TRACED=]NAME",
         help="request model NAME instead of the trace's models, or instead of TRACED only")  # fmt: skip
     add("--unlisted-models", action="store_true",
         help="do not check first whether the gateway serves the models")  # fmt: skip
     add("--header", action="append", type=_header, default=[], metavar="NAME:VALUE",
-        help="header of every request; never written to a report")  # fmt: skip
+        help="header to add to every request; never written to a report")  # fmt: skip
     add("--header-file", type=Path, metavar="FILE",
-        help="file with headers of every request, one a line; use it for API keys")  # fmt: skip
+        help="file with headers to add to every request, one a line; use it for API keys")  # fmt: skip
     add("--pod-header", default="x-homing-endpoint", metavar="NAME",
         help="response header that names the pod (default: x-homing-endpoint)")  # fmt: skip
     add = parser.add_argument_group("Load").add_argument
@@ -77,7 +83,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--beside",
         type=Path,
         metavar="DIR",
-        help="results of `sim replay --out`, shown beside the measured ones",
+        help="folder that `sim replay --out` wrote; its figures are shown beside the measured ones",
     )
     add("--seed", type=int, default=1, help="seed of a generated workload (default: 1)")
     add_reading_flags(parser, "--trace-format")
@@ -94,10 +100,10 @@ def run(options: argparse.Namespace) -> int:
     # The HTTP client takes a tenth of a second to import, which other commands avoid.
     from sim.drive.driver import DriveSettings  # noqa: PLC0415
     from sim.drive.served_models import (  # noqa: PLC0415
+        ModelsUnknownError,
         NotServedError,
-        NotToldError,
         check_served,
-        models_asked,
+        requested_models,
     )
 
     beside = None if options.beside is None else read_run(options.beside / "summary.json")
@@ -117,12 +123,12 @@ def run(options: argparse.Namespace) -> int:
     for warning in warnings_of(trace):
         warned(warning)
     if not options.unlisted_models:
-        asked = models_asked(islice(iter(trace), options.requests), settings.models)
+        asked = requested_models(islice(iter(trace), options.requests), settings.models)
         try:
             asyncio.run(check_served(settings, asked))
         except NotServedError as unserved:
             return failed(str(unserved), code=1)
-        except NotToldError as untold:
+        except ModelsUnknownError as untold:
             warned(f"The gateway did not report which models it serves: {untold}.")
     folder = open_folder(options)
     measures, progress = DriveMeasures(), progress_bar("drive")
@@ -155,7 +161,9 @@ def run(options: argparse.Namespace) -> int:
 async def _drive(
     settings: "DriveSettings", told: "Callable[[Driven], None]", arrivals: Iterator[Arrival]
 ) -> "tuple[Driver, float, bool]":
-    """Run the drive. Return the driver, its duration, and whether it was interrupted."""
+    """Send the requests. Return the driver, the time that it took in seconds, and True if it was
+    interrupted.
+    """
     from sim.drive.driver import Driver  # noqa: PLC0415
 
     driver = Driver(settings, told)
@@ -173,7 +181,9 @@ async def _drive(
 
 
 def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable[[Driven], None]":
-    """Return a callback that records a request that ended and advances the progress bar."""
+    """Return a function that records a request that has ended in `measures`, and advances the
+    progress bar. `total` is 0 if the number of requests is unknown.
+    """
     task = progress.add_task("drive", total=total or None)
 
     def ended(driven: "Driven") -> None:
@@ -184,7 +194,9 @@ def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable
 
 
 def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what was run, without the given headers, because they may contain keys."""
+    """Return the conditions of the run for reports. They do not contain the given headers, because
+    these may be keys.
+    """
     return {
         "trace": Path(options.trace).name,
         "url": options.url,
@@ -198,9 +210,10 @@ def _conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _headers_in(path: Path | None) -> list[tuple[str, str]]:
-    """Return the headers in a file. Raises `OutputError` and `OSError`.
+    """Return the headers in a file as (name, value), one of each line. Raises `OutputError` and
+    `OSError`.
 
-    The messages do not quote the content, because it may be a key.
+    The errors do not quote the content, because it may be a key.
     """
     if path is None:
         return []

@@ -1,7 +1,9 @@
-"""A driver that sends the requests of a trace at the trace's times, in an open loop.
+"""The sender of `sim drive`: it sends the requests of a trace at the trace's times, in an open
+loop.
 
 The loop does not wait for answers, so that a slow gateway does not reduce the load. If
-`in_flight_max` requests are in flight, further ones are counted but not sent. The driver measures
+`in_flight_max` requests are in flight, further ones are counted but not sent. A turn that waits for
+the end of the previous turn is not in flight. The driver measures
 how late it sent each request, because lateness means that the driver itself is slow.
 """
 
@@ -21,19 +23,25 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import COMPLETIONS_PATH, body_of, model_of
 
 ENDS_KEPT_MAX: Final = 100_000
-"""Maximum number of requests whose end time is stored for follow-up requests."""
+"""Maximum number of requests whose end time is stored for follow-up requests, and of requests that
+wait for their time or are in flight.
+"""
 _OWN_HEADERS: Final = frozenset(
     {"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"}
 )
-"""Headers that are never copied from a trace, because the driver or its operator sets them."""
+"""Names of request headers that are never copied from a trace, because the driver or its operator
+sets them.
+"""
 
 
 class DriveSettings(Struct, frozen=True, kw_only=True):
     url: str
     models: dict[str, str] = {}
-    """Model to request, by model of the trace; the key "" is the default."""
+    """Name of the model to request, by model of the trace; the key "" has the default for other
+    models.
+    """
     headers: dict[str, str] = {}
-    """Headers of every request."""
+    """Headers that are added to every request."""
     pod_header: str = "x-homing-endpoint"
     """Response header that names the pod that served the request."""
     speed: float = 1.0
@@ -42,45 +50,49 @@ class DriveSettings(Struct, frozen=True, kw_only=True):
 
 
 class Driven(Struct, kw_only=True):
-    """One request as its client saw it."""
+    """One request that `sim drive` sent, with its result as the client saw it."""
 
     index: int
     model: str
     due_s: Seconds
-    """Planned sending time, from the start of the drive."""
+    """Time at which the request should be sent, in seconds from the start of the drive."""
     late_s: Seconds = 0.0
-    """Delay between the planned and the actual sending time."""
+    """Time in seconds by which the request was sent later than planned."""
     answer: Streamed
     error: str = ""
-    """Reason why there is no complete answer, or "" if there is one."""
+    """Reason why the request has no complete answer, or "" if it has one."""
 
 
 class Driver:
-    """One drive of a trace; `stop` ends it early and keeps what was measured."""
+    """One run of `sim drive` over a trace. `stop` ends it early without losing measurements."""
 
     def __init__(self, settings: DriveSettings, ended: Callable[[Driven], None]) -> None:
-        """Create a driver that calls `ended` for each request that was sent and has ended, complete
-        or not.
+        """Create a driver. `ended` is called with each request that was sent and has ended, with a
+        complete answer or not.
         """
         self._settings = settings
         self._ended = ended
         self._stop = asyncio.Event()
-        self._at_once = 0
+        self._in_flight = 0
+        """Number of requests that were sent and have not ended."""
         self._ends: OrderedDict[int, asyncio.Future[Seconds]] = OrderedDict()
-        """End time of each request, by index."""
+        """End time of each of the last requests, by their index in the trace."""
         self.not_sent = 0
-        """Requests that were not sent because too many were in flight."""
+        """Number of requests that were not sent because too many were in flight."""
         self.unfit = 0
-        """Requests that were not sent because their token ids cannot be written as text."""
+        """Number of requests that were not sent because their token ids cannot be written as
+        text.
+        """
         self.cut = 0
-        """Requests in flight when the drive was stopped."""
+        """Number of requests that were in flight when the drive was stopped."""
 
     def stop(self) -> None:
-        """Send no further requests, and do not wait for those in flight."""
+        """End the drive: send no further requests, and do not wait for those in flight."""
         self._stop.set()
 
     async def run(self, arrivals: Iterable[Arrival]) -> Seconds:
-        """Send all requests and wait for their ends or for `stop`. Return the duration.
+        """Send all requests at their times, and wait until they have ended or `stop` is called.
+        Return the duration in seconds.
 
         Raises what reading the trace raises.
         """
@@ -100,7 +112,7 @@ class Driver:
                     due_at = started_at + arrival.time_s / settings.speed
                     if await self._stopped_before(due_at):
                         break
-                    if len(tasks) >= settings.in_flight_max:
+                    if len(tasks) >= ENDS_KEPT_MAX:
                         self.not_sent += 1
                         continue
                     sending = self._send(session, arrival, due_at, started_at)
@@ -109,7 +121,7 @@ class Driver:
                     task.add_done_callback(tasks.discard)
                 await self._until_ended(tasks)
             finally:
-                self.cut = len(tasks)
+                self.cut = self._in_flight
                 for task in tuple(tasks):
                     task.cancel()
                 await asyncio.gather(*tuple(tasks), return_exceptions=True)
@@ -148,6 +160,9 @@ class Driver:
             if before is not None:
                 due_at = max(due_at, await before + arrival.think_s / self._settings.speed)
                 await asyncio.sleep(due_at - loop.time())
+            if self._in_flight >= self._settings.in_flight_max:
+                self.not_sent += 1
+                return
             try:
                 model, path, body = self._request(arrival)
             except (ValueError, msgspec.DecodeError):
@@ -164,6 +179,7 @@ class Driver:
             headers |= self._settings.headers
             if arrival.session:
                 headers.setdefault("x-session-id", arrival.session)
+            self._in_flight += 1
             try:
                 await ask(
                     session,
@@ -177,14 +193,16 @@ class Driver:
                 )
             except PROBLEMS as problem:
                 driven.error = (str(problem) or type(problem).__name__)[:ERROR_CHARACTERS_MAX]
+            finally:
+                self._in_flight -= 1
             self._ended(driven)
         finally:
             if not end.done():
                 end.set_result(loop.time())
 
     def _request(self, arrival: Arrival) -> tuple[str, str, bytes]:
-        """Return model, path and body of a request. Raises `ValueError` if its token ids have no
-        text.
+        """Return (model, path, body) of the HTTP request for an arrival. Raises `ValueError` if its
+        token ids cannot be written as text.
         """
         if arrival.lengths and len(set(arrival.lengths)) == 1:
             # If all blocks have the same size, no token id has to fit into one token.

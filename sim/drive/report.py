@@ -1,4 +1,6 @@
-"""Reports of a drive: a table for the terminal, report.md, and an HTML page that needs no network."""
+"""Reports of `sim drive`: a table for the terminal, report.md, and an HTML page that needs no
+network.
+"""
 
 from typing import Final
 
@@ -9,11 +11,15 @@ from sim.reports.report import markdown_table, number, seconds, share, table
 
 _RANKS: Final = ("mean", "p50", "p90", "p99")
 _LATE_S_MAX: Final = 0.05
-"""Lateness at the 99th percentile above which the driver itself counts as slow."""
+"""Delay in seconds between planned and actual sending, at the 99th percentile, above which a report
+warns that the driver itself was slow.
+"""
 
 
 def drive_table(summary: DriveSummary, beside: RunSummary | None) -> str:
-    """Return the report for the terminal."""
+    """Return the results of a drive as text for the terminal. `beside` has a simulation's results
+    to show beside them, or is None.
+    """
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
     facts = "\n".join(f"{name:<24}  {value}" for name, value in _facts(summary))
     parts = [table(_latencies(summary, beside)), facts]
@@ -25,7 +31,9 @@ def drive_table(summary: DriveSummary, beside: RunSummary | None) -> str:
 
 
 def drive_report(summary: DriveSummary, beside: RunSummary | None) -> str:
-    """Return the text of report.md."""
+    """Return the results of a drive as the text of report.md. `beside` has a simulation's results
+    to show beside them, or is None.
+    """
     parts = ["# A trace as real requests", *(f"**{one}**" for one in warnings_of(summary))]
     parts.append(markdown_table(_latencies(summary, beside)))
     parts.append(markdown_table([["", ""], *_facts(summary)]))
@@ -36,7 +44,9 @@ def drive_report(summary: DriveSummary, beside: RunSummary | None) -> str:
 
 
 def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummary | None) -> str:
-    """Return the text of report.html."""
+    """Return the results of a drive as the text of report.html. `beside` has a simulation's results
+    to show beside them, or is None.
+    """
     ttft_s = {name: group.ttft_s for name, group in sorted(measures.pods.items())[:8]}
     body = [
         card(
@@ -74,13 +84,13 @@ def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummar
 
 
 def warnings_of(summary: DriveSummary) -> list[str]:
-    """Return sentences about conditions that make the figures misleading."""
+    """Return a warning sentence for each condition that makes the figures of a drive misleading."""
     requests, late_s = summary.requests, summary.late_s.p99
     told = {
         "The run was interrupted: only requests that had ended are counted.": not summary.complete,
         f"{requests.not_sent:,} requests were not sent, because --in-flight was reached: the gateway "
         "received less load than the trace has.": requests.not_sent,
-        f"{requests.unfit:,} requests were not sent, because their ids cannot be written as text.": (
+        f"{requests.unfit:,} requests were not sent, because their token ids cannot be written as text.": (
             requests.unfit
         ),
         f"1 % of the requests were sent at least {seconds(late_s)} late: the driver itself was "
@@ -91,7 +101,9 @@ def warnings_of(summary: DriveSummary) -> list[str]:
 
 
 def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[str]]:
-    """Return one row for each measure, each followed by the simulation's row if there is one."""
+    """Return the rows of the latency table: one for each measure, each followed by the simulation's
+    row if there is one.
+    """
     rows = [["", *_RANKS]]
     for name, label in (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("e2e_s", "E2E")):
         rows.append([label, *_ranks(getattr(summary, name))])
@@ -104,7 +116,9 @@ def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[st
 
 
 def _ranks(found: Summary) -> list[str]:
-    """Return the values of a row, with a dash for a missing one."""
+    """Return the cells of a row: mean and percentiles of a latency, with a dash for a missing
+    one.
+    """
     return [seconds(getattr(found, rank, None)) for rank in _RANKS]
 
 

@@ -1,4 +1,4 @@
-"""A check, before a trace is driven, that the gateway serves the models of the trace."""
+"""A check that a gateway serves the models of a trace, before the trace is sent."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -14,18 +14,20 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import model_of
 
 LOOKED_AT_MAX: Final = 1_000
-"""Number of first requests whose models are checked."""
+"""Number of requests, from the beginning of the trace, whose models are checked."""
 _TIMEOUT_S: Final = 10.0
 _ANSWER_BYTES_MAX: Final = 1024 * 1024
 _NAMES_TOLD_MAX: Final = 20
 
 
 class NotServedError(Exception):
-    """The gateway does not serve a model of the trace; the text is a sentence."""
+    """The gateway does not serve a model of the trace; the message is in full sentences."""
 
 
-class NotToldError(Exception):
-    """The gateway did not report which models it serves; the text is a clause."""
+class ModelsUnknownError(Exception):
+    """The gateway did not report which models it serves; the message is a clause with the
+    reason.
+    """
 
 
 class _Model(Struct):
@@ -36,10 +38,10 @@ class _Models(Struct):
     data: list[_Model]
 
 
-def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict[str, str]:
-    """Return the models that the first requests will use, each with its name in the trace.
+def requested_models(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict[str, str]:
+    """Return the models that the first requests will name, each with its name in the trace.
 
-    `models` maps names of the trace as `DriveSettings.models` does.
+    `models` has the replacements of names, in the form of `DriveSettings.models`.
     """
     asked: dict[str, str] = {}
     for arrival in islice(arrivals, LOOKED_AT_MAX):
@@ -49,9 +51,10 @@ def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict
 
 
 async def check_served(settings: DriveSettings, asked: Mapping[str, str]) -> None:
-    """Ask the gateway for `/v1/models` and require that it serves each model in `asked`.
+    """Request `/v1/models` from the gateway, and check that it serves each model in `asked`.
 
-    Raises `NotServedError` and `NotToldError`.
+    Raises `NotServedError` if it does not serve one, and `ModelsUnknownError` if it does not answer
+    with a list of models.
     """
     served = await _served(settings)
     missing = [name for name in asked if name not in served]
@@ -74,7 +77,7 @@ async def _served(settings: DriveSettings) -> list[str]:
             session.get(url, headers=settings.headers, allow_redirects=False) as response,
         ):
             if response.status != 200:
-                raise NotToldError(f"the answer has status {response.status}")
+                raise ModelsUnknownError(f"the answer has status {response.status}")
             body = await response.content.read(_ANSWER_BYTES_MAX)
             while len(body) < _ANSWER_BYTES_MAX and (
                 more := await response.content.read(_ANSWER_BYTES_MAX - len(body))
@@ -82,9 +85,9 @@ async def _served(settings: DriveSettings) -> list[str]:
                 body += more
         return [model.id for model in msgspec.json.decode(body, type=_Models).data]
     except (ClientError, TimeoutError, OSError) as problem:
-        raise NotToldError(str(problem) or type(problem).__name__) from None
+        raise ModelsUnknownError(str(problem) or type(problem).__name__) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise NotToldError("the answer is not a list of models") from None
+        raise ModelsUnknownError("the answer is not a list of models") from None
 
 
 def _listed(names: Iterable[str]) -> str:

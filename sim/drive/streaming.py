@@ -1,4 +1,4 @@
-"""A client for one streamed answer of the OpenAI API (chat or completion)."""
+"""A client for one streamed answer of the OpenAI API, for chats and completions."""
 
 import asyncio
 from array import array
@@ -16,22 +16,24 @@ PROBLEMS: Final = (ClientError, TimeoutError, msgspec.DecodeError, ValueError)
 
 
 class StreamError(ClientError):
-    """An answer that is not the expected stream."""
+    """The response is not a complete stream of the expected kind."""
 
 
 class Streamed(Struct, kw_only=True):
-    """The received part of an answer; `ask` fills it, so that a broken answer is known up to its
-    break.
+    """The part of one streamed answer that a client has received. `ask` fills it during the stream,
+    so that it has the first part of an answer that breaks off.
     """
 
     status: int = 0
-    """HTTP status, or 0 if there was no response."""
+    """HTTP status of the response, or 0 if there was none."""
     served_by: str = ""
-    """Value of the response header that the caller asked for."""
+    """Value of the response header that the caller of `ask` named, or ""."""
     ttft_s: Seconds = 0.0
-    """Time from sending to the first chunk with text, or 0 if there was none."""
+    """Time in seconds from sending the request to the first chunk with text, or 0 if there was
+    none.
+    """
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Times between chunks with text."""
+    """Times in seconds between consecutive chunks with text."""
     duration_s: Seconds = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -75,7 +77,8 @@ async def ask(
     served_by: str = "",
     output_tokens: int | None = None,
 ) -> str:
-    """Send `body`, read the stream to its end, and return the text of the answer.
+    """Send a request with `body`, read the streamed answer to its end, and return the answer's
+    text.
 
     `body` must ask for a stream with usage. `served_by` names a response header to record. If
     `output_tokens` is given, an answer with another number of tokens is an error. Raises the

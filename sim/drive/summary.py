@@ -1,4 +1,4 @@
-"""The results of a drive as figures: overall, by pod and by model."""
+"""The measurements of `sim drive` as figures: over all requests, by pod and by model."""
 
 import math
 from array import array
@@ -22,19 +22,21 @@ if TYPE_CHECKING:
     from sim.drive.driver import Driven
 
 UNTOLD: Final = "not told"
-"""Name of the pod if no header names one."""
+"""Name under which requests are counted if no response header names their pod."""
 GROUPS_MAX: Final = 1_000
 OTHER: Final = "other"
-"""Group for further pods or models after `GROUPS_MAX`. Names come from responses and traces, so
-their number must be bounded.
+"""Name of the group for requests of further pods or models, once there are `GROUPS_MAX` groups.
+Names come from responses and traces, so their number must be bounded.
 """
 ERRORS_SHOWN_MAX: Final = 10
 _GAP_S_MIN: Final = 1e-6
-"""Smallest gap that is counted; two chunks from one read have none between them."""
+"""Smallest time between two chunks that is counted, in seconds. Two chunks from one read have no
+time between them.
+"""
 
 
 class Group:
-    """Measurements of one group of requests: those of one pod, of one model, or all."""
+    """Measurements of one group of driven requests: those of one pod, of one model, or all."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -47,7 +49,9 @@ class Group:
         self._gaps = GapCounts(bins={})
 
     def add(self, driven: "Driven") -> None:
-        """Count a request. One without a complete answer counts only as an error."""
+        """Add a request that has ended to the group. A request without a complete answer counts
+        only as an error.
+        """
         self.requests += 1
         if driven.error:
             self.errors += 1
@@ -63,7 +67,9 @@ class Group:
 
     @property
     def ttft_s(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        """Time to first token of each complete answer, or NaN if it had no text."""
+        """Time to first token in seconds of each complete answer, or NaN if the answer had no
+        text.
+        """
         return np.array(self._ttft_s)
 
     @property
@@ -71,7 +77,7 @@ class Group:
         return np.array(self._e2e_s)
 
     def summary(self) -> GroupSummary:
-        """Return the group as it is written to summary.json."""
+        """Return the figures of the group in the form of summary.json."""
         hit_rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else math.nan
         gaps = self._gaps
         p50, p90, p99 = (rounded(gaps.percentile_s(share)) for share in (0.5, 0.9, 0.99))
@@ -89,7 +95,9 @@ class Group:
 
 
 class DriveMeasures:
-    """A collector that takes each request when it ends. Memory grows by 48 bytes a request."""
+    """Collector of the measurements of a drive; each request is added when it ends. Memory grows by
+    48 bytes for each request.
+    """
 
     def __init__(self) -> None:
         self.all = Group()
@@ -119,7 +127,9 @@ class DriveMeasures:
         cut: int = 0,
         complete: bool,
     ) -> DriveSummary:
-        """Return summary.json. `not_sent`, `unfit` and `cut` count requests that were not measured."""
+        """Return the content of summary.json. `not_sent`, `unfit` and `cut` are the numbers of
+        requests that were not measured, by reason.
+        """
         told = self.all.summary()
         return DriveSummary(
             complete=complete,

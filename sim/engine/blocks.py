@@ -1,7 +1,9 @@
-"""The paged KV cache of one engine: used, cached and free blocks, and the order of eviction.
+"""The paged KV cache of one simulated engine: used, cached and free blocks, and the order of
+eviction.
 
 The order is vLLM's (`v1/core/block_pool.py`, `v1/core/kv_cache_utils.py`). Tests compare it with
 the recorded run of a real engine:
+
 - One block is reserved. All others are free at the start.
 - A block without holders goes to the back of the free list if it has a hash, because it may be hit
   again. It goes to the front if it has none. A request releases its last block first, so the tail
@@ -10,12 +12,13 @@ the recorded run of a real engine:
 - Nothing is deduplicated: two requests that miss together make two blocks with one hash, and later
   requests hit the older one.
 
-A chain describes the content of blocks: keys that stand for all text up to the end of their blocks
-(see `sim/pods/tokens.py`), and the ends of the keys' blocks. Two chains with the same key share its
-blocks as far as both have them. Consecutive blocks of one chain with the same holders are one
-`Run`, regardless of their number of keys. A run is split when this is no longer true. A prompt
-therefore costs as many runs as its conversation has turns, instead of as many as it has blocks.
-Hits are the same. Only block numbers are not modelled, and nothing depends on them.
+A chain describes the content of a prompt's blocks. It consists of keys, each of which stands for
+all text up to the end of its blocks (see `sim/pods/tokens.py`), and the ends of the keys' blocks.
+Two chains with the same key share its blocks as far as both have them. Consecutive blocks of one
+chain with the same holders are one `Run`, regardless of their number of keys. A run is split when
+this is no longer true. A prompt therefore costs as many runs as its conversation has turns, instead
+of as many as it has blocks. Hits are the same as in vLLM. Only block numbers are not modelled, and
+nothing depends on them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,7 +27,8 @@ from typing import Protocol
 
 
 class Run:
-    """Blocks `start` to `end` of a chain, in its pieces `first` to `last`, with one set of holders.
+    """Consecutive KV blocks of one chain with the same holders: blocks `start` to `end`, in the
+    chain's pieces `first` to `last`.
 
     A piece is the blocks of one key. A run has at least one block, and at least one block of each
     of its pieces.
@@ -54,24 +58,27 @@ class Run:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
+        """Number of KV blocks in the run."""
         return self.end - self.start
 
 
 class Holding:
-    """The blocks of one request, in the order of its chain."""
+    """The KV blocks that one request uses, in the order of its chain."""
 
     __slots__ = ("open_blocks", "piece", "registered_blocks", "runs")
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.registered_blocks = 0
-        """Number of blocks in `runs`."""
+        """Number of blocks in `runs`, which are complete and can be hit by other requests."""
         self.open_blocks = 0
-        """Number of blocks without a hash, because they are not completely computed."""
+        """Number of blocks that the request uses without a hash, because they are not completely
+        computed.
+        """
         self.piece = 0
-        """Piece of the chain: the first one whose blocks are not all registered, or the one before
-        it."""
+        """Index of a piece of the request's chain: the first piece whose blocks are not all
+        registered, or the one before it.
+        """
 
     @property
     def blocks(self) -> int:
@@ -79,69 +86,80 @@ class Holding:
 
 
 class PoolWatcher(Protocol):
-    """An observer of blocks that can be hit from now on or no longer, in the order of vLLM's KV
-    events.
+    """An observer of KV blocks that become available for hits, or are lost for them, in the order
+    of vLLM's KV-cache events.
 
     If a block has several copies, the observer is called for each copy.
     """
 
     def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Report that blocks `start` to `end` of a chain can be hit from now on."""
+        """Report that blocks `start` to `end` of a chain are stored, and can be hit from now on."""
         ...
 
     def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Report that blocks `start` to `end` of a chain are reused, the last one first."""
+        """Report that blocks `start` to `end` of a chain are evicted, the last one first, because
+        their memory is reused.
+        """
         ...
 
     def cleared(self) -> None:
-        """Report that no block can be hit any more."""
+        """Report that the whole cache was cleared."""
         ...
 
 
 class BlockPool:
-    """A pool of `blocks_total` blocks, one of them reserved. It knows only keys and counts, no time
-    and no tokens.
+    """The KV blocks of one engine: `blocks_total` blocks, one of them reserved. The pool knows only
+    keys and counts, no time and no tokens.
     """
 
     def __init__(self, blocks_total: int) -> None:
-        """Create a pool with at least 2 blocks. Raises ValueError."""
+        """Create a pool in which all blocks are free. Raises `ValueError` if `blocks_total` is
+        below 2.
+        """
         if blocks_total < 2:
             raise ValueError(f"A block pool needs at least 2 blocks, got {blocks_total}.")
         self.blocks_total = blocks_total
         self.blocks_usable = blocks_total - 1
-        """Number of all blocks except the reserved one."""
+        """Number of all blocks of the pool except the reserved one."""
         self._blank_blocks = blocks_total - 1
-        """Number of free blocks without a hash. They are taken before any block with a hash."""
+        """Number of free blocks without a hash. They are reused before any block with a hash."""
         self._cached_blocks = 0
-        """Number of free blocks with a hash."""
+        """Number of free blocks with a hash, which can still be hit."""
         self.duplicate_blocks = 0
-        """Number of held blocks, counted once for each holder except the first."""
+        """Number of additional holders of blocks: the sum, over all held blocks, of the number of
+        holders minus one.
+        """
         self._order = Run((), (), 0, 0, 0, 0, 0)
-        """Head of the ring of free runs in the order of eviction; the last block of a run goes
-        first."""
+        """Head of the ring of free runs, in the order of eviction. Of a run, the last block is
+        evicted first.
+        """
         self._runs: dict[int, tuple[Run, ...]] = {}
-        """Runs with blocks of a key. If two runs have the same block, the older one comes first."""
+        """Runs that have blocks of a key, by key. If two runs have the same block, the older run
+        comes first.
+        """
         self._holdings: dict[Holding, None] = {}
         self.watcher: PoolWatcher | None = None
 
     @property
     def blocks_free(self) -> int:
-        """Number of blocks without a holder, cached or not."""
+        """Number of blocks that no request uses, cached or not."""
         return self._blank_blocks + self._cached_blocks
 
     @property
     def blocks_used(self) -> int:
-        """Number of distinct blocks with a holder."""
+        """Number of distinct blocks that requests use."""
         return self.blocks_usable - self._blank_blocks - self._cached_blocks
 
     @property
     def usage(self) -> float:
-        """Used share from 0 to 1 (`vllm:kv_cache_usage_perc`). A warm idle cache has 0."""
+        """Share of the usable blocks that requests use, from 0 to 1 (`vllm:kv_cache_usage_perc`).
+        Cached blocks of an idle engine do not count.
+        """
         return self.blocks_used / self.blocks_usable
 
     def match(self, keys: Sequence[int], ends: Sequence[int], blocks_max: int) -> tuple[int, int]:
-        """Return the length of the longest cached head, up to `blocks_max` blocks, and how many of
-        them are free.
+        """Return how many blocks of the chain are cached, counted from its beginning up to
+        `blocks_max`, and how many of these no request uses.
 
         The chain must have at least `blocks_max` blocks.
         """
@@ -156,7 +174,9 @@ class BlockPool:
         return position, free
 
     def hold(self, keys: Sequence[int], ends: Sequence[int], blocks: int) -> Holding:
-        """Return a holding of the first `blocks` blocks, which `match` must have found."""
+        """Return a new holding of the first `blocks` blocks of the chain. `match` must have found
+        them in the cache.
+        """
         holding = Holding()
         self._holdings[holding] = None
         position = piece = 0
@@ -180,9 +200,9 @@ class BlockPool:
         return holding
 
     def take(self, count: int) -> None:
-        """Take the next `count` free blocks for holdings, and forget their content.
+        """Reuse the next `count` free blocks in the order of eviction, and drop their content.
 
-        The caller adds them to `open_blocks` of the holdings.
+        The caller adds them to `open_blocks` of holdings. At least `count` blocks must be free.
         """
         blank, cached = self._blank_blocks, self._cached_blocks
         if count <= blank:
@@ -217,8 +237,8 @@ class BlockPool:
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
     ) -> None:
-        """Make the holding's blocks before `upto` available for hits, because they are
-        scheduled.
+        """Make the holding's blocks before block `upto` of the chain available for hits, because
+        their computation is scheduled.
         """
         position = holding.registered_blocks
         if position >= upto:
@@ -252,11 +272,12 @@ class BlockPool:
             self.watcher.stored(keys, ends, position, upto)
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
-        """Register blocks if they only extend the last run of the holding, and no other run has
-        blocks of its last key or of the keys that follow. Return False without a change otherwise.
+        """Register the holding's blocks before block `upto` like `register`, if this only extends
+        the holding's last run, and no other run has blocks of its last key or of the keys that
+        follow. Otherwise return False without a change.
 
-        The registrations of other holdings meanwhile make no difference then, because they reach
-        the same place of the chain later.
+        Registrations by other holdings meanwhile make no difference if it returns True, because
+        they reach the same place of the chain later.
         """
         run = holding.runs[-1] if holding.runs else None
         if (
@@ -282,7 +303,9 @@ class BlockPool:
         return True
 
     def release(self, holding: Holding) -> None:
-        """Release all blocks of a holding, the last block first."""
+        """Release all blocks of a request, the last block first, so that its beginning stays cached
+        longest.
+        """
         self._blank_blocks += holding.open_blocks
         last = self._order.before
         for run in reversed(holding.runs):
@@ -301,7 +324,7 @@ class BlockPool:
         holding.registered_blocks = holding.open_blocks = 0
 
     def clear(self) -> bool:
-        """Forget all cached blocks; return False without a change while any block is held."""
+        """Drop all cached blocks. Return False without a change if a request uses any block."""
         if self._holdings:
             return False
         self._runs.clear()
@@ -312,15 +335,15 @@ class BlockPool:
         return True
 
     def free_runs(self) -> Iterator[Run]:
-        """Yield cached runs without a holder in the order of eviction."""
+        """Yield the cached runs that no request uses, in the order of eviction."""
         run = self._order.after
         while run is not self._order:
             yield run
             run = run.after
 
     def check(self) -> None:
-        """Raise AssertionError if a block is lost or used twice; every count is computed in two
-        ways.
+        """Check the pool's counters against its runs and holdings. Raises AssertionError if a block
+        is lost or used twice.
         """
         free = 0
         for run in self.free_runs():
@@ -351,8 +374,11 @@ class BlockPool:
     def _oldest(
         self, keys: Sequence[int], ends: Sequence[int], piece: int, position: int, upto: int
     ) -> tuple[Run | None, int, int]:
-        """Return the oldest run with block `position` of the chain in its piece `piece`, the end up
-        to which it is the oldest (at most `upto`), and the piece of the block after that.
+        """Return the oldest run that has block `position` of the chain, which is in piece `piece`.
+        None if no run has it.
+
+        Also return the block up to which this run is the oldest (at most `upto`), and the piece of
+        that block.
         """
         found: Run | None = None
         while position < upto:
@@ -378,7 +404,7 @@ class BlockPool:
         return found, position, piece
 
     def _have_others(self, run: Run, upto: int) -> bool:
-        """Return whether other runs have blocks of the last key of `run`, from its end and before
+        """Return whether other runs have blocks of the last key of `run`, between its end and block
         `upto`.
         """
         piece = run.last
@@ -390,7 +416,7 @@ class BlockPool:
         )
 
     def _forget(self, run: Run, first: int) -> None:
-        """Remove `run` from the keys from piece `first` on."""
+        """Remove `run` from the runs of its keys, from the run's piece `first` on."""
         known = self._runs
         for key in run.keys[first : run.last + 1]:
             runs = known[key]
@@ -400,7 +426,9 @@ class BlockPool:
                 known[key] = tuple(other for other in runs if other is not run)
 
     def _split(self, run: Run, place: int) -> Run:
-        """Cut `run` before block `place`: `run` keeps the head, and the tail is returned."""
+        """Split `run` before block `place` of its chain: `run` keeps the head, and a new run with
+        the tail is returned.
+        """
         keys, ends = run.keys, run.ends
         piece = bisect_right(ends, place, run.first)
         tail = Run(keys, ends, place, run.end, piece, run.last, run.holders)

@@ -69,32 +69,39 @@ FITTED: Final = (
     "frontend_s",
 )
 LENGTHS_MIN: Final = 3
-"""Minimum number of distinct prompt lengths, for base, slope and bend."""
+"""Minimum number of distinct prompt lengths among the TTFT points: enough for a base, a slope and a
+bend.
+"""
 BATCHES_MIN: Final = 2
-"""Minimum number of distinct decode contexts, for base and slope."""
+"""Minimum number of distinct decode contexts (requests times context tokens) among the ITL points:
+enough for a base and a slope.
+"""
 NOISE: Final = 0.05
-"""Assumed error of a measured point, as a share."""
+"""Assumed error of a measured time, as a share of that time."""
 _ROUNDS_MAX: Final = 20
 _STEP: Final = 1e-4
 _UNITS: Final = dict(zip(FITTED, (1e-2, 1e-5, 1e-7, 1e-9, 1e-2), strict=True))
-"""Units of the fitted constants, for constants that are 0 in the initial profile."""
+"""Typical size of each fitted constant, which is its unit in the fit if it is 0 in the initial
+profile.
+"""
 
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
 _Measured: TypeAlias = Annotated[float, Meta(ge=1e-6, le=3_600.0)]
-"""Measured seconds. An engine's step is longer than a microsecond and shorter than an hour; the
-range excludes nan."""
+"""A measured time in seconds. An engine's step is longer than a microsecond and shorter than an
+hour; the range excludes nan.
+"""
 _Floats = npt.NDArray[np.float64]
 
 
 class TtftPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured time to first token."""
+    """A measured time to first token of one request, by prompt length."""
 
     prompt_tokens: _Tokens
     seconds: _Measured
 
 
 class ItlPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured inter-token latency."""
+    """A measured inter-token latency of a batch, by number of requests and context of each."""
 
     requests: _Tokens
     context_tokens: _Tokens
@@ -102,7 +109,7 @@ class ItlPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The measured points, and the known fields of the profile."""
+    """The content of a points file: the measured points, and known fields of the profile."""
 
     name: str
     ttft: list[TtftPoint] = []
@@ -112,17 +119,17 @@ class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def enough_ttft(self) -> bool:
-        """True if prompts of enough lengths were measured."""
+        """True if the TTFT points have at least `LENGTHS_MIN` different prompt lengths."""
         return len({point.prompt_tokens for point in self.ttft}) >= LENGTHS_MIN
 
     @property
     def enough_itl(self) -> bool:
-        """True if enough different batches were measured."""
+        """True if the ITL points have at least `BATCHES_MIN` different decode contexts."""
         return len({point.requests * point.context_tokens for point in self.itl}) >= BATCHES_MIN
 
 
 class Residual(Struct, frozen=True, kw_only=True):
-    """A point, and the time that the fitted profile gives for it."""
+    """A measured point, and the time that the fitted profile gives for it."""
 
     what: str
     measured_s: Seconds
@@ -134,7 +141,7 @@ class Residual(Struct, frozen=True, kw_only=True):
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the subcommand to those of `sim`."""
+    """Add the command line of `sim calibrate`."""
     parser = commands.add_parser(
         "calibrate",
         help="create a profile from a few measured points",
@@ -143,7 +150,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         allow_abbrev=False,
     )
     parser.add_argument(
-        "points", type=Path, metavar="POINTS.toml", help="file with the measured points, as above"
+        "points",
+        type=Path,
+        metavar="POINTS.toml",
+        help="file with the measured points (TTFT and inter-token latency)",
     )
     parser.add_argument(
         "--out",
@@ -155,8 +165,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return 0 on success, 1 if the profile cannot be written, 2 if the points are
-    invalid.
+    """Run `sim calibrate`. Return exit code 0 on success, and 2 if the points are invalid. Raises
+    `OSError` if the profile cannot be written.
     """
     try:
         points = points_in(options.points)
@@ -179,7 +189,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def points_in(path: Path) -> Points:
-    """Return the points in a file. Raises ProfileError."""
+    """Return the measured points in a TOML file. Raises `ProfileError` if the file is unreadable or
+    invalid.
+    """
     try:
         return msgspec.convert(toml_in(path), Points)
     except msgspec.ValidationError as problem:
@@ -187,7 +199,9 @@ def points_in(path: Path) -> Points:
 
 
 def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
-    """Return the fitted profile and its residual at each point. Raises ProfileError."""
+    """Return the profile fitted to the points, and its residual at each point. Raises
+    `ProfileError` if points are missing or fit no engine.
+    """
     base = find_profile(points.like)
     if base.estimated is None:
         profile = _fitted(points, base)
@@ -208,7 +222,9 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
 
 
 def _fitted(points: Points, base: Profile) -> Profile:
-    """Return the profile with the constants that fit the points. Raises ProfileError."""
+    """Return `base` with the five fitted constants replaced by those that fit the points. Raises
+    `ProfileError` if there are too few points or no engine fits them.
+    """
     if not points.enough_ttft:
         raise ProfileError(
             f"{points.name}: ttft: expected at least {LENGTHS_MIN} different prompt lengths, or an "
@@ -237,11 +253,12 @@ def _fitted(points: Points, base: Profile) -> Profile:
 
 
 def _moved(points: Points, base: Profile, error: EstimateError) -> Profile:
-    """Return an estimated profile, moved towards the points. Raises ProfileError.
+    """Return the estimated profile `base`, moved towards the points. Raises `ProfileError` if there
+    is no point or no engine fits them.
 
-    It minimises the squares of two kinds of errors. The relative errors are in units of `NOISE`.
-    The logarithm of the factor on each constant is in units of half the estimate's error, because
-    95 % of normal errors are within two of these units.
+    The result minimises the squares of two kinds of errors. The relative errors of the points are
+    in units of `NOISE`. The logarithm of the factor on each constant is in units of half the
+    estimate's error, because 95 % of normal errors are within two of these units.
     """
     if not (points.ttft or points.itl):
         raise ProfileError(f"{points.name}: expected at least one point, of ttft or itl.")
@@ -284,8 +301,8 @@ def _moved(points: Points, base: Profile, error: EstimateError) -> Profile:
 
 
 def _between(few: float, many: float, tokens: int) -> float:
-    """Return the factor at `tokens`: `few` up to 64, `many` from 1,024 on, interpolated by the
-    logarithm.
+    """Return the factor on the time of the linear layers at `tokens` tokens: `few` up to 64 tokens,
+    `many` from 1,024 on, in between interpolated over the logarithm of the tokens.
     """
     share = min(1.0, max(0.0, math.log(tokens / 64) / math.log(1024 / 64)))
     return float(few ** (1.0 - share) * many**share)
@@ -294,8 +311,10 @@ def _between(few: float, many: float, tokens: int) -> float:
 def _error_left(
     points: Points, error: EstimateError, residuals: Sequence[Residual]
 ) -> EstimateError:
-    """Return the remaining error of the profile: the largest residual if there are enough points,
-    and at least `NOISE`.
+    """Return the error that an estimated profile has after it was moved to the points.
+
+    With enough points of a kind, it is their largest residual, and at least `NOISE`; otherwise it
+    is the estimate's own error.
     """
     count = len(points.ttft)
     ttft = max([NOISE, *(abs(one.error) for one in residuals[:count])])
@@ -308,7 +327,9 @@ def _error_left(
 
 
 def _with_known(points: Points, base: Profile, changed: dict[str, Any]) -> Profile:
-    """Return the initial profile with the known fields. Raises ProfileError."""
+    """Return `base` with the fields in `changed`, and with the name and the known fields of the
+    points file. Raises `ProfileError` if the fields are invalid.
+    """
     fields = {**msgspec.to_builtins(base), **changed, **points.profile, "name": points.name}
     try:
         return msgspec.convert(fields, Profile)
@@ -317,7 +338,7 @@ def _with_known(points: Points, base: Profile, changed: dict[str, Any]) -> Profi
 
 
 def _checked(points: Points, fit: Callable[[], Profile]) -> Profile:
-    """Return the result of `fit` if it is a valid profile. Raises ProfileError."""
+    """Return the profile that `fit` computes. Raises `ProfileError` if it is not valid."""
     try:
         profile = fit()
         msgspec.convert(msgspec.to_builtins(profile), Profile)
@@ -332,8 +353,8 @@ def _measured(points: Points) -> _Floats:
 
 
 def _least_squares(errors: Callable[[_Floats], _Floats]) -> _Floats:
-    """Return the constants, in their units, with the least squares of the piecewise linear
-    `errors`.
+    """Return the fitted constants that minimise the squares of the piecewise linear `errors`, each
+    as a multiple of its initial value (or typical size).
     """
     at = np.ones(len(FITTED))
     for _ in range(_ROUNDS_MAX):
@@ -346,7 +367,9 @@ def _least_squares(errors: Callable[[_Floats], _Floats]) -> _Floats:
 
 
 def _predicted(points: Points, profile: Profile) -> _Floats:
-    """Return the time that the profile gives for each point, computed in the engine's steps."""
+    """Return the time in seconds that the profile gives for each point: the TTFT points in the
+    engine's steps, then the ITL points.
+    """
     seconds: list[Seconds] = []
     for measured in points.ttft:
         total, done = profile.frontend_delay_s(measured.prompt_tokens), 0

@@ -1,16 +1,17 @@
-"""One vLLM V1 engine without I/O: requests and `now` go in, steps come out.
+"""One simulated vLLM V1 engine without I/O: the caller passes requests and the time `now`, and
+receives steps.
 
 A pass is what vLLM's scheduler does once for each forward pass (`v1/core/sched/scheduler.py`):
 
-1. Running requests get their next tokens within the token budget: a chunk of prompt, or one
-   token. A request without a free block preempts the youngest running request. That one gives up
-   its blocks, must be computed again, and goes to the head of the queue.
-2. Unless a request was preempted, waiting requests are admitted in order. Each must fit into the
-   budget, the number of sequences, the blocks for its *whole* prompt, and the adapter slots. It
-   takes the longest cached head of at most `tokens - 1`. A request that only lacks an adapter
-   slot is passed over; a request that lacks something else blocks all behind it.
-3. Full blocks are registered as they are scheduled, including those of generated tokens.
-4. Each request computed up to its last known token gets one token at the end of the pass.
+1. Running requests get their next tokens within the token budget: a chunk of prompt, or one token.
+A request without a free block preempts the youngest running request. That one gives up its blocks,
+must be computed again, and goes to the head of the queue. 2. Unless a request was preempted,
+waiting requests are admitted in order. Each must fit into the budget, the number of sequences, the
+blocks for its *whole* prompt, and the adapter slots. It reuses the longest cached head of at most
+`tokens - 1`. A request that only lacks an adapter slot is passed over; a request that lacks
+something else blocks all behind it. 3. Full blocks are registered as they are scheduled, including
+those of generated tokens. 4. Each request computed up to its last known token gets one token at the
+end of the pass.
 
 The engine knows no text: a request brings the chained hashes of its prompt *and* its answer. With a
 `PromptCache`, the engine also asks the cache which part of a prompt need not be computed.
@@ -45,24 +46,30 @@ from sim.engine.request import EngineRequest
 
 _IN_ORDER = attrgetter("admission")
 _ROUNDING: Final = 1e-6
-"""Distance to a whole number of passes within which the engine decides by exact sums whether they
-have ended."""
+"""Distance of a computed number of passes from a whole number, below which rounding could decide.
+Within it, the engine compares exact sums.
+"""
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
-    """The flags of `vllm serve`."""
+    """The settings of a simulated engine, named like the flags of `vllm serve`. Raises `ValueError`
+    for invalid ones.
+    """
 
     blocks_total: int
-    """`num_gpu_blocks`, at least 2, of which one is reserved. Raises ValueError."""
+    """Number of KV-cache blocks (`num_gpu_blocks` of vLLM), at least 2, of which one is
+    reserved.
+    """
     block_size_tokens: int = 16
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
-    """Token budget of a pass. It must be at least `max_num_seqs`, as in vLLM. Raises ValueError."""
+    """Maximum number of tokens that a pass computes, at least `max_num_seqs` as in vLLM."""
     max_loras: int = 0
-    """Number of adapter slots; 0 disables LoRA."""
+    """Number of LoRA adapter slots; 0 disables LoRA."""
     chunked_prefill: bool = True
-    """False if a prompt is computed in one pass. It then waits, with all behind it, for a pass with
-    room."""
+    """False if each prompt is computed in one pass. It then waits for a pass with room for all of
+    it, and the requests behind it wait too.
+    """
 
     def __post_init__(self) -> None:
         if self.blocks_total < 2:
@@ -75,13 +82,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit into the usable blocks."""
+        """Number of tokens that fit into the usable KV-cache blocks."""
         return (self.blocks_total - 1) * self.block_size_tokens
 
     @property
     def request_tokens_max(self) -> int:
-        """Maximum tokens of prompt and answer of a request. After a preemption all of them are a
-        prompt.
+        """Maximum number of tokens in prompt and answer of one request. Without chunked prefill,
+        one pass must have room for both, because after a preemption the answer is computed again
+        like a prompt.
         """
         if self.chunked_prefill:
             return self.kv_tokens
@@ -89,32 +97,36 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
-    """The state of the engine at the end of a step, as its metrics page shows it."""
+    """The state of an engine at the end of a step, as its metrics page shows it."""
 
     running: int
     waiting: int
     deferred: int
-    """Number of requests in `waiting` that only lack an adapter slot."""
+    """Number of requests in `waiting` that lack nothing but an adapter slot."""
     kv_cache_usage: float
     adapters: tuple[str, ...]
-    """Adapters with a running or waiting request, sorted by name."""
+    """Names of the LoRA adapters with a running or waiting request, sorted."""
     preemptions: int
     """Number of preemptions since the engine started."""
 
 
 class Step(Struct, kw_only=True):
-    """One scheduler pass with its forward pass, or many passes alike."""
+    """One scheduler pass of an engine with its forward pass, or several passes with the same
+    requests.
+    """
 
     started_at: Seconds
     duration_s: Seconds
     passes: int
     work: StepWork
-    """Work of the first pass."""
+    """Work of the first pass of the step."""
     admitted: list[EngineRequest]
-    """Requests admitted for the first time, with `cached_tokens` set."""
+    """Requests that this step admitted for the first time, with `cached_tokens` set."""
     outputs: list[EngineRequest]
-    """Requests that have one token more at `ends_at`; finished ones have left the engine. `end`
-    lists only requests with their first token since admission, or their last token."""
+    """Requests that got a token at the end of the step; finished ones have left the engine. A step
+    that `Engine.end` returns lists only requests with their first token since admission, or their
+    last token.
+    """
 
     @property
     def ends_at(self) -> Seconds:
@@ -122,7 +134,9 @@ class Step(Struct, kw_only=True):
 
 
 class _Pending(Struct):
-    """A step that has begun. Its pass j, counted from 0, takes `first_s + j * growth_s`."""
+    """A step that has begun and not ended. Its pass j, counted from 0, takes `first_s + j *
+    growth_s` seconds.
+    """
 
     started_at: Seconds
     work: StepWork
@@ -133,11 +147,15 @@ class _Pending(Struct):
     passes: int = 1
 
     def until_pass_s(self, number: int) -> Seconds:
-        """Return the time from the start of the step to that of pass `number`."""
+        """Return the time in seconds from the start of the step to the start of its pass `number`,
+        counted from 0.
+        """
         return number * self.first_s + self.growth_s * (number * (number - 1) // 2)
 
     def passes_begun(self, elapsed_s: Seconds) -> int:
-        """Return how many passes start in less than `elapsed_s`: from 1 to the number of passes."""
+        """Return how many passes of the step have started before `elapsed_s` seconds: at least 1,
+        at most all.
+        """
         if self.passes == 1 or elapsed_s <= self.first_s:
             return 1
         growth = self.growth_s / 2
@@ -155,12 +173,14 @@ class _Pending(Struct):
 
 
 class Engine:
-    """The queues, blocks and adapter slots of one engine."""
+    """A simulated engine: its queues, KV-cache blocks and adapter slots."""
 
     def __init__(
         self, settings: EngineSettings, profile: Profile, cache: PromptCache | None = None
     ) -> None:
-        """Create an empty engine; `cache` is None for vLLM's cache, the blocks of the pool."""
+        """Create an engine without requests. `cache` is a prompt cache besides the block pool; None
+        for vLLM's own, which is the pool itself.
+        """
         self.settings = settings
         self.profile = profile
         self._pass_s: Callable[[StepWork], Seconds] = profile.step_s
@@ -168,58 +188,66 @@ class Engine:
         blocks_total = settings.blocks_total
         self.pool = BlockPool(blocks_total) if cache is None else cache.pool(blocks_total)
         self.running: dict[EngineRequest, None] = {}
-        """Running requests, the oldest admission first."""
+        """Requests that are being computed, the one with the oldest admission first."""
         self.waiting: deque[EngineRequest] = deque()
         self.preemptions = 0
         self.first_tokens = 0
-        """Number of requests that have had their first token."""
+        """Number of requests whose first token has been generated, since the engine started."""
         self.answers = 0
-        """Number of answered requests."""
+        """Number of requests with a complete answer, since the engine started."""
         self.answer_tokens = 0
-        """Output tokens of these requests."""
+        """Number of output tokens of the completely answered requests."""
         self.slowness = 1.0
-        """Factor on the duration of steps that begin from now on."""
+        """Factor on the duration of engine steps that begin from now on."""
         self.pass_by_pass = False
-        """True if `begin` begins steps of one pass, so that the blocks stored in a pass are known
-        at its end."""
+        """True if each step that `begin` begins has one pass, so that blocks stored in a pass are
+        known at its end.
+        """
         self._pending: _Pending | None = None
         self._aborted: list[EngineRequest] = []
-        """Requests aborted during the pending step."""
+        """Requests aborted during the running step, which leave at its end."""
         self._deferred = 0
         self._resident: dict[str, None] = {}
-        """Adapters in slots, the least recently used first."""
+        """LoRA adapters in slots, the least recently used first."""
         self._adapters_running: dict[str, int] = {}
         self._admissions = 0
         self._ended_at: Seconds = 0.0
-        """End of the last pass."""
+        """Time when the last pass ended."""
         self._saved_at: Seconds = 0.0
-        """Time when the cache has finished saving. No pass computes before it."""
+        """Time when the prompt cache will have finished writing. No pass computes before it."""
         self._partial: EngineRequest | None = None
-        """Running request whose prompt is not completely computed: the youngest one. All others
-        decode."""
+        """Running request whose prompt is not completely computed, or None. It is the youngest one;
+        all others decode.
+        """
         self._blocked_on: int | None = None
         """First uncached key of the request that blocks the queue, because blocks or room in a pass
-        are missing. None if no request does."""
+        are missing. None if no request blocks it.
+        """
         self._passes_done = 0
         self._context_tokens = 0
-        """Known tokens of all decoding requests."""
+        """Number of known tokens (prompt and generated) of all decoding requests together."""
         self._due: list[tuple[int, int, EngineRequest]] = []
-        """Heap of (pass after which the request ends, admission, request). An entry is void if it
-        differs from the request's `due`."""
+        """Heap of (number of passes after which the request ends, admission, request). An entry is
+        void if its number differs from the request's `due`.
+        """
         self._longest: list[tuple[int, int, EngineRequest]] = []
-        """Heap of (minus `lead`, admission, request), with void entries as above. It is used only
-        if the profile has a skew."""
+        """Heap of (minus the request's `lead`, admission, request), used only if the profile has a
+        skew. An entry is void if its number does not match the request's `lead`.
+        """
         self._phases: list[dict[EngineRequest, None]] = [
             {} for _ in range(settings.block_size_tokens)
         ]
-        """Decoding requests by `lead` modulo the block size, which tells when their blocks end."""
+        """Decoding requests by their `lead` modulo the block size, which determines the passes in
+        which they need a new block.
+        """
         self._taken: list[int] | None = None
-        """Blocks taken by the passes after the first of the pending step, by the number of these
-        passes. None until they are needed."""
+        """Number of KV blocks used by the passes after the first one of the running step, by the
+        number of these passes up to one block size. None until it is needed.
+        """
 
     @property
     def ends_at(self) -> Seconds | None:
-        """End of the running step, or None if no step is running."""
+        """Time when the running step ends, or None if no step is running."""
         pending = self._pending
         if pending is None:
             return None
@@ -232,7 +260,9 @@ class Engine:
 
     @property
     def tokens_begun(self) -> int:
-        """Tokens computed in the first pass of the running step; 0 if no step is running."""
+        """Number of tokens computed in the first pass of the running step; 0 if no step is
+        running.
+        """
         return self._pending.work.tokens if self._pending else 0
 
     @property
@@ -241,7 +271,9 @@ class Engine:
         return {request.request_id for request in self._aborted}
 
     def submit(self, request: EngineRequest, now: Seconds) -> None:
-        """Queue `request`. Raise ValueError if it can never fit; nothing has changed then."""
+        """Add `request` to the waiting queue. Raises `ValueError` if the engine can never serve it;
+        nothing has changed then.
+        """
         needed = request.prompt_tokens + request.output_tokens
         if needed > self.settings.kv_tokens:
             raise ValueError(
@@ -267,8 +299,8 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Remove a request and release its blocks; return False if the engine does not have it.
 
-        A request in a running step leaves at the end of the step, unless it ends by then. Call
-        `cut` first.
+        A request in a running step leaves at the end of the step, unless it finishes by then. Call
+        `cut` first, so that the step ends early.
         """
         for request in self.running:
             if request.request_id == request_id:
@@ -286,11 +318,13 @@ class Engine:
         return False
 
     def forget_adapter(self, adapter: str) -> None:
-        """Free the slot of an unloaded adapter; the next use loads it again."""
+        """Free the slot of a LoRA adapter, because it was unloaded; its next use loads it again."""
         self._resident.pop(adapter, None)
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass at `now`; return None if there is nothing to do."""
+        """Do one pass that starts at `now` and return its result, or None if there is no
+        request.
+        """
         decoding = dict.fromkeys(self.running)
         if self._partial is not None:
             del decoding[self._partial]
@@ -308,7 +342,9 @@ class Engine:
         return step
 
     def begin(self, now: Seconds) -> Seconds | None:
-        """Begin a step at `now`; return its end, or None if there is nothing to do."""
+        """Begin a step of one or more passes at `now`; return the time of its end, or None if there
+        is no request.
+        """
         preemptions = self.preemptions
         pending = self._begin_pass(now)
         if pending is None:
@@ -322,14 +358,14 @@ class Engine:
         return self.ends_at
 
     def cut(self, now: Seconds) -> None:
-        """End the running step, if any, with the pass in progress at `now`."""
+        """Shorten the running step, if any, so that it ends with the pass in progress at `now`."""
         pending = self._pending
         if pending is not None:
             pending.passes = pending.passes_begun(now - pending.started_at)
 
     def wait_for(self, duration_s: Seconds) -> None:
-        """Extend the running pass, which is a step of its own, to `duration_s`, because it waits
-        for other engines.
+        """Extend the running step, which must have one pass, to `duration_s`, because it waits for
+        the other data-parallel ranks.
         """
         pending = self._pending
         assert pending is not None, "a step has begun"
@@ -337,7 +373,7 @@ class Engine:
         pending.first_s = duration_s
 
     def end(self) -> Step:
-        """End the running step and return its result."""
+        """End the running step, update its requests, and return its result."""
         pending = self._pending
         assert pending is not None, "a step has begun"
         passes = pending.passes
@@ -371,8 +407,8 @@ class Engine:
     def snapshot(self, now: Seconds | None = None) -> EngineSnapshot:
         """Return the state of the engine as its metrics page shows it.
 
-        During a step of many passes it is the state of the first pass, or of the pass at `now` if
-        given.
+        During a step of several passes, it is the state in the first pass, or in the pass at the
+        time `now` if that is given.
         """
         adapters: tuple[str, ...] = ()
         if self.settings.max_loras:
@@ -388,7 +424,9 @@ class Engine:
         )
 
     def kv_cache_usage(self, now: Seconds | None = None) -> float:
-        """Return the used share of the blocks, as in `snapshot`."""
+        """Return the share of the KV-cache blocks that requests use, at the time that `snapshot`
+        describes.
+        """
         pool, pending = self.pool, self._pending
         used = pool.blocks_used
         if pending is not None and now is not None:
@@ -396,7 +434,9 @@ class Engine:
         return used / pool.blocks_usable
 
     def check(self) -> None:
-        """Raise AssertionError if the states of blocks and requests are inconsistent."""
+        """Check that the states of the engine's blocks and requests agree. Raises AssertionError if
+        they do not.
+        """
         self.pool.check()
         decoding = [request for request in self.running if request is not self._partial]
         if self._pending is None:
@@ -408,7 +448,9 @@ class Engine:
         assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders run"
 
     def _check_decoding(self, decoding: list[EngineRequest]) -> None:
-        """Check the state of decoding requests between two passes."""
+        """Check the context and the blocks of decoding requests between two passes. Raises
+        AssertionError.
+        """
         size = self.settings.block_size_tokens
         assert sum(len(phase) for phase in self._phases) == len(decoding)
         known = sum(request.lead + self._passes_done for request in decoding)
@@ -447,8 +489,8 @@ class Engine:
         return self._pending
 
     def _continue_running(self, work: StepWork, chunks: list[EngineRequest]) -> tuple[int, bool]:
-        """Give running requests their next tokens; return the remaining budget, and whether any was
-        preempted.
+        """Schedule the next tokens of running requests in this pass. Return the remaining token
+        budget, and whether any request was preempted.
         """
         size = self.settings.block_size_tokens
         before = self.preemptions
@@ -482,8 +524,8 @@ class Engine:
         return budget, self.preemptions > before
 
     def _take_or_preempt(self, takers: Sequence[EngineRequest]) -> None:
-        """Take a block for each request, the oldest first, preempting the youngest if there are too
-        few.
+        """Allocate a block for each request, the oldest first, preempting the youngest running
+        request whenever none is free.
         """
         for request in takers:
             while request in self.running:
@@ -553,8 +595,8 @@ class Engine:
         self.waiting.extendleft(reversed(passed_over))
 
     def _grow(self, request: EngineRequest, tokens: int) -> bool:
-        """Take blocks for `tokens` more tokens; return False without a change if there are
-        too few.
+        """Allocate blocks for the next `tokens` tokens of a request. Return False without a change
+        if there are too few free blocks.
         """
         size = self.settings.block_size_tokens
         missing = -(-(request.computed_tokens + tokens) // size) - request.holding.blocks
@@ -566,7 +608,9 @@ class Engine:
         return True
 
     def _schedule(self, request: EngineRequest, tokens: int, work: StepWork) -> None:
-        """Count a chunk as computed: add it to the work, and register the blocks that it fills."""
+        """Schedule `tokens` tokens of a request in this pass: add them to the work, and register
+        the blocks that they fill.
+        """
         context = request.computed_tokens
         work.tokens += tokens
         if tokens == 1 and request.generated_tokens:
@@ -584,8 +628,8 @@ class Engine:
         self.pool.register(request.holding, request.chain, request.chain_ends, full)
 
     def _occupy_slot(self, adapter: str) -> int:
-        """Make `adapter` resident; return 1 if it had to be loaded in place of an idle one,
-        else 0.
+        """Put a LoRA adapter into a slot. Return 1 if it had to be loaded, in place of an idle one
+        if necessary, else 0.
         """
         resident = self._resident
         loaded = adapter not in resident
@@ -597,7 +641,7 @@ class Engine:
         return int(loaded)
 
     def _passes_alike(self) -> int:
-        """Return how many passes the running step may have: at least one."""
+        """Return how many passes with the same requests the running step may have: at least one."""
         if self._blocked_on is not None and any(
             self._blocked_on in request.chain[request.holding.piece :] for request in self.running
         ):
@@ -625,7 +669,9 @@ class Engine:
         return most
 
     def _blocks_for(self, passes: int) -> int:
-        """Return the blocks that the passes after the first take, in a step of `passes`."""
+        """Return how many KV blocks the passes after the first one use, in a running step of
+        `passes` passes.
+        """
         size = self.settings.block_size_tokens
         cycles, rest = divmod(passes - 1, size)
         if self._taken is None:
@@ -635,7 +681,9 @@ class Engine:
         return cycles * len(self.running) + self._taken[rest]
 
     def _fill_blocks(self, passes: int) -> None:
-        """Take and register the blocks of all passes after the first of the pending step."""
+        """Allocate and register the KV blocks of all passes after the first one of the running
+        step.
+        """
         size = self.settings.block_size_tokens
         self.pool.take(self._blocks_for(passes))
         self._context_tokens += len(self.running) * (passes - 1)
@@ -663,7 +711,9 @@ class Engine:
                     self._register_full(self._passes_done + cycle + place)
 
     def _register_full(self, passes_done: int) -> None:
-        """Register the blocks that become full in the pass after `passes_done` passes."""
+        """Register the KV blocks of decoding requests that become full in the next pass after
+        `passes_done` passes.
+        """
         size = self.settings.block_size_tokens
         phase = self._phases[-passes_done % size]
         register = self.pool.register
@@ -692,8 +742,8 @@ class Engine:
         return finished
 
     def _give_token(self, request: EngineRequest, at: Seconds) -> None:
-        """Give a token to a request whose last chunk has run: it decodes from now on, or it
-        ends.
+        """Give a request its token after the last chunk of its prompt has run. It decodes from now
+        on, or it ends if this is its last token.
         """
         if self.cache is not None:
             self._save(self.cache.computed(request, at))
@@ -710,7 +760,7 @@ class Engine:
             self._decode(request)
 
     def _decode(self, request: EngineRequest) -> None:
-        """Add a request to those that get a token in each pass."""
+        """Add a request to the decoding ones, which get a token in each pass."""
         size = self.settings.block_size_tokens
         request.lead = request.known_tokens - self._passes_done
         request.due = self._passes_done + request.output_tokens - request.generated_tokens
@@ -721,7 +771,9 @@ class Engine:
             heappush(self._longest, (-request.lead, request.admission, request))
 
     def _settle(self, request: EngineRequest, at: Seconds, before: Seconds) -> None:
-        """Update the fields of a decoding request, whose last tokens came at `before` and `at`."""
+        """Update the token counts and times of a decoding request, whose last two tokens came at
+        `before` and `at`.
+        """
         known = request.lead + self._passes_done
         request.generated_tokens = known - request.prompt_tokens
         request.computed_tokens = known - 1
@@ -729,7 +781,7 @@ class Engine:
         request.token_gap_s = at - before
 
     def _leave(self, request: EngineRequest) -> None:
-        """Remove a request from the running ones and release its blocks."""
+        """Remove a request from the running ones, finished or not, and release its blocks."""
         del self.running[request]
         if request.finished:
             self.answers += 1
@@ -749,11 +801,13 @@ class Engine:
             self._save(self.cache.left(request, self._ended_at))
 
     def _save(self, save_s: Seconds) -> None:
-        """Add a saving time, which starts at the end of the last pass or of the last saving."""
+        """Delay the engine by `save_s` seconds, in which the prompt cache writes. They begin at the
+        end of the last pass or of the last writing.
+        """
         self._saved_at = max(self._saved_at, self._ended_at) + save_s
 
     def _withdraw(self, request: EngineRequest) -> None:
-        """Remove an unfinished request between two passes."""
+        """Remove an unfinished request from the running ones, between two passes."""
         if request.due >= 0:
             self._settle(request, self._ended_at, self._ended_at - request.token_gap_s)
         self._leave(request)

@@ -1,4 +1,4 @@
-"""Optional features of an engine by name, as `--engine` and scenario files specify them.
+"""Optional features of a simulated engine by name, as `--engine` and scenario files specify them.
 `sim/measurement/evidence.py` lists the evidence for each.
 """
 
@@ -20,19 +20,23 @@ RANKS_MAX: Final = 64
 
 
 class FeatureError(ValueError):
-    """A feature is unknown or invalid. The message is one sentence."""
+    """The name or a parameter of an engine feature is unknown or invalid. The message is one
+    sentence.
+    """
 
 
 class WholePrompts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`--no-enable-chunked-prefill`: a prompt is computed in one pass, or waits for a pass with
-    room.
+    """The engine feature of vLLM's `--no-enable-chunked-prefill`: each prompt is computed in one
+    pass, or waits for a pass with room for it.
     """
 
     type_name: ClassVar[str] = "whole-prompts"
 
 
 class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`--speculative-config`: the number of draft tokens per pass is that of the acceptances."""
+    """The engine feature of vLLM's `--speculative-config`. The number of draft tokens per pass is
+    the number of values in `acceptance`.
+    """
 
     type_name: ClassVar[str] = "speculative"
 
@@ -41,23 +45,25 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     it and all before it, as vLLM counts by position. For acceptance by context length, use
     `1024:0.7/0.45/0.3+32768:0.5/0.25/0.1`."""
     draft_s: Annotated[float, Meta(ge=0.0, le=10.0)] = DRAFT_S
-    """Time for each draft token of a pass in seconds, for any number of decoding requests."""
+    """Time in seconds to draft one token in a pass, for any number of decoding requests."""
 
     def __post_init__(self) -> None:
         self.speculation()
 
     def speculation(self) -> Speculation:
-        """Return these parameters for the engine."""
+        """Return the feature's parameters in the form that the engine uses."""
         return speculation_of(self.acceptance, self.draft_s)
 
 
 class Ranks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`--data-parallel-size`: several engines behind one address, each with its own cache."""
+    """The engine feature of vLLM's `--data-parallel-size`: several engines behind one address, each
+    with its own KV cache.
+    """
 
     type_name: ClassVar[str] = "ranks"
 
     count: Annotated[int, Meta(ge=2, le=RANKS_MAX)]
-    """Number of ranks. The profile describes one rank."""
+    """Number of data-parallel ranks. The pod's profile describes one rank."""
 
 
 Feature: TypeAlias = WholePrompts | Speculative | Ranks
@@ -68,7 +74,9 @@ FEATURES: Final[Mapping[str, type[Feature]]] = {
 
 
 def feature_named(text: str) -> Feature:
-    """Parse NAME or NAME:PARAMETER=VALUE,... Raises FeatureError."""
+    """Return the engine feature that a text NAME or NAME:PARAMETER=VALUE,... describes. Raises
+    `FeatureError` if it describes none.
+    """
     name, _, told = text.partition(":")
     feature = FEATURES.get(name)
     if feature is None:
@@ -90,7 +98,9 @@ def feature_named(text: str) -> Feature:
 
 
 def features_named(texts: Iterable[str]) -> tuple[Feature, ...]:
-    """Parse several features and return them in the order of `FEATURES`. Raises FeatureError."""
+    """Return the engine features that the texts describe, in the order of `FEATURES`. Raises
+    `FeatureError` if a text is invalid or a feature is named twice.
+    """
     found: dict[str, Feature] = {}
     for text in texts:
         feature = feature_named(text)
@@ -101,7 +111,9 @@ def features_named(texts: Iterable[str]) -> tuple[Feature, ...]:
 
 
 def feature_spelt(feature: Feature) -> str:
-    """Return the text that `feature_named` parses to `feature`. Default values are left out."""
+    """Return the text of an engine feature as `--engine` accepts it. Parameters with default values
+    are left out.
+    """
     defaults = {field.name: field.default for field in msgspec.structs.fields(feature)}
     told = [
         f"{name}={value}"
@@ -112,7 +124,9 @@ def feature_spelt(feature: Feature) -> str:
 
 
 def batched_tokens(features: Iterable[Feature], profile: Profile) -> int:
-    """Return the default of `--max-num-batched-tokens` for such an engine."""
+    """Return vLLM's default of `--max-num-batched-tokens` for an engine with these features and
+    this profile.
+    """
     if WholePrompts() in features:
         # As in vLLM, a prompt of the model's maximum length must fit into one pass.
         return max(profile.max_num_batched_tokens, profile.max_model_len_tokens)
@@ -125,7 +139,9 @@ def open_engine(
     profile: Profile,
     cache: PromptCache | None = None,
 ) -> Engine:
-    """Return a new empty engine; it is one rank if there are several."""
+    """Return a new engine with these features, without requests. If the features include
+    data-parallel ranks, it is the engine of one rank.
+    """
     for feature in features:
         if isinstance(feature, Speculative):
             return SpeculativeEngine(settings, profile, feature.speculation(), cache)
@@ -133,12 +149,14 @@ def open_engine(
 
 
 def ranks_of(features: Iterable[Feature]) -> int:
-    """Return the number of engines behind one address."""
+    """Return the number of data-parallel ranks of a pod with these features; 1 if none of them is
+    `Ranks`.
+    """
     return next((feature.count for feature in features if isinstance(feature, Ranks)), 1)
 
 
 def add_feature_flag(parser: "argparse._ActionsContainer") -> None:
-    """Add `--engine`; its texts are for `features_named`."""
+    """Add the flag `--engine`, whose texts `features_named` converts to features."""
     parser.add_argument(
         "--engine",
         type=_spelt_right,

@@ -2,8 +2,9 @@
 
 The timings are CSV files in the format of casys-kaist/LLMServingSim, in microseconds:
 `kernels_dense.csv` (layer, tokens, time_us), `kernels_per_sequence.csv` (layer, sequences, time_us)
-and `kernels_attention.csv` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us). A row of the
-last file is one chunk after a context, beside decoding requests with one context length each.
+and `kernels_attention.csv` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us). A row of
+`kernels_attention.csv` is one prefill chunk after a context, computed together with decoding
+requests that all have the same context length.
 """
 
 import csv
@@ -19,17 +20,20 @@ from sim.engine.profiles import Profile
 
 _US: Final = 1e-6
 _TWICE_A_LAYER: Final = frozenset({"layernorm"})
-"""Layers that run before attention and before the MLP."""
+"""Names of layers whose kernel runs twice in each transformer layer: before attention and before
+the MLP.
+"""
 _ONCE: Final = frozenset({"embedding", "final_layernorm"})
 _MUCH_READ_TOKENS: Final = 4096
-"""Decode context from which the time is that of reading the context instead of launching the
-kernel."""
+"""Number of context tokens in a decode kernel from which its time depends on reading the context,
+and not on launching the kernel.
+"""
 
 _Floats = npt.NDArray[np.float64]
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """Properties of a GPU and model that the timings do not contain."""
+    """Properties of a GPU and model that kernel timings do not contain."""
 
     name: str
     model: str
@@ -44,7 +48,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class Attention(Struct, frozen=True, kw_only=True):
-    """The time of one layer's attention."""
+    """Constants of the attention time of one transformer layer, in seconds."""
 
     decode_s: Seconds
     decode_s_per_context_token: Seconds
@@ -54,8 +58,8 @@ class Attention(Struct, frozen=True, kw_only=True):
 
 
 def profile_of_kernels(folder: Path, card: Card) -> Profile:
-    """Return the profile of a GPU from its kernel timings. Raise OSError or ValueError if they are
-    unreadable.
+    """Return the profile of a GPU and model from the kernel timings in `folder`. Raises `OSError`
+    or `ValueError` if they are unreadable.
     """
     tokens, linear_s = _linear_table(folder / "kernels_dense.csv", card.layers)
     head = _rows(folder / "kernels_per_sequence.csv", ("layer",))
@@ -87,13 +91,13 @@ def profile_of_kernels(folder: Path, card: Card) -> Profile:
 
 
 def fit_attention(file: Path) -> Attention:
-    """Fit the attention times by least squares of relative errors, each part on rows that show it
-    alone.
+    """Return the attention constants of one layer that fit the timings in `file`, by least squares
+    of relative errors. Each part is fitted on rows that show it alone.
 
-    Decode uses rows without a chunk, and a chunk uses rows without decodes. The factor of decodes
-    beside a chunk is fitted to the rest of the mixed rows with much context, because a batch of
-    unequal queries is skewed. No row has unequal contexts among its decodes, so `Profile.skew`
-    stays 0.
+    Decode uses rows without a prefill chunk, and prefill uses rows without decoding requests. The
+    factor on decoding beside a chunk is fitted to the remaining time of mixed rows with much
+    context, because a batch of unequal queries is skewed. No row has unequal contexts among its
+    decoding requests, so `Profile.skew` stays 0.
     """
     rows = _rows(file, ())
     chunk, before, count, context, time = (
@@ -119,7 +123,9 @@ def fit_attention(file: Path) -> Attention:
 
 
 def _linear_table(file: Path, layers: int) -> tuple[_Floats, _Floats]:
-    """Return tokens, and seconds of all layers except attention, head and sampler."""
+    """Return numbers of tokens, and for each the seconds of all layers except attention, head and
+    sampler.
+    """
     rows = _rows(file, ("layer",))
     weights = {
         row["layer"]: 1.0
@@ -150,7 +156,9 @@ def _rows(file: Path, text: tuple[str, ...]) -> list[dict[str, str]]:
 def _sum_by(
     rows: list[dict[str, str]], name: str, weights: dict[str, float]
 ) -> tuple[_Floats, _Floats]:
-    """Return the distinct values of `name`, ascending, and the weighted sum of times at each."""
+    """Return the distinct values of the column `name` in ascending order, and for each the sum of
+    the times (in µs), weighted by layer.
+    """
     sums: dict[float, float] = {}
     for row in rows:
         at = float(row[name])
@@ -160,13 +168,13 @@ def _sum_by(
 
 
 def _line(x: _Floats, y: _Floats) -> tuple[float, float]:
-    """Return base and slope with the least squares of the relative error, because times differ
-    widely.
+    """Return base and slope of the line through (x, y) that minimises the squares of the relative
+    errors. Relative errors are used because times differ widely.
     """
     slope, base = np.polyfit(x, y, 1, w=1 / y)
     return float(base), float(slope)
 
 
 def _through_origin(x: _Floats, y: _Floats, scale: _Floats) -> float:
-    """Return the factor with the least squares of the error as a share of `scale`."""
+    """Return the factor f that minimises the squares of `(f * x - y) / scale`."""
     return float((x / scale) @ (y / scale) / ((x / scale) @ (x / scale)))

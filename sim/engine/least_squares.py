@@ -1,4 +1,4 @@
-"""Bounded least squares for the few unknowns of a profile."""
+"""Bounded least squares, for the few unknown constants of a profile."""
 
 from itertools import product
 
@@ -9,10 +9,11 @@ _Floats = npt.NDArray[np.float64]
 
 
 def bounded_least_squares(matrix: _Floats, wanted: _Floats, limits: _Floats) -> _Floats:
-    """Return the x with 0 <= x <= limits that minimises the squares of `matrix @ x - wanted`.
+    """Return the vector x with 0 <= x <= `limits` that minimises the squares of `matrix @ x -
+    wanted`.
 
     `limits` may be inf. The function tries every choice of free unknowns, with all others at a
-    limit. The result is exact and takes 3**n small solutions, so n must be small.
+    limit. The result is exact and takes 3**n small solutions for n unknowns, so n must be small.
     """
     best, least = np.zeros(len(limits)), np.inf
     choices = [

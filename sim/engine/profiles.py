@@ -44,62 +44,78 @@ from sim.sentences import unread
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100-tp1"
 ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
-"""Factor on the linear layers by LoRA rank, from `defaults.yaml` of inference-sim/inference-sim."""
+"""Factor by which a LoRA adapter slows the linear layers, by LoRA rank; from `defaults.yaml` of
+inference-sim/inference-sim.
+"""
 KV_TOKENS_MIN: Final = 256
-"""Minimum KV cache in tokens: sixteen of vLLM's usual blocks. A smaller cache can serve nothing."""
+"""Minimum size of a KV cache in tokens: sixteen of vLLM's usual blocks. A smaller cache can serve
+nothing.
+"""
 
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 # The ranges exclude nan.
 _StepTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=60.0)]
-"""Seconds that a step or a request takes regardless of its content. No engine needs a minute."""
+"""Seconds that each step, or each request, takes regardless of its content. No engine needs a
+minute.
+"""
 _TokenTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=0.1)]
-"""Seconds for each token, or for each pair of tokens."""
+"""Seconds for each token, or for each pair of tokens in attention."""
 _Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=100.0)]
 _Bytes: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 class StepWork(Struct):
-    """The work of one step."""
+    """The work of one engine step, from which a profile computes its duration."""
 
     tokens: int = 0
     decodes: int = 0
     decode_context_tokens: int = 0
     longest_context_tokens: int = 0
-    """Longest context of a decoding request; set only for profiles with a skew."""
+    """Length in tokens of the longest context among the decoding requests; set only if the profile
+    has a skew.
+    """
     shared_tokens: int = 0
-    """Context that other decoding requests hold too, counted for all of them but one."""
+    """Number of context tokens that several decoding requests share, counted for all of these
+    requests but one.
+    """
     prefills: int = 0
     attention_pairs: float = 0.0
-    """Sum of n*c + n*n/2 over the chunks, for n tokens after c tokens of context."""
+    """Number of token pairs in the attention of prompt chunks: the sum of n*c + n*n/2, for a chunk
+    of n tokens after c tokens of context.
+    """
     sequences: int = 0
-    """Number of requests that get a token."""
+    """Number of requests that get a token at the end of the step."""
     drafts: int = 0
-    """Draft tokens to verify, included in `tokens`."""
+    """Number of draft tokens that the step verifies; they are included in `tokens`."""
     drafts_accepted: int = 0
-    """Accepted draft tokens. Requests get them in addition to the one of `sequences`."""
+    """Number of accepted draft tokens. Requests get them in addition to the one token of each in
+    `sequences`.
+    """
     with_adapter: bool = False
     adapters_loaded: int = 0
     restore_s: float = 0.0
-    """Time to restore cached prompts and to finish saving; nothing runs meanwhile."""
+    """Time in seconds to restore cached prompts and to finish writing to the prompt cache; the
+    engine computes nothing meanwhile.
+    """
 
 
 class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The error of an estimated profile that was never measured, as shares.
+    """The error of a profile that was estimated and not measured, as shares of the true values.
 
     Each share is the largest error found when one measured model or GPU at a time was left out
     (`docs/estimates.md`). A time may be `1 / (1 + error)` to `1 + error` times the real one.
     """
 
     prefill: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Error of the time of a step that computes a prompt."""
+    """Error of the duration of a step that computes a prompt, as a share."""
     decode: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Error of the time of a step in which requests decode."""
+    """Error of the duration of a step in which requests decode, as a share."""
     kv_tokens: Annotated[float, Meta(ge=0.0, le=10.0)]
 
     @property
     def said(self) -> str:
-        """The largest of the three errors, and each of them, in words."""
+        """Sentence part with the largest of the three errors, and each of them, in per cent."""
         worst = max(self.prefill, self.decode, self.kv_tokens)
         return (
             f"within ± {worst:.0%} (prefill {self.prefill:.0%}, decode {self.decode:.0%}, KV "
@@ -108,16 +124,19 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model on one kind of GPU. Units are seconds and tokens."""
+    """The speed and the limits of one model on one kind of GPU, as constants in seconds and
+    tokens.
+    """
 
     name: str
     model: str
     kv_tokens: Annotated[int, Meta(ge=KV_TOKENS_MIN, le=10**10)]
     max_model_len_tokens: _Count
-    """Maximum length of prompt and answer together that the model allows."""
+    """Maximum number of tokens in prompt and answer together that the model allows."""
     kv_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """KV-cache bytes per token of the whole model: 2 * layers * KV heads * head size * bytes of a
-    number. 0 if unknown."""
+    """Size in bytes of one token in the KV cache of the whole model: 2 * layers * KV heads * head
+    size * bytes of a number. 0 if unknown.
+    """
     decode_s: _StepTime
     decode_s_per_context_token: _TokenTime
     pair_s: _TokenTime
@@ -126,17 +145,20 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     linear_base_s: _StepTime = 0.0
     linear_s_per_token: _TokenTime = 0.0
     linear_tokens: tuple[_Count, ...] = ()
-    """Points of the table, ascending. Beyond the last one, the time grows by
-    `linear_s_per_token`."""
+    """Numbers of tokens, ascending, at which `linear_s` has the measured time of the linear layers.
+    Beyond the last one, the time grows by `linear_s_per_token`.
+    """
     linear_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
-    """Seconds at `linear_tokens`, for all layers."""
+    """Seconds that all linear layers take at each of `linear_tokens`."""
     expert_tokens: tuple[_Count, ...] = ()
-    """Tokens that all ranks compute in a step together, ascending, with a time each in
-    `expert_s`."""
+    """Numbers of tokens that all data-parallel ranks together compute in a step, ascending, for
+    each of which `expert_s` has a time.
+    """
     expert_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
-    """Seconds of all expert layers at `expert_tokens`, including the transfer of tokens. `linear_s`
-    and similar fields then cover only the other layers. The curve is interpolated linearly and
-    extended by its last segment."""
+    """Seconds that all expert layers take at each of `expert_tokens`, including the transfer of
+    tokens. `linear_s` and similar fields then cover only the other layers. The curve is
+    interpolated linearly and extended by its last segment.
+    """
     prefill_s: _StepTime = 0.0
     head_s_per_sequence: _TokenTime = 0.0
     all_reduce_s: _StepTime = 0.0
@@ -148,14 +170,17 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     adapter_linear_factor: _Factor = ADAPTER_LINEAR_FACTORS[16]
     adapter_load_s: _StepTime = 0.3
     frontend_s: _StepTime = 0.010
-    """Time for tokenising, HTTP and output processing of a request, before the engine sees it."""
+    """Seconds for tokenising, HTTP and output processing of a request, before the engine sees
+    it.
+    """
     frontend_s_per_token: _TokenTime = 10e-6
     max_num_seqs: _Count = 1024
     max_num_batched_tokens: _Count = 8192
-    """Token budget of a step. This and `max_num_seqs` have the defaults of `vllm serve` on a GPU of
-    at least 70 GiB (not A100)."""
+    """Maximum number of tokens that a step computes. This field and `max_num_seqs` have the
+    defaults of `vllm serve` on a GPU of at least 70 GiB (not A100).
+    """
     estimated: EstimateError | None = None
-    """Error of the constants if they were estimated; None if they were measured."""
+    """Error of the constants if the profile was estimated; None if it was measured."""
 
     def __post_init__(self) -> None:
         if len(self.linear_tokens) != len(self.linear_s):
@@ -177,7 +202,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def step_s(self, work: StepWork) -> float:
-        """Return the duration of a step with this work in seconds."""
+        """Return the duration in seconds of an engine step with this work."""
         linear = self.linear_layers_s(work.tokens)
         if work.with_adapter:
             linear *= self.adapter_linear_factor
@@ -201,8 +226,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return total + self.adapter_load_s * work.adapters_loaded + work.restore_s
 
     def prefill_tokens_per_s(self, tokens: int) -> float:
-        """Return the peak prefill throughput: that of a step that computes only `tokens` of one new
-        prompt.
+        """Return the peak prefill throughput in tokens per second: that of a step that computes
+        only `tokens` tokens of one new prompt.
 
         With 8,192 tokens, Qwen3-32B on two H100s has 15,953 tokens/s; llm-d's guide
         optimized-baseline measured 15,928.
@@ -211,8 +236,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return tokens / self.step_s(work)
 
     def decode_step_s(self, requests: int, context_tokens: int) -> float:
-        """Return the time of a step in which `requests` requests decode, each after
-        `context_tokens`.
+        """Return the time in seconds of a step in which `requests` requests decode, each with a
+        context of `context_tokens`.
         """
         work = StepWork(
             tokens=requests,
@@ -224,7 +249,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.step_s(work)
 
     def linear_layers_s(self, tokens: int) -> float:
-        """Return the time of all layers except attention, for `tokens` tokens together."""
+        """Return the time in seconds of all layers except attention, in a step that computes
+        `tokens` tokens.
+        """
         points = self.linear_tokens
         if not points:
             by_tokens = self.linear_base_s + self.linear_s_per_token * tokens
@@ -238,8 +265,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.linear_s[at - 1] + share * (self.linear_s[at] - self.linear_s[at - 1])
 
     def expert_layers_s(self, tokens: int) -> float:
-        """Return the time of all expert layers, for `tokens` tokens of all ranks together; 0
-        without a curve.
+        """Return the time in seconds of all expert layers in a step in which all ranks together
+        compute `tokens` tokens; 0 if the profile has no curve for experts.
         """
         points, seconds = self.expert_tokens, self.expert_s
         if not points:
@@ -251,7 +278,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
     def frontend_delay_s(self, prompt_tokens: int) -> float:
-        """Return the time from the arrival of a request to its place in the engine's queue."""
+        """Return the time in seconds from the arrival of a request at the server until it is in the
+        engine's queue.
+        """
         return self.frontend_s + self.frontend_s_per_token * prompt_tokens
 
 
@@ -259,13 +288,13 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The memory sizes that determine how many tokens the KV cache of a pod holds."""
 
     bytes: _Bytes
-    """Memory of one GPU."""
+    """Size in bytes of the memory of one GPU."""
     weight_bytes: _Bytes
-    """Weights of the whole model. `kv_bytes_per_token` also covers the whole model."""
+    """Size in bytes of the weights of the whole model, not of one tensor-parallel part."""
     kv_bytes_per_token: _Count
     tensor_parallel: _Count = 1
     share: _Share = 0.92
-    """`--gpu-memory-utilization`."""
+    """Share of the GPU memory that the engine may use (`--gpu-memory-utilization` of vLLM)."""
 
     def __post_init__(self) -> None:
         if self.kv_tokens < KV_TOKENS_MIN:
@@ -276,8 +305,8 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit beside weights, activations and NCCL; the last two are those of
-        inference-sim (dense).
+        """Number of tokens that the KV cache holds beside weights, activations and NCCL. The sizes
+        of the last two are those of inference-sim for dense models.
         """
         other = (5.5 + (0.15 if self.tensor_parallel == 1 else 0.6)) * 2**30
         left = self.share * self.bytes - self.weight_bytes / self.tensor_parallel - other
@@ -285,13 +314,13 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def estimate_warnings(profiles: Iterable[Profile]) -> list[str]:
-    """Return a sentence for each profile that was estimated instead of measured."""
+    """Return a warning sentence for each profile that was estimated and not measured."""
     errors = {profile.name: profile.estimated for profile in profiles}
     return [estimate_warning(name, error.said) for name, error in errors.items() if error]
 
 
 def estimate_warning(name: str, said: str) -> str:
-    """Return the warning about an estimated profile; `said` is its error in words."""
+    """Return the warning about the estimated profile `name`; `said` is its error in words."""
     return (
         f"Profile {name} is estimated, {said}: times may be wrong by as much, and by more if "
         "requests queue."
@@ -299,22 +328,22 @@ def estimate_warning(name: str, said: str) -> str:
 
 
 class ProfileError(ValueError):
-    """A profile is missing or invalid. The message is one sentence, with the file if there
+    """A profile is missing or invalid. The message is one sentence, which names the file if there
     is one.
     """
 
 
 @cache
 def built_in_profiles() -> Mapping[str, Profile]:
-    """Return the profiles of `profiles.toml` by name, in the order of the file."""
+    """Return the built-in profiles by name, in the order of the file `profiles.toml`."""
     return _profiles_of(Path(__file__).with_name("profiles.toml"), known={})
 
 
 def find_profile(text: str) -> Profile:
-    """Return a built-in profile by its name, or that of FILE.toml, or of FILE.toml:NAME if it has
-    several.
+    """Return the profile that `text` names: a built-in name, FILE.toml with one profile, or
+    FILE.toml:NAME.
 
-    Raises ProfileError.
+    Raises `ProfileError` if there is no such profile, or if the file is invalid.
     """
     built_in = built_in_profiles()
     if text in built_in:
@@ -338,17 +367,20 @@ def find_profile(text: str) -> Profile:
 
 
 def profiles_in(path: Path) -> dict[str, Profile]:
-    """Return all profiles of a TOML file: `[name]`, then the fields of `Profile`.
+    """Return all profiles of a TOML file by name. Each is a table `[name]` with the fields of
+    `Profile`.
 
     `like = "..."` takes missing fields from a built-in profile or an earlier one in the file. A
     table `memory` with the fields of `Memory` replaces `kv_tokens` and `kv_bytes_per_token`. Raises
-    ProfileError.
+    `ProfileError` if the file is invalid.
     """
     return _profiles_of(path, known=built_in_profiles())
 
 
 def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profile]:
-    """Return the profiles of a file; `known` are further profiles that `like` may name."""
+    """Return the profiles of a TOML file by name; `known` has further profiles that `like` may
+    name.
+    """
     profiles: dict[str, Profile] = {}
     for name, table in toml_in(path).items():
         if not isinstance(table, dict):
@@ -376,7 +408,7 @@ def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profi
 
 
 def toml_in(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises ProfileError."""
+    """Return the content of a TOML file. Raises `ProfileError` if it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
@@ -384,8 +416,8 @@ def toml_in(path: Path) -> dict[str, Any]:
 
 
 def profile_as_toml(profile: Profile, comments: dict[str, str]) -> str:
-    """Return a profile as text for `profiles_in`, with a comment behind each field in
-    `comments`.
+    """Return a profile as TOML text that `profiles_in` can read, with a comment behind each field
+    in `comments`.
     """
     lines = [f"[{_toml(profile.name)}]"]
     for field, value in msgspec.to_builtins(profile).items():
@@ -408,7 +440,7 @@ def _toml(value: object) -> str:
 
 
 def profile_named(text: str) -> Profile:
-    """Return the result of `find_profile`, with errors for argparse."""
+    """Parse the name or file of a profile, as `find_profile` does, for argparse."""
     try:
         return find_profile(text)
     except ProfileError as problem:

@@ -15,41 +15,45 @@ from sim.engine.request import EngineRequest
 
 
 class Found(Struct, frozen=True):
-    """The cached part of a prompt."""
+    """The part of a prompt that a `PromptCache` has found."""
 
     tokens: int = 0
-    """Cached tokens from the beginning. The engine computes the last token of a prompt in
-    any case."""
+    """Number of cached tokens from the beginning of the prompt, possibly all of them. The engine
+    nevertheless computes at least the last token.
+    """
     restore_s: Seconds = 0.0
-    """Time to restore them to the engine's memory. The engine computes nothing meanwhile."""
+    """Time in seconds to restore the cached tokens to the engine's memory. The engine computes
+    nothing meanwhile.
+    """
 
 
 class PromptCache(Protocol):
-    """A prompt cache of one engine, which calls `fetch`, `computed` and `left` for each request in
-    this order.
+    """A prompt cache besides the block pool. The engine calls `fetch`, `computed` and `left` for
+    each request in this order.
 
     A preempted request leaves, and `fetch` is called again when it returns.
     """
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return the memory for the running requests."""
+        """Return a pool of `blocks_total` KV blocks for the engine's running requests."""
         ...
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the cached part of the prompt; the pool already has `held_tokens` of it.
+        """Return the cached part of the request's prompt. The block pool already has its first
+        `held_tokens` tokens.
 
-        None makes this request and all behind it wait until a running request leaves.
+        None if the request must wait, with all requests behind it, until a running request leaves.
         """
         ...
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store what should be cached of the computed prompt, and return the time that the engine
-        saves it.
+        """Store what this cache keeps of a prompt that has just been computed. Return the seconds
+        that the engine needs for writing it, in which it computes nothing.
         """
         ...
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Process the end of a request, `finished` or not, and return the time that the engine
-        saves it.
+        """Process the end of a request, `finished` or not. Return the seconds that the engine needs
+        for writing what this cache keeps of it, in which it computes nothing.
         """
         ...

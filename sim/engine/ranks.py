@@ -23,14 +23,14 @@ _WAITING_WEIGHT: Final = 4
 
 
 class RankedEngine:
-    """Several ranks driven as one engine: steps begin and end as in `Engine.begin` and
-    `Engine.end`.
+    """Several data-parallel ranks that are driven like one engine: steps begin and end as in
+    `Engine.begin` and `Engine.end`.
 
-    A step is that of one rank, or of all ranks with work if passes are shared.
+    A step is that of one rank. If ranks share expert layers, it is one pass of all ranks with work.
     """
 
     def __init__(self, ranks: Sequence[Engine]) -> None:
-        """Drive at least one rank; all have the same settings and profile."""
+        """Combine the engines of one or more ranks; all must have the same settings and profile."""
         self.ranks = tuple(ranks)
         self._in_step = bool(self.ranks[0].profile.expert_s)
         if self._in_step:
@@ -39,42 +39,48 @@ class RankedEngine:
 
     @property
     def running(self) -> tuple[EngineRequest, ...]:
-        """Running requests of all ranks."""
+        """Requests that any rank is computing."""
         return tuple(request for rank in self.ranks for request in rank.running)
 
     @property
     def waiting(self) -> tuple[EngineRequest, ...]:
-        """Waiting requests of all ranks."""
+        """Requests in the waiting queue of any rank."""
         return tuple(request for rank in self.ranks for request in rank.waiting)
 
     @property
     def leaving(self) -> set[str]:
-        """Ids of requests that were aborted in the running steps and leave at their ends."""
+        """Ids of requests that were aborted in the running steps of all ranks and leave at the ends
+        of these steps.
+        """
         return {request_id for rank in self.ranks for request_id in rank.leaving}
 
     @property
     def first_tokens(self) -> int:
-        """Number of requests with a first token, over all ranks."""
+        """Number of requests whose first token has been generated, over all ranks since their
+        start.
+        """
         return sum(rank.first_tokens for rank in self.ranks)
 
     @property
     def answers(self) -> int:
-        """Number of answered requests, over all ranks."""
+        """Number of requests with a complete answer, over all ranks since their start."""
         return sum(rank.answers for rank in self.ranks)
 
     @property
     def answer_tokens(self) -> int:
-        """Output tokens of the answered requests."""
+        """Number of output tokens of the completely answered requests, over all ranks."""
         return sum(rank.answer_tokens for rank in self.ranks)
 
     @property
     def passes(self) -> int:
-        """Largest number of passes of a running step; 0 if no step is running."""
+        """Largest number of passes of a running step of any rank; 0 if no step is running."""
         return max(rank.passes for rank in self.ranks)
 
     @property
     def ends_at(self) -> Seconds | None:
-        """End of the next step; None if no step is running, or if a rank could begin one."""
+        """Time when the next step of any rank ends; None if no step is running, or if a rank could
+        begin one.
+        """
         ends = [(rank.ends_at, rank) for rank in self.ranks]
         begun = [at for at, _ in ends if at is not None]
         if not begun:
@@ -85,7 +91,7 @@ class RankedEngine:
 
     @property
     def slowness(self) -> float:
-        """Factor on the duration of steps that begin from now on."""
+        """Factor on the duration of steps that begin from now on, on all ranks."""
         return self.ranks[0].slowness
 
     @slowness.setter
@@ -94,30 +100,35 @@ class RankedEngine:
             rank.slowness = slowness
 
     def submit(self, request: EngineRequest, now: Seconds, rank: int | None = None) -> None:
-        """Queue `request` at `rank`, or at the rank that the balancer chooses.
+        """Add `request` to the queue of rank `rank`, or of the rank that the balancer chooses if it
+        is None.
 
-        Raise ValueError if it can never fit; nothing has changed then.
+        Raises `ValueError` if the rank can never serve the request; nothing has changed then.
         """
         self.ranks[self.least_loaded if rank is None else rank].submit(request, now)
 
     @property
     def least_loaded(self) -> int:
-        """Rank that the balancer would choose for a request."""
+        """Number of the rank that the balancer would choose for a request now."""
         loads = [_load(rank) for rank in self.ranks]
         return loads.index(min(loads))
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request, as `Engine.abort` does."""
+        """Abort the request on the rank that has it, as `Engine.abort` does; return False if no
+        rank has it.
+        """
         return any(rank.abort(request_id) for rank in self.ranks)
 
     def cut(self, now: Seconds) -> None:
-        """End the running steps with the passes in progress at `now`."""
+        """Shorten the running steps of all ranks, so that each ends with its pass in progress at
+        `now`.
+        """
         for rank in self.ranks:
             rank.cut(now)
 
     def begin(self, now: Seconds) -> Seconds | None:
-        """Begin all steps that can begin at `now`; return the end of the first, or None if there is
-        no work.
+        """Begin a step at `now` on each rank that has work and no running step. Return the end of
+        the first step to end, or None if no rank has work.
         """
         if self._in_step:
             return self._begin_together(now)
@@ -127,7 +138,9 @@ class RankedEngine:
         return self.ends_at
 
     def end(self) -> Step:
-        """End the step that ends first, and return its result."""
+        """End the step that ends first among the ranks (of all ranks with work if they share expert
+        layers), and return its result.
+        """
         begun = [(rank.ends_at, at) for at, rank in enumerate(self.ranks) if rank.passes]
         if not self._in_step:
             _, first = min((ends_at, at) for ends_at, at in begun if ends_at is not None)
@@ -135,8 +148,8 @@ class RankedEngine:
         return _joined([self.ranks[at].end() for _, at in begun])
 
     def snapshot(self, now: Seconds | None = None) -> EngineSnapshot:
-        """Return the state of all ranks as a metrics page shows it: sums of counts, and the mean
-        usage.
+        """Return the state of all ranks together as the pod's metrics page shows it: sums of
+        counts, and the mean KV-cache usage.
         """
         told = [rank.snapshot(now) for rank in self.ranks]
         adapters = {adapter for one in told for adapter in one.adapters}
@@ -150,11 +163,11 @@ class RankedEngine:
         )
 
     def kv_cache_usage(self, now: Seconds | None = None) -> float:
-        """Return the used share of the blocks of all ranks."""
+        """Return the share of the KV-cache blocks of all ranks that requests use."""
         return sum(rank.kv_cache_usage(now) for rank in self.ranks) / len(self.ranks)
 
     def check(self) -> None:
-        """Raise AssertionError if the state of a rank is inconsistent."""
+        """Check each rank as `Engine.check` does. Raises AssertionError."""
         for rank in self.ranks:
             rank.check()
 
@@ -189,7 +202,9 @@ def _has_work(rank: Engine) -> bool:
 
 
 def _joined(steps: Sequence[Step]) -> Step:
-    """Return one step for several that began and ended together, each of one pass."""
+    """Return one step that combines the steps of several ranks. They began and ended together and
+    have one pass each.
+    """
     work = StepWork()
     for step in steps:
         one = step.work

@@ -1,4 +1,4 @@
-"""The requests that an engine serves."""
+"""A request inside a simulated engine, and the parts of its prompt."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,22 @@ from sim.engine.blocks import Holding
 
 
 class PromptParts(Struct, frozen=True):
-    """A prompt and its answer as parts of text, which are messages if the trace knows them.
+    """A prompt and its answer as parts of text. The parts are chat messages if the trace contains
+    these.
 
     The last part is the answer. The prompt has at least one part.
     """
 
     keys: Sequence[int]
-    """Key of each part, which stands for all text up to its end. Two parts with equal keys have the
-    same text up to the end of the shorter one."""
+    """Key of each part, which stands for all text from the beginning to the end of the part. Two
+    parts with equal keys have the same text up to the end of the shorter one.
+    """
     ends: Sequence[int]
-    """Tokens up to the end of each part, ascending."""
+    """Number of tokens from the beginning of the prompt to the end of each part, ascending."""
 
     @property
     def messages(self) -> int:
-        """Number of parts in the prompt."""
+        """Number of parts in the prompt, without the answer."""
         return len(self.keys) - 1
 
 
@@ -75,10 +77,10 @@ class EngineRequest:
         adapter: str = "",
         parts: PromptParts | None = None,
     ) -> None:
-        """Create a request that generates exactly `output_tokens`. Prompt and output have at least
-        one token.
+        """Create a request that generates exactly `output_tokens` tokens. Prompt and output must
+        have at least one token each.
 
-        `parts` are needed by engines with a `PromptCache`.
+        `parts` is required only by engines with a `PromptCache`.
         """
         assert prompt_tokens > 0
         assert output_tokens > 0
@@ -90,17 +92,21 @@ class EngineRequest:
         self.adapter = adapter
         self.parts = parts
         self.arrived_at: Seconds | None = None
-        """Arrival at the server, before its front end. The engine sets it if the caller did not."""
+        """Time when the request arrived at the server, before its front end. The engine sets it if
+        the caller did not.
+        """
         self.queued_at: Seconds = 0.0
         self.scheduled_at: Seconds | None = None
         self.first_token_at: Seconds | None = None
         self.last_token_at: Seconds | None = None
         self.token_gap_s: Seconds = 0.0
-        """Time between the last two tokens, in seconds."""
+        """Time in seconds between the request's last two tokens."""
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.cached_tokens = 0
-        """Prompt tokens found in the cache at the first admission, as `usage` reports them."""
+        """Number of prompt tokens found in the cache when the request was first admitted, as
+        `usage` reports them.
+        """
         self.preemptions = 0
         # Fields for the engine only.
         self.holding = Holding()
@@ -111,7 +117,7 @@ class EngineRequest:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the prompt and of the answer generated so far."""
+        """Number of tokens of the prompt and of the answer generated so far, together."""
         return self.prompt_tokens + self.generated_tokens
 
     @property

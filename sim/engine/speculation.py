@@ -23,30 +23,36 @@ from msgspec import Struct
 
 DRAFT_S: Final = 0.71e-3
 DRAFTED_MAX: Final = 16
-"""Maximum number of draft tokens per pass. Engines draft 1 to 8."""
+"""Maximum number of draft tokens per pass. Real engines draft 1 to 8."""
 CONTEXTS_MAX: Final = 16
-"""Maximum number of context lengths with configured acceptance."""
+"""Maximum number of context lengths for which acceptance can be configured."""
 _SHARES: Final = r"[0-9.]+(/[0-9.]+)*"
 ACCEPTANCE_TEXT: Final = rf"\A({_SHARES}|[0-9]{{1,9}}:{_SHARES}(\+[0-9]{{1,9}}:{_SHARES})*)\Z"
 _WHOLE: Final = float(2**64)
 
 
 class AcceptanceAt(Struct, frozen=True):
-    """The acceptance at a context length of `context_tokens`."""
+    """The acceptance of draft tokens at a context length of `context_tokens`."""
 
     context_tokens: int
     acceptance: tuple[float, ...]
-    """Acceptance by position."""
+    """Share of the passes that accept the draft token at a position and all before it, by
+    position.
+    """
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
-    """The speculative decoding of one engine. Raises ValueError if the acceptances are invalid."""
+    """The settings of an engine's speculative decoding. Raises `ValueError` if the acceptances are
+    invalid.
+    """
 
     acceptance: tuple[float, ...]
-    """Acceptance by position, up to the first context length in `longer`."""
+    """Acceptance of draft tokens by position, for contexts up to the first length in `longer`."""
     longer: tuple[AcceptanceAt, ...] = ()
-    """Acceptance at longer contexts, ascending, interpolated linearly. `acceptance` is that of the
-    first one. An empty tuple means that `acceptance` applies to all contexts."""
+    """Acceptance of draft tokens at some context lengths, ascending, interpolated linearly in
+    between. The first has the values of `acceptance`. An empty tuple means that `acceptance`
+    applies to all contexts.
+    """
     draft_s: float = DRAFT_S
 
     def __post_init__(self) -> None:
@@ -72,11 +78,13 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
     @property
     def drafted_tokens(self) -> int:
-        """Number of draft tokens per pass and request."""
+        """Number of draft tokens per pass of each decoding request."""
         return len(self.acceptance)
 
     def acceptance_at(self, context_tokens: int) -> tuple[float, ...]:
-        """Return the acceptance by position at a context length."""
+        """Return the acceptance of draft tokens by position at a context length of
+        `context_tokens`.
+        """
         longer = self.longer
         after = bisect_right(longer, context_tokens, key=lambda one: one.context_tokens)
         if after == 0:
@@ -94,8 +102,8 @@ class Speculation(Struct, frozen=True, kw_only=True):
         )
 
     def accepted(self, request_id: str, generated_tokens: int, context_tokens: int) -> int:
-        """Return how many draft tokens a request accepts in the pass at this position of its
-        answer.
+        """Return how many draft tokens the request accepts in the pass that begins after
+        `generated_tokens` tokens of its answer.
         """
         drawn = xxhash.xxh3_64_intdigest(request_id.encode(), seed=generated_tokens) / _WHOLE
         shares = self.acceptance_at(context_tokens) if self.longer else self.acceptance
@@ -108,8 +116,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
 
 def speculation_of(text: str, draft_s: float = DRAFT_S) -> Speculation:
-    """Parse `0.7/0.45`, or `1024:0.7/0.45+32768:0.5/0.2` for several context lengths. Raises
-    ValueError.
+    """Return the speculative decoding that a text describes: `0.7/0.45` for all contexts, or
+    `1024:0.7/0.45+32768:0.5/0.2` for several context lengths. Raises `ValueError` for an invalid
+    text.
     """
     if ":" not in text:
         return Speculation(acceptance=_shares_of(text), draft_s=draft_s)
@@ -121,7 +130,7 @@ def speculation_of(text: str, draft_s: float = DRAFT_S) -> Speculation:
 
 
 def _shares_of(text: str) -> tuple[float, ...]:
-    """Parse shares separated by slashes. Raises ValueError."""
+    """Parse numbers separated by slashes. Raises `ValueError` for another text."""
     try:
         return tuple(float(part) for part in text.split("/"))
     except ValueError:

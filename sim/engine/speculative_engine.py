@@ -21,9 +21,9 @@ from sim.engine.speculation import Speculation
 
 
 class SpeculativeEngine(Engine):
-    """An `Engine` with speculative decoding; every step has one pass.
+    """An `Engine` with speculative decoding. Every step has one pass.
 
-    `outputs` of a step are all requests that got tokens. A request may get several.
+    `outputs` of a step lists all requests that got tokens. A request may get several tokens.
     """
 
     def __init__(
@@ -37,10 +37,12 @@ class SpeculativeEngine(Engine):
         self._pass_s = self._verifying_pass_s
         self.speculation = speculation
         self._given: dict[EngineRequest, int] = {}
-        """Tokens that the running pass gives to each decoding request."""
+        """Number of tokens that the running pass gives to each decoding request."""
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass at `now`; return None if there is nothing to do."""
+        """Do one pass that starts at `now` and return its result, or None if there is no
+        request.
+        """
         return None if self._begin_pass(now) is None else self.end()
 
     def _verifying_pass_s(self, work: StepWork) -> Seconds:
@@ -78,8 +80,8 @@ class SpeculativeEngine(Engine):
         return budget, self.preemptions > before
 
     def _grow_or_preempt(self, request: EngineRequest, tokens: int) -> bool:
-        """Take blocks for `tokens`, preempting the youngest requests; return False if it preempted
-        itself.
+        """Allocate blocks for the next `tokens` tokens of `request`, preempting the youngest
+        running requests if necessary. Return False if `request` itself was preempted.
         """
         while not self._grow(request, tokens):
             youngest = next(reversed(self.running))
@@ -89,7 +91,9 @@ class SpeculativeEngine(Engine):
         return True
 
     def _verify(self, request: EngineRequest, tokens: int, work: StepWork) -> None:
-        """Count the last token of a request and its draft tokens as computed."""
+        """Schedule the last token of a decoding request and its draft tokens in this pass, and
+        determine how many of them are accepted.
+        """
         known = request.known_tokens
         accepted = self.speculation.accepted(request.request_id, request.generated_tokens, known)
         given = self._given[request] = 1 + min(accepted, tokens - 1)
@@ -120,7 +124,9 @@ class SpeculativeEngine(Engine):
         return given
 
     def _decode(self, request: EngineRequest) -> None:
-        """Do nothing, because each pass looks at all running requests."""
+        """Do nothing: here each pass looks at all running requests, so decoding ones need no list
+        of their own.
+        """
 
     def _check_decoding(self, decoding: list[EngineRequest]) -> None:
         size = self.settings.block_size_tokens

@@ -1,1 +1,1 @@
-"""Estimated profiles of models and GPUs that were not measured, by a roofline model."""
+"""Estimation of profiles for models and GPUs that were not measured, by a roofline model."""

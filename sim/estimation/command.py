@@ -1,4 +1,6 @@
-"""`sim profile`: an estimated profile of a model on a GPU that was not measured."""
+"""The command `sim profile`: estimate a profile for a model on a GPU that were not measured, or
+list the known GPUs.
+"""
 
 import argparse
 import sys
@@ -37,7 +39,7 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_parser(commands: _Commands) -> None:
-    """Add the subcommand to those of `sim`."""
+    """Add the command line of `sim profile`."""
     parser = commands.add_parser(
         "profile",
         help="estimate a profile for a model and a GPU that are not built in",
@@ -60,7 +62,12 @@ def _add_estimate(kinds: _Commands) -> None:
     required = parser.add_argument_group("required").add_argument
     required("--config", type=Path, required=True, metavar="FILE", help="config.json of the model, "
         "or the folder that contains it")  # fmt: skip
-    required("--gpu", required=True, metavar="NAME", help=f"one of {', '.join(gpus())}")
+    required(
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help=f"GPU to estimate for: one of {', '.join(gpus())}",
+    )
     engine = parser.add_argument_group("engine, with the flags of vllm serve").add_argument
     engine("--tp", type=_degree, default=1, metavar="N", help="GPUs that share every layer: "
         "--tensor-parallel-size (default 1)")  # fmt: skip
@@ -95,8 +102,8 @@ def _add_estimate(kinds: _Commands) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """Run the command; return 0 on success, 1 if the model does not fit or the file cannot be
-    written, 2 on bad input.
+    """Run `sim profile estimate`. Return exit code 0 on success, 1 if the model does not fit or the
+    file cannot be written, 2 on bad input.
     """
     try:
         settings = _settings(options)
@@ -139,7 +146,9 @@ def _settings(options: argparse.Namespace) -> EstimateSettings:
 
 
 def _text(profile: Profile, shape: ModelShape, settings: EstimateSettings) -> str:
-    """Return the text of the file, with comments about the sources of the estimate."""
+    """Return the text of the estimated profile's TOML file, with comments about the sources of the
+    estimate.
+    """
     assert profile.estimated is not None
     head = [
         f"# Estimated, {profile.estimated.said}.",
@@ -166,7 +175,7 @@ def _model_said(shape: ModelShape) -> str:
 
 
 def _say(profile: Profile, shape: ModelShape, settings: EstimateSettings) -> None:
-    """Write the model, the GPU and the main results to standard error."""
+    """Print the model, the GPU and the main results of the estimate on standard error."""
     assert profile.estimated is not None
     gpu = settings.gpu
     measured = gpu.name in fitted().gpus and not settings.as_unmeasured
@@ -189,7 +198,7 @@ def _decode_said(profile: Profile, requests: int) -> str:
 
 
 def _list_gpus(options: argparse.Namespace) -> int:
-    """List the known GPUs; return 0."""
+    """Print a table of the known GPUs, and return exit code 0."""
     head = ("name", "memory", "bandwidth", "16 bits", "FP8", "kernels", "GPU")
     rows = [head, *(_cells(gpu) for gpu in gpus().values())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -200,7 +209,7 @@ def _list_gpus(options: argparse.Namespace) -> int:
 
 
 def _cells(gpu: Gpu) -> tuple[str, ...]:
-    """Return the row of a GPU for `sim profile gpus`."""
+    """Return the row of a GPU in the table of `sim profile gpus`."""
     return (
         gpu.name,
         f"{gpu.memory_bytes / 1e9:.0f} GB",

@@ -26,37 +26,41 @@ from sim.estimation.roofline import (
 
 HOST_S: Final = 0.0015
 HOST_S_SEVERAL: Final = 0.002
-"""Time to schedule and launch a step on several GPUs; `HOST_S` is that on one. Both are those of
-the built-in profiles."""
+"""Time in seconds to schedule and launch a step on several GPUs. `HOST_S` is the time on one GPU.
+Both values are those of the built-in profiles.
+"""
 KV_ERROR_MAX: Final = 10.0
-"""Maximum error of the KV cache. If hardly any memory is left for it, a larger error has no
-meaning."""
+"""Maximum error of the KV-cache size that is stated, as a share. If hardly any memory is left for
+the cache, a larger error has no meaning.
+"""
 _SEQUENCES: Final = 256
-"""Number of sequences up to which the time of the output layer is linearised."""
+"""Number of sequences up to which the time of the output layer is approximated by a straight
+line.
+"""
 
 
 class EstimateSettings(Struct, frozen=True, kw_only=True):
-    """The GPU and the engine flags for an estimate."""
+    """The GPU and the engine flags for which a profile is estimated."""
 
     gpu: Gpu
     tensor_parallel: int = 1
     kv_format: KvFormat = "auto"
     context_tokens: int = CONTEXT_TOKENS
-    """Usual context length, which determines the cost of layers with sliding windows."""
+    """Usual context length in tokens, which determines the cost of layers with sliding windows."""
     memory_share: float = MEMORY_SHARE
-    """`--gpu-memory-utilization`."""
+    """Share of the GPU memory that the engine uses (`--gpu-memory-utilization` of vLLM)."""
     max_num_seqs: int | None = None
-    """Maximum number of sequences; None for vLLM's default on the GPU."""
+    """Maximum number of sequences in a step; None for vLLM's default on the GPU."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step; None for vLLM's default on the GPU."""
+    """Maximum number of tokens in a step; None for vLLM's default on the GPU."""
     max_model_len_tokens: int | None = None
-    """Maximum length of prompt and answer; None for the model's maximum."""
+    """Maximum number of tokens in prompt and answer together; None for the model's maximum."""
     as_unmeasured: bool = False
-    """True to ignore all measurements on this GPU."""
+    """True to ignore all measurements on this GPU, as if only its data sheet were known."""
 
 
 class DoesNotFitError(ProfileError):
-    """The model does not fit into the memory of its GPUs."""
+    """The model does not fit into the memory of the chosen GPUs."""
 
 
 def estimated_profile(
@@ -67,10 +71,11 @@ def estimated_profile(
     efficiency: Efficiency | None = None,
     memory: MemoryModel | None = None,
 ) -> Profile:
-    """Return the estimated profile of a model, with its error.
+    """Return the estimated profile of the model `shape`, with its error.
 
-    `efficiency` and `memory` replace the fitted values, to leave measurements out. Raises
-    `DoesNotFitError`, and `ProfileError` for a model that cannot be divided among so many GPUs.
+    `efficiency` and `memory`, if not None, replace the fitted values, to leave measurements out;
+    the profile then has no error. Raises `DoesNotFitError`, and `ProfileError` if the attention
+    heads cannot be divided among the GPUs.
     """
     _check_division(shape, settings.tensor_parallel)
     known = fitted() if efficiency is None or memory is None else None
@@ -115,10 +120,10 @@ def estimated_profile(
 def _error(
     at: Roofline, settings: EstimateSettings, fit: Fit, memory: MemoryModel
 ) -> EstimateError:
-    """Return the published error for such a model on such a GPU.
+    """Return the published estimation error for models of this kind on this GPU.
 
-    The error of the KV cache is known as a share of the GPU's memory. The less memory is left for
-    the cache, the larger is its relative error.
+    The error of the KV-cache size is known as a share of the GPU's memory. The less memory is left
+    for the cache, the larger is its relative error.
     """
     known = fitted()
     measured = at.gpu.name in known.gpus and not settings.as_unmeasured
@@ -131,8 +136,8 @@ def _error(
 
 
 def gpus_needed(shape: ModelShape, settings: EstimateSettings, memory: MemoryModel) -> int | None:
-    """Return the fewest GPUs, a power of two, among which the model fits; None if no number
-    suffices.
+    """Return the smallest number of GPUs, a power of two, into whose memory the model fits; None if
+    no number up to `TENSOR_PARALLEL_MAX` suffices.
     """
     degree = 1
     while degree <= TENSOR_PARALLEL_MAX:
@@ -164,7 +169,9 @@ def _roofline(
 
 
 def _limits(settings: EstimateSettings) -> tuple[int, int]:
-    """Return `max_num_seqs` and `max_num_batched_tokens`."""
+    """Return (`max_num_seqs`, `max_num_batched_tokens`) of the engine: the given values, or vLLM's
+    defaults on the GPU.
+    """
     sequences, batched = settings.gpu.engine_defaults
     sequences = settings.max_num_seqs or sequences
     return sequences, max(sequences, settings.max_num_batched_tokens or batched)

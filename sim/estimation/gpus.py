@@ -1,4 +1,4 @@
-"""The table of GPUs: memory, bandwidth, arithmetic and interconnect from data sheets."""
+"""The table of GPUs: memory, bandwidth, arithmetic and interconnect, from data sheets."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,37 +13,43 @@ from sim.engine.profiles import ProfileError, toml_in
 
 _Positive: TypeAlias = Annotated[float, Meta(gt=0.0)]
 _BIG_CARD_BYTES: Final = 70 * 2**30
-"""Memory from which vLLM's defaults are larger, except on an A100."""
+"""GPU memory in bytes from which vLLM's default batch limits are larger, except on an A100."""
 _HUGE_CARD_BYTES: Final = 160 * 2**30
-"""Memory from which a step has twice as many tokens again."""
+"""GPU memory in bytes from which vLLM's default limit on tokens in a step is twice that of
+`_BIG_CARD_BYTES`.
+"""
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of GPU. Peaks are dense; bytes and floating-point operations, each per second."""
+    """One kind of GPU. Peaks are without sparsity, in bytes or floating-point operations per
+    second.
+    """
 
     name: str
     says: str
-    """Vendor, product and memory, for people."""
+    """Vendor, product and memory of the GPU, for display."""
     memory_bytes: _Positive
-    """Memory of one GPU as its driver reports it."""
+    """Memory of one GPU in bytes, as its driver reports it."""
     memory_bytes_per_s: _Positive
     half_flops: _Positive
-    """BF16, or FP16 where a GPU has no BF16."""
+    """Peak arithmetic in BF16, or in FP16 if the GPU has no BF16."""
     fp8_flops: _Positive | None = None
-    """Peak in FP8, or None if the GPU does not support FP8."""
+    """Peak arithmetic in FP8, or None if the GPU does not support FP8."""
     int8_flops: _Positive | None = None
-    """Peak in INT8, or None if the GPU does not support INT8."""
+    """Peak arithmetic in INT8, or None if the GPU does not support INT8."""
     fp4_flops: _Positive | None = None
-    """Peak in FP4, or None if the GPU does not support FP4."""
+    """Peak arithmetic in FP4, or None if the GPU does not support FP4."""
     interconnect_bytes_per_s: _Positive
-    """One direction, for each GPU, between GPUs of one host."""
+    """Bandwidth of each GPU to the other GPUs of its host, in one direction."""
     peer_to_peer: Literal["link", "pcie"] = "link"
-    """`link`: NVLink or Infinity Fabric."""
+    """Connection between the GPUs of a host: `link` for NVLink or Infinity Fabric, `pcie` for
+    PCIe.
+    """
     source: str
 
     @property
     def engine_defaults(self) -> tuple[int, int]:
-        """Defaults of `max_num_seqs` and `max_num_batched_tokens` in `vllm serve` on this GPU.
+        """Defaults of `vllm serve` on this GPU, as (`max_num_seqs`, `max_num_batched_tokens`).
 
         Source: vLLM 0.19 to 0.32, the batch defaults of its engine arguments by the GPU's memory.
         """
@@ -60,7 +66,9 @@ def gpus() -> Mapping[str, Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU of the table. Raise `ProfileError` with the names that exist."""
+    """Return the GPU with this name from the table; case, spaces and underscores do not matter.
+    Raises `ProfileError`, which lists the names, if there is none.
+    """
     known = gpus()
     found = known.get(name.lower().replace("_", "-").replace(" ", "-"))
     if found is None:

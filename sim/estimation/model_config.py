@@ -1,8 +1,8 @@
-"""A model's shape from the `config.json` of Hugging Face models.
+"""Reader of a model's shape from the `config.json` of Hugging Face models.
 
 Supported models are decoders with gated feed-forward layers. They may be dense or have experts,
 with grouped-query (GQA) or multi-head latent attention (MLA), and with sliding windows in some
-layers or none. All others are rejected, because a guess about their layers would be wrong without
+layers or none. All others are rejected, because a guess about their layers could be wrong without
 notice.
 
 A model that also reads images has its text part in `text_config`; only that part is read.
@@ -29,11 +29,12 @@ BYTES_A_WEIGHT: Final[Mapping[WeightFormat, float]] = {
     "mxfp4": 0.53125,
     "nvfp4": 0.5625,
 }
-"""Bytes per weight, including scales. INT4 has one scale of 16 bits and a zero point for 128
-weights. MXFP4 has one of 8 bits for 32 weights (OCP microscaling formats), and NVFP4 one of 8 bits
-for 16 weights."""
+"""Bytes per weight by format, including scales. INT4 has one scale of 16 bits and a zero point for
+128 weights. MXFP4 has one scale of 8 bits for 32 weights (OCP microscaling formats), and NVFP4 one
+of 8 bits for 16 weights.
+"""
 CONFIG_BYTES_MAX: Final = 1_000_000
-"""Maximum size of the file. Published configurations have 1 to 50 KB."""
+"""Maximum size of a `config.json` in bytes. Published configurations have 1 to 50 KB."""
 
 _LAYERS_MAX: Final = 1_000
 _WIDTH_MAX: Final = 1_000_000
@@ -43,8 +44,9 @@ _UNSUPPORTED_KEYS: Final = (
     "attn_layer_period", "attn_type_list", "hybrid_override_pattern", "block_types", "index_topk",
     "num_encoder_layers", "encoder_layers", "rwkv",
 )  # fmt: skip
-"""Prefixes of keys of models with unsupported layers: state spaces, linear or sparse attention,
-encoders."""
+"""Prefixes of `config.json` keys that show unsupported layers: state spaces, linear or sparse
+attention, encoders.
+"""
 _IGNORED: Final = frozenset(
     [
         "_name_or_path",
@@ -135,36 +137,40 @@ _IGNORED: Final = frozenset(
         "attention_multiplier",
     ]
 )
-"""Keys that change no size, or that are read by name elsewhere."""
+"""Known keys of a `config.json` that do not change the shape, or that are read by name elsewhere.
+They are not reported as unknown.
+"""
 
 
 class Latent(Struct, frozen=True, kw_only=True):
-    """Multi-head latent attention, which stores keys and values of all heads as one vector per
-    token.
+    """The sizes of multi-head latent attention, which stores keys and values of all heads as one
+    vector per token.
     """
 
     query_rank: int
     """Rank of the query projection; 0 if queries are computed directly from the hidden state."""
     key_value_rank: int
     plain_dim: int
-    """Size of the part of a head's keys and queries without rotary position."""
+    """Size of the part of each head's keys and queries that has no rotary position."""
     rotary_dim: int
     value_dim: int
 
 
 class Experts(Struct, frozen=True, kw_only=True):
-    """Feed-forward layers with experts, a few of which each token uses."""
+    """The sizes of feed-forward layers with experts. Each token uses `per_token` of the `count`
+    experts of a layer.
+    """
 
     layers: int
     count: int
     per_token: int
     inner: int
     shared_inner: int
-    """Width of the shared layers that every token also uses; 0 if there are none."""
+    """Width of the shared experts, which every token also uses; 0 if there are none."""
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The sizes that determine what a model computes, reads and stores."""
+    """The sizes of a model that determine what it computes, reads and stores."""
 
     name: str
     architecture: str
@@ -176,25 +182,25 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     head_dim: int
     latent: Latent | None
     windowed_layers: int
-    """Layers whose attention covers only the last `window_tokens`."""
+    """Number of layers whose attention covers only the last `window_tokens` tokens."""
     window_tokens: int
     dense_layers: int
     dense_inner: int
     experts: Experts | None
     tied_embeddings: bool
-    """True if the output layer shares the weights of the embedding."""
+    """True if the output layer shares its weights with the embedding."""
     max_model_len_tokens: int
     linear_format: WeightFormat
     expert_format: WeightFormat
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention."""
+        """Number of weights in the attention of one layer."""
         return sum(n * k for n, k in self.attention_products(1))
 
     @property
     def linear_weights(self) -> int:
-        """Weights of all layers except experts."""
+        """Number of weights in all layers, without routed experts, embedding and output layer."""
         shared = (
             self.experts.layers * 3 * self.hidden * self.experts.shared_inner if self.experts else 0
         )
@@ -203,7 +209,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def expert_weights(self) -> int:
-        """Weights of all experts of all layers."""
+        """Number of weights in the routed experts of all layers; 0 if the model has none."""
         experts = self.experts
         if experts is None:
             return 0
@@ -211,17 +217,17 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def embedding_weights(self) -> int:
-        """Weights of the embedding and of the output layer, which stay in 16 bits."""
+        """Number of weights in the embedding and the output layer, which always have 16 bits."""
         return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
     def weights(self) -> int:
-        """Number of all weights, without norms and biases."""
+        """Number of all weights of the model, without norms and biases."""
         return self.linear_weights + self.expert_weights + self.embedding_weights
 
     @property
     def weight_bytes(self) -> float:
-        """Size of all weights in GPU memory in bytes."""
+        """Size in bytes of all weights of the model in GPU memory."""
         return (
             self.linear_weights * BYTES_A_WEIGHT[self.linear_format]
             + self.expert_weights * BYTES_A_WEIGHT[self.expert_format]
@@ -229,8 +235,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         )
 
     def attention_products(self, tensor_parallel: int) -> list[tuple[int, int]]:
-        """Return outputs and inputs of each matrix of one layer's attention on one of
-        `tensor_parallel` GPUs.
+        """Return (outputs, inputs) of each matrix in the attention of one layer, as one of
+        `tensor_parallel` GPUs has it.
         """
         hidden, heads = self.hidden, self.heads // tensor_parallel
         latent = self.latent
@@ -246,35 +252,39 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return [*first, up, (hidden, heads * latent.value_dim)]
 
     def key_value_numbers(self, tensor_parallel: int) -> int:
-        """Return how many numbers one layer stores for a token on each of `tensor_parallel`
-        GPUs.
+        """Return how many numbers one layer stores in the KV cache for a token, on each of
+        `tensor_parallel` GPUs.
         """
         if self.latent is not None:
             return self.latent.key_value_rank + self.latent.rotary_dim
         return 2 * self.head_dim * max(1, self.key_value_heads // tensor_parallel)
 
     def reach(self, context_tokens: int) -> float:
-        """Return how many layers a token of context costs on average; layers with a window cost
-        less.
+        """Return the mean number of layers in which a token of a context of `context_tokens` is
+        stored and read. A layer with a sliding window counts with the share of the context in its
+        window.
         """
         share = min(1.0, self.window_tokens / context_tokens) if self.windowed_layers else 0.0
         return self.layers - self.windowed_layers + self.windowed_layers * share
 
 
 class _Family(Struct, frozen=True):
-    """The rules for reading configurations of an architecture."""
+    """The rules for reading the `config.json` of a model architecture."""
 
     experts: str = ""
-    """Key of the number of experts, or "" if all layers are dense."""
+    """Key that has the number of experts, or "" if all layers of the architecture are dense."""
     inner: str = "moe_intermediate_size"
     latent: bool = False
     windows: Literal["all", "flagged", "layers"] = "all"
-    """Layers with the `sliding_window`: all, all if `use_sliding_window` is set, or some of
-    them."""
+    """Layers that have the window of the key `sliding_window`: all of them, all if
+    `use_sliding_window` is set, or some of them.
+    """
     pattern: int = 0
-    """Number of layers of which one has no window, if the file does not define it."""
+    """Default of `sliding_window_pattern`: one of so many layers has no sliding window. 0 if all
+    layers have one.
+    """
     usual: Mapping[str, Any] = {}
-    """Defaults of transformers for keys that a file leaves out."""
+    """Defaults in transformers of keys that a `config.json` may leave out."""
 
 
 _GEMMA_3: Final = _Family(
@@ -285,7 +295,7 @@ _GEMMA_3: Final = _Family(
         "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
     },
 )  # fmt: skip
-"""Family of Gemma 3. The defaults are those of `Gemma3TextConfig` in transformers 4.57."""
+"""Rules for Gemma 3. The defaults are those of `Gemma3TextConfig` in transformers 4.57."""
 _FAMILIES: Final[Mapping[str, _Family]] = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(),
@@ -316,19 +326,23 @@ ARCHITECTURES: Final = tuple(_FAMILIES)
 
 
 class ReadConfig(Struct, frozen=True, kw_only=True):
-    """A shape, and the keys of the file without an effect on it."""
+    """The result of reading a `config.json`: the model's shape, and keys that were not
+    understood.
+    """
 
     shape: ModelShape
     unknown_keys: tuple[str, ...]
-    """Keys whose meaning is not known here."""
+    """Keys of the `config.json` whose meaning is unknown to this module; they have no effect on the
+    shape.
+    """
 
 
 def read_config(path: Path, name: str = "", quantization: str = "") -> ReadConfig:
-    """Read the `config.json` at `path`, or in the folder `path`.
+    """Return the model shape in the file `path`, or in `config.json` of the folder `path`.
 
-    `name` is that of the model, by default `_name_or_path` of the file or the name of its folder.
-    `quantization` is one of `FORMATS` and overrides the file. Raises `ProfileError` with the file,
-    the key and what was expected.
+    `name` is the model's name, by default `_name_or_path` of the file or the name of its folder.
+    `quantization` is one of `FORMATS` and overrides the file, or "". Raises `ProfileError` with the
+    file, the key and what was expected.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _decoded(file)
@@ -347,7 +361,7 @@ def read_config(path: Path, name: str = "", quantization: str = "") -> ReadConfi
 
 
 class _Keys:
-    """The keys of a configuration, with errors that name them."""
+    """The keys of a `config.json` with typed access. Errors name the file and the key."""
 
     def __init__(self, file: Path, values: Mapping[str, Any], within: str = "") -> None:
         self._file = file
@@ -360,19 +374,21 @@ class _Keys:
         return list(self._values)
 
     def unknown(self) -> tuple[str, ...]:
-        """Return the keys that were not read and are not known to change no size."""
+        """Return the keys of the file that were not read and are not in `_IGNORED`, sorted."""
         return tuple(sorted(set(self._values) - self._read - _IGNORED))
 
     def get(self, key: str) -> Any:
-        """Return the value; None if it is null, or if neither the file nor the architecture
-        has it.
+        """Return the value of `key`, or the architecture's default if it is missing or null; None
+        if there is no default.
         """
         self._read.add(key)
         value = self._values.get(key)
         return self.usual.get(key) if value is None else value
 
     def whole(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number within bounds. Raises `ProfileError`."""
+        """Return the value of `key`, a whole number from `least` to `most`; `default` if the key is
+        missing. Raises `ProfileError` for another value, or if there is no default.
+        """
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -382,25 +398,29 @@ class _Keys:
         return int(value)
 
     def flag(self, key: str) -> bool:
-        """Return true or false; false if the key is missing. Raises `ProfileError`."""
+        """Return the value of `key`, true or false; false if the key is missing. Raises
+        `ProfileError` for another value.
+        """
         value = self.get(key)
         if value is not None and type(value) is not bool:
             self.refuse(key, f"expected true or false, got {_shown(value)}")
         return bool(value)
 
     def refuse(self, key: str, sentence: str) -> None:
-        """Raise `ProfileError` with the file and the key."""
+        """Raise `ProfileError` with the name of the file, the key and `sentence`."""
         raise ProfileError(f"{self._file}: {self._within}{key}: {sentence}.")
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error message, cut off if it is long."""
+    """Return the text of a value for an error message, shortened to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _decoded(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`. Raises `ProfileError`."""
+    """Return the JSON object in `file`. Raises `ProfileError` if the file is unreadable, too large
+    or contains something else.
+    """
     try:
         with file.open("rb") as opened:
             content = opened.read(CONFIG_BYTES_MAX + 1)
@@ -510,7 +530,9 @@ def _experts(keys: _Keys, family: _Family, layers: int) -> Experts | None:
 
 
 def _windows(keys: _Keys, family: _Family, layers: int) -> tuple[int, int]:
-    """Return the number of layers with a sliding window, and its tokens."""
+    """Return (number of layers with a sliding window, size of the window in tokens), or (0, 0) if
+    no layer has one.
+    """
     kinds = keys.get("layer_types")
     others = set(map(str, kinds)) - {"full_attention", "sliding_attention"} if kinds else set()
     if others:
@@ -531,7 +553,7 @@ def _windows(keys: _Keys, family: _Family, layers: int) -> tuple[int, int]:
 
 
 def _formats(keys: _Keys, quantization: str) -> tuple[WeightFormat, WeightFormat]:
-    """Return the formats of the weights of linear layers and of experts."""
+    """Return the formats of the weights, as (format of linear layers, format of experts)."""
     if quantization:
         chosen: WeightFormat = msgspec.convert(quantization, WeightFormat)
         return chosen, chosen
@@ -553,7 +575,9 @@ def _formats(keys: _Keys, quantization: str) -> tuple[WeightFormat, WeightFormat
 
 
 def _format_of(told: Mapping[str, Any]) -> WeightFormat | None:
-    """Return the format of the weights in `quantization_config`; None if it does not define one."""
+    """Return the format of the weights that the value of `quantization_config` defines; None if the
+    format is unknown.
+    """
     method = str(told.get("quant_method", "")).lower()
     if method in {"fp8", "fbgemm_fp8", "mxfp4"}:
         return "mxfp4" if method == "mxfp4" else "fp8"

@@ -1,4 +1,4 @@
-"""A roofline model that turns a model's shape and a GPU's peaks into the constants of a profile.
+"""A roofline model that computes the constants of a profile from a model's shape and a GPU's peaks.
 
 A kernel takes the time of its arithmetic at a share of the GPU's peak, or of its reading at a share
 of the bandwidth, whichever is longer. Near the point where both are equal it takes longer than
@@ -30,28 +30,35 @@ from sim.estimation.gpus import Gpu, gpus
 from sim.estimation.model_config import BYTES_A_WEIGHT, ModelShape, WeightFormat
 
 SHARPNESS: Final = 3.0
-"""Exponent p above, which determines how sharply a kernel changes from reading to arithmetic."""
+"""Exponent p in the time of a kernel. It determines how sharply the limit changes from reading
+memory to arithmetic.
+"""
 LAUNCH_S: Final = 2e-6
-"""Minimum time of a kernel inside a CUDA graph."""
+"""Minimum time in seconds of a kernel inside a CUDA graph."""
 EXPERT_WIDTH: Final = 350
-"""Width of an expert on one GPU at which its arithmetic is half as fast as that of a wide one."""
+"""Width of an expert on one GPU at which its matrix products reach half of the speed of a very wide
+expert.
+"""
 EXPERT_KERNELS: Final = 5
 """Number of kernels in an expert layer: router, sorting of tokens, two matrix products, sum."""
 KERNELS_BESIDES: Final = 5
-"""Number of kernels in a layer that are not matrix products: two norms, positions, activation, KV
-write."""
+"""Number of kernels in a transformer layer that are not matrix products: two norms, positions,
+activation, KV write.
+"""
 MEMORY_SHARE: Final = 0.92
-"""Default of vLLM's `--gpu-memory-utilization` from version 0.20 on; before, it was 0.9."""
+"""Default of vLLM's `--gpu-memory-utilization` from version 0.20 on; it was 0.9 before."""
 CONTEXT_TOKENS: Final = 4096
-"""Usual context length, which determines the cost of layers with sliding windows."""
+"""Default of the usual context length in tokens, which determines the cost of layers with sliding
+windows.
+"""
 TENSOR_PARALLEL_MAX: Final = 16
 
 LAYER_TABLE_TOKENS: Final = (
     1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
 )  # fmt: skip
-"""Points of a profile's table of the linear layers, in tokens."""
+"""Numbers of tokens at which an estimated profile has the time of the linear layers."""
 _BYTES: Final = 2
-"""Bytes of an activation, and of a number in the KV cache unless it is in FP8."""
+"""Size in bytes of a number in an activation, and in the KV cache unless that is in FP8."""
 
 KINDS: Final[Mapping[str, str]] = {
     "dense": "dense, weights of 16 bits",
@@ -61,96 +68,114 @@ KINDS: Final[Mapping[str, str]] = {
     "packed": "weights of 4 bits",
     "latent": "latent attention (MLA)",
 }
-"""Kinds of models, with their names in tables."""
+"""Kinds of models that have separate estimation errors, with their descriptions in tables."""
 
 KvFormat: TypeAlias = Literal["auto", "fp8"]
 _Share: TypeAlias = Annotated[float, Meta(gt=0.0, le=3.0)]
 
 
 class Efficiency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shares of a GPU's data-sheet peaks that its kernels reach."""
+    """The shares of a GPU's data-sheet peaks that its kernels reach, and minimum times of
+    kernels.
+    """
 
     linear_bandwidth: _Share
-    """Share of the memory bandwidth in matrix products with few rows."""
+    """Share of the memory bandwidth that matrix products with few rows reach."""
     linear_compute: _Share
-    """Share of the 16-bit arithmetic in matrix products with many rows."""
+    """Share of the 16-bit arithmetic peak that matrix products with many rows reach."""
     fp8_compute: _Share
-    """Share of the FP8 arithmetic in matrix products with many rows."""
+    """Share of the 8-bit (or FP4) arithmetic peak that matrix products with many rows reach."""
     expert_bandwidth: _Share
-    """Share of the memory bandwidth in expert layers."""
+    """Share of the memory bandwidth that expert layers reach."""
     packed_bandwidth: _Share
-    """Share of the memory bandwidth in expert layers whose weights have less than 8 bits."""
+    """Share of the memory bandwidth that expert layers reach if their weights have less than 8
+    bits.
+    """
     expert_compute: _Share
-    """Share of the 16-bit arithmetic in layers of wide experts."""
+    """Share of the 16-bit arithmetic peak that layers of very wide experts reach."""
     prefill_compute: _Share
-    """Share of the 16-bit arithmetic in attention of a prompt."""
+    """Share of the 16-bit arithmetic peak that attention of a prompt reaches."""
     prefill_launch_s: Seconds
-    """Minimum time of attention of a chunk in each layer."""
+    """Minimum time in seconds of the attention of a prompt chunk in each layer."""
     decode_bandwidth: _Share
-    """Share of the memory bandwidth in attention of decoding requests."""
+    """Share of the memory bandwidth that attention of decoding requests reaches."""
     decode_launch_s: Seconds
-    """Minimum time of attention in each layer of a step that decodes."""
+    """Minimum time in seconds of the attention of decoding requests in each layer."""
     latent_launch_s: Seconds
-    """Additional time of latent attention (MLA) in each layer, for its many small kernels."""
+    """Additional time in seconds of latent attention (MLA) in each layer, for its many small
+    kernels.
+    """
     all_reduce_share: _Share
-    """Share of the interconnect in an all-reduce."""
+    """Share of the interconnect's bandwidth that an all-reduce reaches."""
     all_reduce_launch_s: Seconds
-    """Minimum time of an all-reduce between two GPUs."""
+    """Minimum time in seconds of an all-reduce between two GPUs."""
     elementwise_bandwidth: _Share
-    """Share of the memory bandwidth in kernels that are not matrix products. Caches raise it above
-    1."""
+    """Share of the memory bandwidth that kernels other than matrix products reach. It exceeds 1 if
+    the GPU's caches hold part of the data.
+    """
     mixed_decode_factor: Annotated[float, Meta(ge=1.0, le=10.0)]
-    """Factor by which attention decodes more slowly beside a chunk
-    (`Profile.mixed_decode_factor`)."""
+    """Factor by which attention of decoding requests takes longer in a step with a prompt chunk
+    (`Profile.mixed_decode_factor`).
+    """
 
 
 class MemoryModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The memory of a GPU that is used by neither weights nor KV cache."""
+    """The fitted parameters of the GPU memory that is used by neither weights nor KV cache."""
 
     fixed_bytes: float
-    """Memory of the driver, the kernels and the allocator on each GPU."""
+    """Size in bytes of the memory of the driver, the kernels and the allocator on each GPU."""
     communication_bytes: float
-    """Additional memory on each of several GPUs."""
+    """Size in bytes of additional memory on each GPU if there are several."""
     sampler_bytes: float
-    """Memory for each request and word of the vocabulary while tokens are sampled."""
+    """Size in bytes, for each request and word of the vocabulary, of the memory for sampling
+    tokens.
+    """
     expert_bytes: float
-    """Workspace for each token of a step in models with experts."""
+    """Size in bytes of the workspace for each token of a step in models with experts."""
     dense_error: float
-    """Largest error for models without experts, as a share of a GPU's memory."""
+    """Largest error of the KV-cache memory for models without experts, as a share of a GPU's
+    memory.
+    """
     expert_error: float
-    """Largest error for models with experts, as a share of a GPU's memory."""
+    """Largest error of the KV-cache memory for models with experts, as a share of a GPU's
+    memory.
+    """
 
     def error_of(self, shape: ModelShape) -> float:
-        """Return the error for a model, as a share of its GPU's memory."""
+        """Return the largest error of the KV-cache memory for models like `shape`, as a share of a
+        GPU's memory.
+        """
         return self.dense_error if shape.experts is None else self.expert_error
 
 
 class StepError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The largest errors of step times, as shares."""
+    """The largest errors of the estimated durations of prefill and decode steps, as shares."""
 
     prefill: float
     decode: float
 
 
 class Fitted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of efficiencies: fitted values, and errors of estimates."""
+    """The content of `efficiencies.toml`: fitted values, and errors of the estimates with them."""
 
     gpus: dict[str, Efficiency]
     memory: MemoryModel
     measured: dict[str, StepError]
-    """Largest errors on a GPU with measurements of other models, by `kind_of` a model."""
+    """Largest errors on a GPU on which other models were measured, by kind of model (`KINDS`)."""
     unmeasured: dict[str, StepError]
-    """Largest errors on a GPU without measurements, by `kind_of` a model."""
+    """Largest errors on a GPU without measurements, by kind of model (`KINDS`)."""
 
 
 @cache
 def fitted() -> Fitted:
-    """Return the values that `python -m docs.estimates` has written."""
+    """Return the content of `efficiencies.toml`, which `python -m docs.estimates` has written."""
     return msgspec.convert(toml_in(Path(__file__).with_name("efficiencies.toml")), Fitted)
 
 
 def kind_of(shape: ModelShape, gpu: Gpu) -> str:
-    """Return the kind of a model, one of `KINDS`. Each kind has its own estimation errors."""
+    """Return the kind of a model on a GPU, one of `KINDS`. Each kind has its own estimation
+    errors.
+    """
     if shape.latent is not None:
         return "latent"
     formats = {shape.linear_format, shape.expert_format}
@@ -164,9 +189,10 @@ def kind_of(shape: ModelShape, gpu: Gpu) -> str:
 
 
 def pooled(efficiencies: Mapping[str, Efficiency], gpu: Gpu) -> Efficiency:
-    """Return the geometric means over all GPUs except `gpu`.
+    """Return the geometric mean of each efficiency over all GPUs except `gpu`.
 
-    The means of the interconnect cover only GPUs with the same kind of interconnect.
+    For the interconnect and the factor of mixed steps, the mean covers only GPUs with the same kind
+    of interconnect, if there are any.
     """
     others = {name: one for name, one in efficiencies.items() if name != gpu.name}
     alike = {
@@ -182,7 +208,9 @@ def pooled(efficiencies: Mapping[str, Efficiency], gpu: Gpu) -> Efficiency:
 
 
 class Roofline(Struct, frozen=True, kw_only=True):
-    """One model on several GPUs of one kind, each with a share of every layer."""
+    """The times of one model on several GPUs of one kind, each of which has a share of every
+    layer.
+    """
 
     shape: ModelShape
     gpu: Gpu
@@ -192,8 +220,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
     context_tokens: int = CONTEXT_TOKENS
 
     def products_s(self, tokens: int) -> Seconds:
-        """Return the time of the matrix products of all layers except experts, for `tokens`
-        tokens.
+        """Return the time in seconds of the matrix products in all layers except routed experts,
+        for a step with `tokens` tokens.
         """
         shape, degree = self.shape, self.tensor_parallel
         total = shape.layers * sum(
@@ -208,7 +236,9 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return total
 
     def experts_s(self, tokens: int) -> Seconds:
-        """Return the time of all expert layers for `tokens` tokens; 0 if there are none."""
+        """Return the time in seconds of the routed experts in all layers, for a step with `tokens`
+        tokens; 0 if the model has none.
+        """
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return 0.0
@@ -230,8 +260,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
         )
 
     def expert_bytes_a_layer(self, tokens: int) -> float:
-        """Return the bytes of one layer's experts that are read for `tokens` tokens; 0 without
-        experts.
+        """Return the bytes of one layer's routed experts that each GPU reads for a step with
+        `tokens` tokens; 0 if the model has none.
         """
         shape, experts = self.shape, self.shape.experts
         if experts is None:
@@ -241,7 +271,9 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return touched * 3 * shape.hidden * width * BYTES_A_WEIGHT[shape.expert_format]
 
     def elementwise_s(self, tokens: int) -> Seconds:
-        """Return the time of norms, positions and activations of all layers."""
+        """Return the time in seconds of norms, positions and activations in all layers, for a step
+        with `tokens` tokens.
+        """
         shape, degree = self.shape, self.tensor_parallel
         heads = (shape.heads + shape.key_value_heads) / degree * shape.head_dim
         experts = shape.experts
@@ -256,14 +288,18 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return shape.layers * KERNELS_BESIDES * LAUNCH_S + moved / speed
 
     def head_s(self, sequences: int) -> Seconds:
-        """Return the time of the output layer and of sampling."""
+        """Return the time in seconds of the output layer and of sampling, for a step in which
+        `sequences` requests get a token.
+        """
         shape = self.shape
         rows = max(1, shape.vocabulary // self.tensor_parallel)
         drawn = sequences * shape.vocabulary * 4 * _BYTES / self.gpu.memory_bytes_per_s
         return self._product_s(sequences, rows, shape.hidden, "16bit") + drawn
 
     def all_reduce_s(self, tokens: int) -> Seconds:
-        """Return the time of both all-reduces of all layers; 0 on one GPU."""
+        """Return the time in seconds of both all-reduces in all layers, for a step with `tokens`
+        tokens; 0 on one GPU.
+        """
         degree = self.tensor_parallel
         if degree == 1:
             return 0.0
@@ -274,7 +310,9 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
     @property
     def pair_s(self) -> Seconds:
-        """Time of attention of one token of a chunk to one token before it, in all layers."""
+        """Time in seconds of the attention of one prompt token to one earlier token, in all
+        layers.
+        """
         shape = self.shape
         latent = shape.latent
         dims = 2 * shape.head_dim
@@ -291,7 +329,9 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
     @property
     def decode_s_per_context_token(self) -> Seconds:
-        """Time of attention of one decoding request to one token before it, in all layers."""
+        """Time in seconds of the attention of one decoding request to one token of its context, in
+        all layers.
+        """
         shape, efficiency = self.shape, self.efficiency
         read = self.kv_bytes_a_layer / (self.gpu.memory_bytes_per_s * efficiency.decode_bandwidth)
         if shape.latent is not None:
@@ -303,13 +343,13 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_a_layer(self) -> float:
-        """Bytes that a layer stores for one token on each GPU."""
+        """Bytes that one layer stores in the KV cache for one token on each GPU."""
         numbers = self.shape.key_value_numbers(self.tensor_parallel)
         return numbers * (1 if self.kv_format == "fp8" else _BYTES)
 
     def step_s(self, tokens: int) -> Seconds:
-        """Return the time of a step for its tokens: all layers without attention and
-        communication.
+        """Return the time in seconds of a step with `tokens` tokens, in all layers, without
+        attention to the context, communication and the output layer.
         """
         return self.products_s(tokens) + self.experts_s(tokens) + self.elementwise_s(tokens)
 
@@ -320,8 +360,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return up + self._product_s(tokens, shape.hidden, width, shape.linear_format)
 
     def _product_s(self, rows: int, outputs: int, inputs: int, weights: WeightFormat) -> Seconds:
-        """Return the time of a product of a `rows` x `inputs` and an `inputs` x `outputs`
-        matrix.
+        """Return the time in seconds of the product of a `rows` x `inputs` matrix and an `inputs` x
+        `outputs` matrix of weights.
         """
         efficiency = self.efficiency
         share = efficiency.fp8_compute if self._is_fp8(weights) else efficiency.linear_compute
@@ -335,8 +375,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return weights in {"fp8", "int8", "nvfp4"} and self._peak(weights) > self.gpu.half_flops
 
     def _peak(self, weights: WeightFormat) -> float:
-        """Return the operations per second with such weights; unsupported weights are unpacked to
-        16 bits.
+        """Return the GPU's peak in operations per second for weights of this format. Formats that
+        the GPU does not support are unpacked to 16 bits.
         """
         gpu = self.gpu
         peaks = {"fp8": gpu.fp8_flops, "int8": gpu.int8_flops, "nvfp4": gpu.fp4_flops}
@@ -344,20 +384,22 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
 
 class Fit(Struct, frozen=True, kw_only=True):
-    """The memory use of a model on its GPUs."""
+    """The use of a GPU's memory by a model, in total and for the KV cache."""
 
     kv_tokens: int
-    """Tokens that the KV cache of all GPUs together holds; 0 or less if the weights do not fit."""
+    """Number of tokens that the KV cache holds; 0 or less if the weights do not fit."""
     weight_bytes: float
-    """Weights on each GPU in bytes."""
+    """Size in bytes of the weights on each GPU."""
     other_bytes: float
-    """Activations, buffers and driver on each GPU in bytes."""
+    """Size in bytes of activations, buffers and driver on each GPU."""
 
 
 def memory_fit(
     roofline: Roofline, memory: MemoryModel, *, memory_share: float, sequences: int, batched: int
 ) -> Fit:
-    """Return the memory use with `sequences` sequences and `batched` tokens in a step."""
+    """Return the use of each GPU's memory by an engine with at most `sequences` requests and
+    `batched` tokens in a step. The engine uses `memory_share` of the memory.
+    """
     shape, degree = roofline.shape, roofline.tensor_parallel
     experts = shape.experts
     inner = max(

@@ -1,4 +1,6 @@
-"""The command `sim replay CAPTURE --check-decisions`: repeat a live picker's decisions and compare."""
+"""The command `sim replay CAPTURE --check-decisions`: compute each decision of a live picker's
+capture again and compare it with the recorded one.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import ConfigError
 from epp.journal.problem import JournalError
-from epp.journal.reenacting import decide_again, sentences_of, told
+from epp.journal.reenacting import decide_again, sentences_of, totals
 from sim.cluster.policies import policy_source
 from sim.measurement.summaries import SCHEMA, as_json
 from sim.output import OutputError, open_folder, write_whole
@@ -15,7 +17,7 @@ from sim.traces.arrival import TraceError
 
 
 def check_decisions(options: argparse.Namespace) -> int:
-    """Run the command and return 0, whatever the differences.
+    """Run `sim replay --check-decisions` and return exit code 0, even if decisions differ.
 
     Raises errors that `sim` prints.
     """
@@ -30,7 +32,7 @@ def check_decisions(options: argparse.Namespace) -> int:
         config = policy.load()
     folder = open_folder(options)
     try:
-        total = told(decide_again(capture, plugin_tables(), config))
+        total = totals(decide_again(capture, plugin_tables(), config))
     except JournalError as problem:
         raise OutputError(str(problem)) from None
     by = "the configuration in force" if config is None else options.config

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         for policy in policies
         for replicas in counts
     ]
-    run_options.tell_warnings(jobs[0])
+    run_options.print_trace_warnings(jobs[0])
     names = [
         policy.name
         if replicas is None or len(counts) == 1
@@ -85,10 +85,11 @@ def run(options: argparse.Namespace) -> int:
     what_was_run = run_options.conditions(*jobs[: len(names)])
 
     def whole(results: Results) -> list[list[Result]]:
-        """Return the runs of each configuration under the seeds that all configurations have
+        """Return for each configuration its runs, one for each seed that all configurations have
         completed.
 
-        The lists are empty until the first seed, which is the trace as it is, is among them.
+        The lists are empty until the first seed, which replays a recorded trace unchanged, is
+        completed.
         """
         starts = range(0, len(jobs), len(names))
         ended = [start for start in starts if all(start + at in results for at in each)]
@@ -135,7 +136,11 @@ def _pickers(replicas: int) -> str:
 def _compared(
     names: Sequence[str], runs: Sequence[Sequence[RunSummary]]
 ) -> dict[str, ComparedConfig]:
-    """Return every figure of every configuration, and its difference from the first configuration."""
+    """Return the estimate of every measure for every configuration, and its difference from the
+    first configuration.
+
+    Empty if no seed is complete.
+    """
     if not runs[0]:
         return {}
     figures = [[figures_of(one) for one in found] for found in runs]
@@ -158,7 +163,9 @@ def _compared(
 
 
 def difference_summary(measure: str, found: Difference) -> DifferenceSummary:
-    """Return the difference as summary.json has it, with its verdict."""
+    """Return the difference of one measure between two configurations in the form of summary.json,
+    with its verdict, such as "better" or "no significant difference".
+    """
     difference = found.difference
     estimate = estimate_summary(difference)
     return DifferenceSummary(

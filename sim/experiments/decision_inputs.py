@@ -1,8 +1,8 @@
-"""The inputs of a decision in a form from which the decision can be recomputed without this
-program.
+"""The inputs of a routing decision, written so that other programs can recompute the decision.
 
-They are collected just after the decision. The chosen endpoint's numbers from before it are known,
-and those of the others have not changed. The next decision changes them.
+The inputs are collected just after the decision and before the next one. At that time the state of
+the chosen endpoint before the decision is still recorded, and the state of the other candidates has
+not changed.
 """
 
 from typing import Any, Final
@@ -15,8 +15,10 @@ from epp.core.types import AdapterReport
 _MATCHED: Final = NUMBERS.index("matched_blocks")
 
 
-def asked_of(leg: Leg) -> dict[str, Any]:
-    """Return the numbers of the request that scorers use."""
+def request_properties(leg: Leg) -> dict[str, Any]:
+    """Return the properties of the request that scorers use, such as its prompt length in
+    tokens.
+    """
     request = leg.request
     return {
         "block_tokens": leg.block_tokens,
@@ -26,8 +28,9 @@ def asked_of(leg: Leg) -> dict[str, Any]:
     }
 
 
-def scored_by(leg: Leg) -> list[dict[str, Any]]:
-    """Return each candidate's entry in decisions.jsonl, its inputs, and its costs.
+def candidate_entries(leg: Leg) -> list[dict[str, Any]]:
+    """Return an entry for each candidate of a decision, as in decisions.jsonl, with the inputs and
+    the costs of its scorers.
 
     Raises what a plug-in raises.
     """
@@ -72,8 +75,8 @@ def scored_by(leg: Leg) -> list[dict[str, Any]]:
 
 
 def _adapters(report: AdapterReport | None, model: str) -> dict[str, Any] | None:
-    """Return the adapter slots of an endpoint and whether `model` has one, or None if it reports no
-    adapters.
+    """Return the numbers of an endpoint's LoRA adapter slots and whether `model` is loaded in one,
+    or None if the endpoint reports no adapters.
     """
     if report is None:
         return None

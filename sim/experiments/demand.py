@@ -1,4 +1,6 @@
-"""The work that a trace demands over time, for the stretch that is sized and for a first guess."""
+"""The demand of a trace in tokens over time. It selects the part of a trace that `sim size` sizes
+for, and gives a first guess of the number of pods.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -12,15 +14,19 @@ from sim.measurement.summaries import DemandSummary
 from sim.traces.arrival import Arrival
 
 STRETCHES_MAX: Final = 288
-"""Maximum number of stretches of a trace over time: a day in steps of five minutes."""
+"""Maximum number of equally long stretches into which a trace is divided: one day in steps of five
+minutes.
+"""
 STRETCH_S_MIN: Final[Seconds] = 300.0
 _BATCH: Final = 64
-"""Requests that decode together, for the first guess."""
+"""Number of requests that are assumed to decode in one batch, for the first guess of the number of
+pods.
+"""
 _PREFILL_TOKENS: Final = 8_192
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """The total demand of some requests."""
+    """Total demand of some requests: their number, prompt tokens and output tokens."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -28,21 +34,23 @@ class Demand(Struct, frozen=True, kw_only=True):
 
     @property
     def work(self) -> float:
-        """Demand in prompt tokens."""
+        """Work in prompt tokens; each output token counts as `OUTPUT_WEIGHT` prompt tokens."""
         return self.prompt_tokens + OUTPUT_WEIGHT * self.output_tokens
 
 
 class Stretch(Struct, frozen=True, kw_only=True):
-    """Consecutive requests of a trace."""
+    """A period of a trace with its requests and their demand."""
 
     start_s: Seconds
     end_s: Seconds
     places: range
-    """Positions of its requests in the trace."""
+    """Positions of the stretch's requests in the trace."""
     demand: Demand
 
     def summary(self, busiest: float) -> DemandSummary:
-        """Return the stretch as summary.json has it. `busiest` is the work of the busiest stretch."""
+        """Return the stretch in the form of summary.json. `busiest` is the work of the trace's
+        busiest stretch, to which this stretch's work is related.
+        """
         return DemandSummary(
             start_s=self.start_s,
             end_s=self.end_s,
@@ -54,20 +62,22 @@ class Stretch(Struct, frozen=True, kw_only=True):
 
 
 class TraceDemand(Struct, frozen=True, kw_only=True):
-    """The demand of a trace."""
+    """The demand of a trace: in total, over time, and in the stretch that `sim size` sizes for."""
 
     whole: Stretch
     sized_for: Stretch
-    """The whole trace if it is short enough, else its busiest stretch."""
+    """The whole trace if it is short enough to be simulated, else its busiest stretch."""
     over_time: list[Stretch]
 
     @property
     def work_per_s(self) -> float:
-        """Work per second of the stretch that is sized."""
+        """Work per second, in prompt tokens, of the stretch that `sim size` sizes for."""
         return _per_s(self.sized_for)
 
     def share_of_sized(self, stretch: Stretch) -> float:
-        """Return the stretch's work per second as a share of that of the sized stretch."""
+        """Return the work per second of `stretch` as a share of the sized stretch's work per
+        second.
+        """
         return _per_s(stretch) / self.work_per_s if self.work_per_s else 1.0
 
     @property
@@ -77,11 +87,11 @@ class TraceDemand(Struct, frozen=True, kw_only=True):
 
 
 def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDemand:
-    """Return the demand of a trace in order of time. `sized_s_max` is the maximum length of the
-    sized stretch.
+    """Return the demand of `arrivals`, which are in order of time. If they span more than
+    `sized_s_max`, the sized stretch is the busiest one of that length.
 
-    Two numbers a request are in memory. Raises what iterating raises, and `ValueError` if there are
-    no requests.
+    The function holds two numbers for each request in memory. Raises what iterating over `arrivals`
+    raises, and `ValueError` if there are no requests.
     """
     times_s: list[Seconds] = []
     work: list[tuple[int, int]] = []
@@ -110,9 +120,10 @@ def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDema
 
 
 def guessed_pods(stretch: Stretch, profile: Profile, speed: float) -> int:
-    """Return a rough number of pods that the work keeps busy, if half of the prompts are cached.
+    """Return a rough number of pods that the work of `stretch` keeps busy, assuming that half of
+    the prompt tokens are cached.
 
-    Only the start of a search depends on it.
+    The search for the number of pods begins there; its result does not depend on this guess.
     """
     demand = stretch.demand
     span_s = (stretch.end_s - stretch.start_s) / speed
@@ -134,7 +145,9 @@ def guessed_pods(stretch: Stretch, profile: Profile, speed: float) -> int:
 def _busiest(
     times_s: Sequence[Seconds], work: Sequence[tuple[int, int]], span_s: Seconds
 ) -> Stretch:
-    """Return the stretch with the most work among those of `span_s` that begin with a request."""
+    """Return the stretch with the most work among those that begin with a request and are `span_s`
+    long.
+    """
     best = (-1.0, 0, 0)
     now, end = 0.0, 0
     for first, begins_s in enumerate(times_s):

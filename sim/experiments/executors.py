@@ -19,25 +19,25 @@ from sim.experiments.jobs import Answer, Crew, Job, JobError, Workers
 LOCAL: Final = "local"
 EXECUTOR_HELP: Final = "local, dask://HOST:PORT or ray://HOST:PORT"
 IN_FLIGHT_MAX: Final = 4_096
-"""Maximum number of jobs submitted to a cluster at a time: more than its cores, few enough for its
-memory.
+"""Maximum number of jobs submitted to a cluster and not yet ended. It exceeds the cluster's number
+of cores, and bounds its memory.
 """
 _CONNECT_S: Final = 10
 
 
 class ExecutorError(Exception):
-    """Jobs cannot run at the given place; the text is one sentence."""
+    """The workers that `--executor` names cannot be used; the message is one sentence."""
 
 
 class Submitting(Protocol):
-    """The part of `concurrent.futures.Executor` that is needed."""
+    """The only method of `concurrent.futures.Executor` that is used here."""
 
     def submit(self, task: Callable[..., Any], /, *given: Any) -> "Future[Any]": ...
 
 
 class Submitted:
-    """`Workers` on top of any executor, which the caller owns. Leaving the context cancels all
-    jobs.
+    """Implementation of `Workers` on top of any executor, which the caller creates and closes.
+    Leaving the context cancels all jobs.
     """
 
     def __init__(self, executor: Submitting) -> None:
@@ -53,8 +53,8 @@ class Submitted:
         self.stop()
 
     def stop(self) -> None:
-        """Cancel the jobs that have not begun and end `outcomes`. Jobs that run elsewhere are not
-        awaited.
+        """Cancel the jobs that have not begun, and end the iterator `outcomes` without waiting for
+        jobs that are running on the cluster.
         """
         self._stopped = True
         for future in list(self._busy.values()):
@@ -64,9 +64,10 @@ class Submitted:
     def outcomes(
         self, task: Callable[[Job], Answer], jobs: Sequence[Job]
     ) -> Iterator[tuple[int, Answer | JobError]]:
-        """Yield outcomes like `Workers.outcomes`.
+        """Yield the outcome of each job, as `Workers.outcomes` specifies.
 
-        An exception of a job or of the cluster becomes the reason why the job failed.
+        An exception of a job or of the cluster becomes a `JobError` that is yielded as that job's
+        outcome.
         """
         left = enumerate(jobs)
         self._submit(task, left, IN_FLIGHT_MAX)
@@ -106,10 +107,10 @@ def _outcome(future: "Future[Any]") -> Any:
 
 @contextlib.contextmanager
 def workers_at(named: str, size: int) -> Iterator[Workers]:
-    """Yield the workers at `named`, in a form of `EXECUTOR_HELP`. `size` is the number of local
-    processes.
+    """Yield the workers at the place `named`, which has one of the forms in `EXECUTOR_HELP`. `size`
+    is the number of processes if that place is this machine.
 
-    Raises `ExecutorError` if the cluster does not answer or its client is not installed.
+    Raises `ExecutorError` if the cluster does not answer or its client library is not installed.
     """
     if named == LOCAL:
         with Crew(size) as crew:
@@ -140,7 +141,7 @@ def _dask(address: str) -> Iterator[Submitting]:
 
 
 class _Ray:
-    """An adapter from `submit` to Ray's tasks."""
+    """An adapter that offers Ray's remote tasks as `submit` of `concurrent.futures`."""
 
     def __init__(self, ray: Any) -> None:
         # The task is sent to the cluster once, and then referred to.
@@ -185,9 +186,10 @@ def _ray(address: str) -> Iterator[Submitting]:
 
 
 def _reach(address: str) -> None:
-    """Raise `OSError` or `ValueError` if nothing listens at `address`.
+    """Raise `OSError` or `ValueError` if nothing listens at `address` (HOST:PORT).
 
-    The clients themselves would retry, Ray's for half a minute, and print more than a sentence.
+    Without this check, the client libraries would retry (Ray for half a minute) and print more than
+    one sentence.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
@@ -196,7 +198,7 @@ def _reach(address: str) -> None:
 
 
 def _in_a_line(problem: Exception) -> str:
-    """Return the problem on one line; a traceback is reduced to its last line."""
+    """Return the text of an exception on one line; a traceback is reduced to its last line."""
     text = str(problem).strip()
     if "Traceback (most recent call last)" in text:
         text = text.splitlines()[-1]

@@ -1,5 +1,5 @@
-"""Many runs of one experiment on all cores, with a progress bar; results are written after each
-run.
+"""Many simulation runs of one experiment on all cores, with a progress bar; results are written
+after each run.
 """
 
 import argparse
@@ -42,7 +42,7 @@ OfRuns = TypeVar("OfRuns", bound=Summary)
 
 
 class JobError(Exception):
-    """One of the runs failed; the text is one sentence."""
+    """A simulation run, or another job of `Workers`, failed; the message is one sentence."""
 
 
 class Workers(Protocol):
@@ -51,46 +51,49 @@ class Workers(Protocol):
     def outcomes(
         self, task: Callable[[Job], Answer], jobs: Sequence[Job]
     ) -> Iterator[tuple[int, Answer | JobError]]:
-        """Yield (number, what `task` returns or why it failed) of each job as it ends, until
-        `stop`.
+        """Run `task` on each job and yield (position of the job, result or `JobError`) in the order
+        in which the jobs end, until `stop` is called.
 
-        `task` is a function of a module, because only its name is sent.
+        `task` must be a function of a module, because workers receive only its name.
         """
         ...
 
     def stop(self) -> None:
-        """Stop running jobs and end `outcomes`."""
+        """Stop the running jobs and end the iterator that `outcomes` returned."""
         ...
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """The result of a run in another process."""
+    """The result of a simulation run, small enough to be sent between processes."""
 
     summary: RunSummary
     series: Series
 
 
 Results = Mapping[int, Result]
-"""Results by position of their settings among the jobs."""
+"""Results of completed runs, by position of the run in `Experiment.jobs`."""
 
 
 class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
-    """Runs and their reports: for all runs, or for those that had ended before Ctrl-C."""
+    """A set of runs with the functions that summarise and report them. Reports cover all runs, or
+    after Ctrl-C those that have ended.
+    """
 
     title: str
     jobs: Sequence[RunSettings]
     summary: Callable[[Results, bool], OfRuns]
-    """Function (results so far, whether these are all) -> summary."""
+    """Function (results so far, True if all runs have ended) -> summary."""
     table: Callable[[OfRuns], str]
     reports: Callable[[OfRuns, Results], dict[str, str]]
-    """Function (summary, results) -> content of each file by name."""
+    """Function (summary, results) -> content of each report file, by file name."""
 
     def carry_out(self, folder: Path | None, *, workers: int) -> int:
-        """Run all jobs, write the results after each one, print the table, and return the exit
-        code.
+        """Run all jobs, write the results to `folder` after each job, print the table, and return
+        the exit code. Nothing is written if `folder` is None.
 
-        A big trace is read once in advance, so that the processes find it cached. Raises
-        `JobError`, `TraceError` and `OSError`; the results up to then are written.
+        A large trace is read once before the runs, so that the processes find it in the cache.
+        Raises `JobError`, `TraceError` and `OSError`; results of earlier jobs are already written
+        then.
         """
         results: dict[int, Result] = {}
         summary: OfRuns | None = None
@@ -127,7 +130,9 @@ class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
 
 
 class Crew:
-    """`Workers` on this machine, each running one job at a time. Leaving the context ends them."""
+    """Implementation of `Workers` with processes on this machine, each of which runs one job at a
+    time. Leaving the context ends the processes.
+    """
 
     def __init__(self, size: int) -> None:
         self._stopped = False
@@ -148,13 +153,14 @@ class Crew:
             process.close()
 
     def stop(self) -> None:
-        """Stop running jobs and end `outcomes`."""
+        """Kill the worker processes, and thus end the iterator that `outcomes` returned."""
         self._stopped = True
         for process in self._members.values():
             process.kill()
 
     def results(self, jobs: Sequence[RunSettings]) -> Iterator[tuple[int, Result]]:
-        """Yield (number, result) of each run in the order in which they end, until `stop`.
+        """Yield (position of the run among `jobs`, result) in the order in which the runs end,
+        until `stop` is called.
 
         Raises `JobError` for a run that failed.
         """
@@ -166,8 +172,8 @@ class Crew:
     def outcomes(
         self, task: Callable[[Job], Answer], jobs: Sequence[Job]
     ) -> Iterator[tuple[int, Answer | JobError]]:
-        """Yield outcomes like `Workers.outcomes`. A process that dies is replaced, and the other
-        jobs go on.
+        """Yield the outcome of each job, as `Workers.outcomes` specifies. If a process dies, its
+        job fails, a new process replaces it, and the other jobs continue.
         """
         left = enumerate(jobs)
         busy: dict[Connection, int] = {}
@@ -219,7 +225,9 @@ class Crew:
 
 
 def _work(pipe: Connection) -> None:
-    """Run the jobs from the pipe until it is closed, and send back each result or a `JobError`."""
+    """Run the jobs that arrive through `pipe` until it is closed, and send back each result or a
+    `JobError`. This is the main function of a worker process.
+    """
     with contextlib.suppress(EOFError, OSError):
         while True:
             task, job = pipe.recv()
@@ -232,7 +240,9 @@ def _work(pipe: Connection) -> None:
 
 
 def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
-    """Run once, without files. `held` is the trace if it was read before. Raises what `Run` raises."""
+    """Run the simulation of `settings` without writing files. `held` is its trace if that is
+    already in memory, else None. Raises what `Run` raises.
+    """
     latest_s = 0.0
 
     def ended(request: SimulatedRequest) -> None:
@@ -257,11 +267,12 @@ def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
 
 
 def add_experiment_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for repetitions, processes and output."""
+    """Add the flags --seeds, --seed, --workers and the flags for output."""
     add = parser.add_argument_group("Runs").add_argument
     add("--seeds", type=count_of_runs, default=5, metavar="K",
         help="number of runs of each configuration, each with other traffic (default: 5)")  # fmt: skip
-    add("--seed", type=int, default=1, help="first seed (default: 1)")
+    add("--seed", type=int, default=1, help="seed of the first run of each configuration; the next runs use the next numbers "
+        "(default: 1)")  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=count_of_runs, default=cores, metavar="N",
         help=f"number of processes (default: all {cores} cores)")  # fmt: skip

@@ -1,10 +1,11 @@
-"""Traffic described by three means: requests a second, prompt tokens and output tokens.
+"""Synthetic traffic described by three means: requests per second, prompt tokens and output tokens
+per request.
 
 The traffic becomes an inference-perf workload file. Requests arrive as a Poisson process. No prompt
 shares text with another, so no prompt cache helps. Lengths are lognormal with a standard deviation
-as large as the mean, which makes p90 2.0 and p99 4.9 times the mean. In the published hours of Azure
-and Mooncake, p90 of the prompts is 2.3 to 2.5 times the mean, p99 3.6 to 7.1 times, and p90 of the
-outputs 1.7 to 2.0 times.
+as large as the mean, which makes p90 2.0 and p99 4.9 times the mean. In the published hours of
+Azure and Mooncake, p90 of the prompts is 2.3 to 2.5 times the mean, p99 3.6 to 7.1 times, and p90
+of the outputs 1.7 to 2.0 times.
 """
 
 from collections.abc import Sequence
@@ -19,18 +20,20 @@ from sim.engine.profiles import Profile
 LONGEST: Final = 8.0
 """Maximum length of a prompt or an output, as a multiple of the mean."""
 _LONGEST_MIN: Final = 1.5
-"""Smallest accepted multiple; below it hardly any length would exceed the mean."""
+"""Smallest accepted maximum length, as a multiple of the mean. If prompts or outputs were limited
+to less, hardly any length would exceed the mean.
+"""
 REQUESTS_WANTED: Final = 2_000
 _DURATION_S_MIN: Final[Seconds] = 120.0
 _DURATION_S_MAX: Final[Seconds] = 3600.0
 
 
 class MeanTrafficError(ValueError):
-    """The traffic cannot be simulated. The message is one sentence."""
+    """The traffic that three means describe cannot be simulated. The message is one sentence."""
 
 
 class MeanTraffic(Struct, frozen=True, kw_only=True):
-    """Traffic with three given means."""
+    """Traffic described by its mean request rate, prompt length and output length."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -48,9 +51,10 @@ class MeanTraffic(Struct, frozen=True, kw_only=True):
         return min(max(REQUESTS_WANTED / self.requests_per_s, _DURATION_S_MIN), _DURATION_S_MAX)
 
     def document(self, profiles: Sequence[Profile]) -> bytes:
-        """Return the workload file; every request fits into the context and KV cache of each profile.
+        """Return the traffic as an inference-perf workload file in YAML. Lengths are limited so
+        that every request fits into the context and the KV cache of each profile.
 
-        Raises `MeanTrafficError` if requests of this length do not fit.
+        Raises `MeanTrafficError` if requests of the mean length do not fit.
         """
         longest = self._longest(profiles)
 

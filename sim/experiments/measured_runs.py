@@ -1,4 +1,6 @@
-"""Runs by their configuration and traffic, replayed on all cores, each only once across restarts."""
+"""Runs of a tuning, identified by configuration and traffic. Each is simulated only once, on all
+cores, and then read from the journal even after a restart.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -14,26 +16,34 @@ from sim.measurement.summaries import KeptRun, RunSummary
 
 
 class Half(StrEnum):
-    """A half of the requests of a trace."""
+    """One half of the requests of a trace: the first for the search, the second to judge its
+    result.
+    """
 
     TUNING = "tuning"
     HOLD_OUT = "hold-out"
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """The traffic of a run, which is the same for all configurations."""
+    """The part of a trace that a run replays, and how; it is the same for all configurations that
+    are compared.
+    """
 
     half: Half
     share: float = 1.0
-    """Share of the half, from its beginning."""
+    """Share of the half's requests that are replayed, counted from its beginning."""
     load: float = 1.0
-    """Factor by which requests arrive faster."""
+    """Factor on the request rate: at 2, requests arrive twice as fast as in the trace."""
     repetition: int = 0
-    """Repetition; 0 is the trace as it is, and others are other traffic like it."""
+    """Number of the repetition. 0 replays the trace unchanged; others replay similar traffic,
+    resampled or generated with another seed.
+    """
 
 
 class MeasuredRuns:
-    """A source of results that first looks into the journal and then runs what is missing."""
+    """A source of run results that reads the journal first and simulates only the runs that are
+    missing there.
+    """
 
     def __init__(
         self,
@@ -43,8 +53,8 @@ class MeasuredRuns:
         halves: Mapping[Half, range],
         advance: Callable[[], None],
     ) -> None:
-        """Create the source. `halves` are the positions of their requests; `advance` is called
-        after each run.
+        """Create the source. `halves` maps each half to the positions of its requests in the trace;
+        `advance` is called once for each available run.
         """
         self._crew = crew
         self._journal = journal
@@ -52,11 +62,13 @@ class MeasuredRuns:
         self._halves = halves
         self._advance = advance
         self._hashes: dict[str, str] = {}
-        """Hash of each configuration, by its text, because computing it is slow."""
+        """Hash of each configuration, by the configuration's text. It is cached because computing
+        it is slow.
+        """
 
     def of(self, wanted: Sequence[tuple[PolicySource, Sample]]) -> list[KeptRun]:
-        """Return the runs for `wanted`, in order. Raises `StoppedError`, and `JobError` if one
-        fails.
+        """Return the run of each (configuration, sample) in `wanted`, in the same order. Raises
+        `StoppedError` after Ctrl-C, and `JobError` if a run fails.
         """
         keyed = [(self._key(policy, sample), (policy, sample)) for policy, sample in wanted]
         return self._journal.runs(keyed, self._measured, self._advance)

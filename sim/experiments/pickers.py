@@ -1,6 +1,7 @@
-"""The pickers of a run: their number, traffic, exchange between them, and failures.
+"""The pickers of a simulation run: their number, which requests reach each, messages between them,
+and failures.
 
-Either flags or a scenario define them, but not both.
+Either flags or a scenario file define them, but not both.
 """
 
 from collections.abc import Mapping
@@ -17,17 +18,19 @@ PICKERS_MAX: Final = 1_000
 
 
 class SlowPicker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A picker whose messages to and from its peers take longer."""
+    """A picker whose messages to and from its peers take `more_s` seconds longer than other
+    messages.
+    """
 
     picker: Annotated[int, Meta(ge=0, lt=PICKERS_MAX)]
     more_s: Duration
 
 
 class PickerRestart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A restart: pickers fail at `at_s` and lose all state, and new ones replace them `startup_s`
-    later.
+    """A restart of pickers: at `at_s` they fail and lose all state, and `startup_s` seconds later
+    new ones replace them. An empty `pickers` means all.
 
-    At 0 they join late.
+    With `at_s` 0, the pickers join `startup_s` seconds after the start of the run.
     """
 
     at_s: Instant
@@ -36,7 +39,9 @@ class PickerRestart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class PeerPartition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A partition: from `from_s` to `to_s` no messages pass between `pickers` and the others."""
+    """A network partition: from `from_s` to `to_s` no messages pass between `pickers` and the other
+    pickers.
+    """
 
     from_s: Instant
     to_s: Instant
@@ -47,13 +52,15 @@ class PeerPartition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Pickers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section `[pickers]` of a scenario; changes during the run are events."""
+    """Section `[pickers]` of a scenario file. Changes of pickers during the run are events of the
+    scenario.
+    """
 
     count: Annotated[int, Meta(ge=1, le=PICKERS_MAX)] = 1
     assignment: Assignment = Assignment.RANDOM
     fallback_endpoints_max: Annotated[int, Meta(ge=0, le=64)] = 0
     peer_delay_s: Duration | None = None
-    """Delay of messages between pickers; None if pickers exchange nothing."""
+    """Delay of messages between pickers in seconds; None if pickers exchange no messages."""
     peer_loss: Share | None = None
     peer_interval_s: Annotated[float, Meta(ge=1e-6, le=1e9)] | None = None
     peer_snapshot: bool | None = None
@@ -61,7 +68,7 @@ class Pickers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PickersPlan(Struct, frozen=True, kw_only=True):
-    """All settings of pickers, from flags or a scenario."""
+    """All settings of the pickers of a run, from flags or from a scenario file."""
 
     pickers: Pickers = Pickers()
     restarts: tuple[PickerRestart, ...] = ()
@@ -69,7 +76,7 @@ class PickersPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def absences(self) -> tuple[Absence, ...]:
-        """Times at which pickers are absent."""
+        """Periods in which a picker is absent because of a restart."""
         return tuple(
             Absence(picker, restart.at_s, restart.at_s + restart.startup_s)
             for restart in self.restarts
@@ -78,8 +85,8 @@ class PickersPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> PeerSettings | None:
-        """Exchange between pickers, or None. Raises `ClusterSettingsError` if details are set
-        without a delay.
+        """Settings of the messages between pickers, or None if pickers exchange none. Raises
+        `ClusterSettingsError` if other settings of these messages are given without their delay.
         """
         pickers = self.pickers
         told: dict[str, Any] = {
@@ -114,15 +121,15 @@ FLAGS: Final[Mapping[str, str]] = {
     "restarts": "--picker-away",
     "partitions": "--peer-partition",
 }
-"""Flag for each setting of a plan and its pickers."""
+"""Command-line flag for each field of `Pickers` and `PickersPlan`, by name of the field."""
 
 
 def pickers_plan(flags: Mapping[str, Any], scenario: PickersPlan | None, file: str) -> PickersPlan:
-    """Return the settings of pickers. `flags` has the keys of `FLAGS`, with None for flags not
-    given.
+    """Return the settings of the pickers from the flags or from the scenario. `flags` has the keys
+    of `FLAGS`, with None for each flag that was not given.
 
-    `scenario` is the content of `file`, or None if it defines no pickers. Raises
-    `ClusterSettingsError` if both define them.
+    `scenario` has the pickers of the scenario file `file`, or is None if that defines none. Raises
+    `ClusterSettingsError` if both the flags and the scenario define pickers.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if scenario is None:

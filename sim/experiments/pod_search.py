@@ -1,9 +1,9 @@
-"""Find the smallest sufficient number of pods with few tries.
+"""Search for the smallest sufficient number of pods with few simulations.
 
-More pods are better on average, but not in every try: requests are spread over more caches, and runs
-are noisy. A found number therefore needs two neighbours: the number below was tried and is too
-small, and the number above is sufficient too. If the number above is too small, the search continues
-beyond it.
+More pods are better on average, but not in every simulation: requests are spread over more caches,
+and runs are noisy. A number is therefore accepted only if both neighbours confirm it: the number
+below was tried and is too small, and the number above is sufficient too. If the number above is too
+small, the search continues beyond it.
 """
 
 from collections.abc import Generator, Mapping
@@ -12,20 +12,22 @@ from msgspec import Struct
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """The state of a search."""
+    """The next step of a search for a number of pods: a number to try, or the result."""
 
     ask: int | None = None
-    """Number to try next, or None if the search has ended."""
+    """Number of pods to try next, or None if the search has ended."""
     found: int | None = None
-    """Found number. None if the search has not ended, or if no number is sufficient."""
+    """Smallest sufficient number of pods. None if the search has not ended, or if no number is
+    sufficient.
+    """
 
 
 def next_step(known: Mapping[int, bool], *, start: int, highest: int, lowest: int = 1) -> Step:
-    """Return the next step of a search.
+    """Return the next step of a search for the smallest sufficient number of pods.
 
-    `known` says for each tried number of pods whether it is sufficient. The search begins at `start`
-    and covers `lowest` to `highest`; fewer than `lowest` are known to be too few. The step depends
-    only on the arguments, so an interrupted search can resume anywhere.
+    `known` maps each tried number of pods to whether it is sufficient. The search begins at `start`
+    and covers `lowest` to `highest`; fewer pods than `lowest` are known to be too few. The step
+    depends only on the arguments, so an interrupted search can resume anywhere.
     """
     search = _search(min(max(start, lowest), highest), lowest, highest)
     try:
@@ -38,12 +40,12 @@ def next_step(known: Mapping[int, bool], *, start: int, highest: int, lowest: in
 
 
 def smallest_of_all(known: Mapping[int, bool]) -> int | None:
-    """Return the smallest number from which on every number in `known` is sufficient; None if there
-    is none.
+    """Return the smallest number of pods from which on every number in `known` is sufficient; None
+    if the highest number is not.
 
     The function goes down from the highest number and stops at the first that is not shown to be
-    sufficient. This is a fixed-sequence test. The result is too small no more often than a single
-    such claim is wrong, for any count of numbers.
+    sufficient. This is a fixed-sequence test: the probability of a result that is too small is not
+    larger than that of one wrong claim about one number, however many numbers are tested.
     """
     found = None
     for number in sorted(known, reverse=True):
@@ -54,7 +56,9 @@ def smallest_of_all(known: Mapping[int, bool]) -> int | None:
 
 
 def _search(start: int, lowest: int, highest: int) -> Generator[int, bool, int | None]:
-    """Yield numbers to try, receive whether each is sufficient, and return the answer."""
+    """Yield numbers of pods to try, receive for each whether it is sufficient, and return the
+    smallest sufficient number or None.
+    """
     # The largest known number that is too small, and the smallest sufficient one; 0 if none is known.
     lower, upper = lowest - 1, 0
     if (yield start):
@@ -84,7 +88,9 @@ def _search(start: int, lowest: int, highest: int) -> Generator[int, bool, int |
 
 
 def _above(lower: int, highest: int) -> Generator[int, bool, int]:
-    """Return the first sufficient number, in strides that double; 0 if none up to `highest`."""
+    """Yield numbers of pods above `lower` in strides that double, receive for each whether it is
+    sufficient, and return the first sufficient one. 0 if none up to `highest` is sufficient.
+    """
     step = 1
     while lower < highest:
         number = min(lower + step, highest)

@@ -1,13 +1,13 @@
-"""Statistical power of a tuning: the smallest gain that its traffic can confirm.
+"""Statistical power of a tuning: the smallest gain that the traffic of a tuning can confirm.
 
-It is estimated before the search. The present configuration and a few random ones show how much
-figures vary on this traffic. They run with every seed on the tuning half, which is as long as the
-hold-out half. A gain is confirmed if the 95 % confidence interval of the difference excludes 0. A
-gain as large as `PowerSummary.gains` is confirmed in four of five tunings, a smaller one less
-often.
+The power is estimated before the search. The present configuration and a few random ones run with
+every seed on the tuning half of the trace, which is as long as the hold-out half, and show how much
+figures vary on this traffic. A gain is confirmed if the 95 % confidence interval of the difference
+excludes 0. A gain as large as `PowerSummary.gains` is confirmed in four of five tunings, a smaller
+one less often.
 
-The variation is expressed as a share of the larger of both figures. Otherwise a configuration that
-is ten times worse, and varies ten times as much, would mislead.
+The variation is expressed as a share of the larger of the two compared figures. Otherwise a
+configuration that is ten times worse, and varies ten times as much, would distort the estimate.
 """
 
 import math
@@ -20,21 +20,29 @@ from sim.measurement.measures import six_digits
 from sim.measurement.summaries import DifferenceSummary, PowerSummary
 
 PILOTS: Final = 3
-"""Number of random configurations for the estimate, whose variations are averaged."""
+"""Number of random configurations from which the power is estimated; their variations are
+averaged.
+"""
 POWER: Final = 0.8
-"""Share of tunings that confirm a gain of the reported size."""
+"""Statistical power: share of tunings that would confirm a gain of the reported size."""
 GAIN_WANTED: Final = 0.1
-"""Gain for which the required amount of traffic is reported."""
+"""Relative gain (0.1 is 10 %) for which the report states how many requests or seeds would confirm
+it.
+"""
 SEEDS_MAX: Final = 30
-"""Maximum number of seeds that is proposed; more hardly narrow the interval."""
+"""Maximum number of seeds that the report proposes; more seeds hardly narrow the confidence
+interval.
+"""
 
 
 def power_of(
     pilots: Sequence[Mapping[str, DifferenceSummary]], varied: Varied, *, requests: int
 ) -> PowerSummary:
-    """Return the power. `pilots` are differences from the present configuration by measure.
+    """Return the statistical power of a tuning. `pilots` has, for each random configuration, its
+    difference from the present configuration by measure.
 
-    `requests` is the number of requests of the trace.
+    `varied` describes the repetitions of these runs, and `requests` is the number of requests of
+    the trace.
     """
     seeds = varied.repetitions
     gains: dict[str, float] = {}
@@ -66,7 +74,9 @@ def power_of(
 
 
 def _half(found: DifferenceSummary) -> float:
-    """Return half of the interval as a share of the larger figure, or 0 if it is unknown."""
+    """Return half of the width of a difference's confidence interval, as a share of the larger of
+    the two figures, or 0 if a value is unknown.
+    """
     reference = found.known_reference
     if found.low is None or found.high is None or found.value is None or reference is None:
         return 0.0
@@ -75,7 +85,9 @@ def _half(found: DifferenceSummary) -> float:
 
 
 def _factor(varied: Varied, seeds: int) -> float:
-    """Return the gain that `POWER` of all tunings confirm, in half intervals."""
+    """Return the smallest gain that a share `POWER` of all tunings confirms, as a multiple of half
+    the width of the confidence interval.
+    """
     freedom = _freedom(varied, seeds)
     # The one-sided quantile of `POWER` follows from the two-sided one.
     return 1 + student_t(2 * POWER - 1, freedom) / student_t(CONFIDENCE, freedom)
@@ -86,10 +98,14 @@ def _freedom(varied: Varied, seeds: int) -> int:
 
 
 def _seeds_needed(gain: float, varied: Varied) -> int | None:
-    """Return the seeds that would confirm `GAIN_WANTED` on the same traffic, or None if none would."""
+    """Return the number of seeds that would confirm `GAIN_WANTED` on the same traffic, if the
+    present number confirms `gain`. None if up to `SEEDS_MAX` seeds would not.
+    """
 
     def error(seeds: int) -> float:
-        """Return the error in units that do not depend on the number of seeds."""
+        """Return a number proportional to the smallest gain that runs with `seeds` seeds
+        confirm.
+        """
         quantile = student_t(CONFIDENCE, _freedom(varied, seeds)) * _factor(varied, seeds)
         # More resamples do not make a recording longer.
         return quantile / math.sqrt(seeds) if varied.generated else quantile

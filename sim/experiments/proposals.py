@@ -1,8 +1,9 @@
-"""Proposals of configurations by Optuna's tree-structured Parzen estimator, each dimension
-separately.
+"""Proposals of configurations to try in a tuning, by Optuna's tree-structured Parzen estimator,
+which treats each dimension separately.
 
-Only this module uses Optuna, which takes half a second to import. The study is in memory. Proposals
-follow from the seed and the reported costs, so that a restarted command proposes the same.
+Only this module uses Optuna, which takes half a second to import. The Optuna study is in memory.
+Proposals follow from the seed and the reported costs, so that a restarted command proposes the same
+configurations.
 """
 
 import math
@@ -23,10 +24,12 @@ from sim.experiments.space import Choice, Dimension, Value
 
 
 class Proposals:
-    """Batches of proposals: ask, measure, tell."""
+    """Batches of configurations to try: `ask` for a batch, measure its costs, and `tell` them."""
 
     def __init__(self, dimensions: Sequence[Dimension], *, seed: int, random: int) -> None:
-        """Create the study. The first `random` proposals are random, except for the present values."""
+        """Create the Optuna study. The first `random` proposals are random, except that the first
+        one has the present values if all of them are in range.
+        """
         self._distributions = {one.name: _distribution(one) for one in dimensions}
         self._seed = seed
         self._random = random
@@ -41,7 +44,9 @@ class Proposals:
             self._study.enqueue_trial(present)
 
     def ask(self, count: int) -> list[dict[str, Value]]:
-        """Return `count` proposals with a value for each dimension. A call of `tell` must follow."""
+        """Return `count` proposed configurations, each as a value by name of the dimension. The
+        caller must report their costs with `tell`.
+        """
         # The seed depends on the batch number, so that earlier random draws have no influence.
         seed = xxhash.xxh32_intdigest(f"{self._seed}:tune:{self._batches}".encode())
         self._batches += 1
@@ -53,7 +58,9 @@ class Proposals:
         return [dict(one.params) for one in self._asked]
 
     def tell(self, costs: Sequence[float | None]) -> None:
-        """Report the cost of each proposal, in order; None if it could not be tried."""
+        """Report the cost of each proposal of the last `ask`, in the same order; None for a
+        configuration that could not be tried.
+        """
         for one, found in zip(self._asked, costs, strict=True):
             if found is None:
                 self._study.tell(one, state=TrialState.FAIL)

@@ -1,4 +1,4 @@
-"""Figures over the repetitions of one configuration, as summaries have them."""
+"""Figures over the repeated runs of one configuration, in the form of summary.json."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,9 @@ from sim.measurement.summaries import ComparedRun, EstimateSummary, Requests
 
 
 def ended_of(runs: Sequence[ComparedRun]) -> Requests:
-    """Return how many requests were sent and how they ended, over all runs."""
+    """Return the number of sent requests and the numbers of requests by outcome, summed over
+    `runs`.
+    """
     return Requests(
         **{
             name: sum(getattr(one.requests, name) for one in runs)
@@ -20,7 +22,7 @@ def ended_of(runs: Sequence[ComparedRun]) -> Requests:
 
 
 def estimate_summary(found: Estimate) -> EstimateSummary:
-    """Return the estimate as summary.json has it."""
+    """Return a mean with its confidence interval in the form of summary.json, rounded."""
     return EstimateSummary(
         value=rounded(found.value),
         low=None if found.low is None else rounded(found.low),
@@ -29,7 +31,9 @@ def estimate_summary(found: Estimate) -> EstimateSummary:
 
 
 def varied_between(runs: Sequence[ComparedRun]) -> Varied:
-    """Return how the repetitions of one configuration differ; the first one is the trace as it is."""
+    """Return how many repetitions `runs` are and how their traffic differs: generated anew,
+    resampled from a recording, or the same. All runs have the same configuration.
+    """
     traffic = [one.traffic for one in runs if one.traffic is not UNSET]
     resampled = next((one.resampled for one in traffic if one.resampled), None)
     return Varied(

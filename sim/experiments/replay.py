@@ -1,5 +1,5 @@
-"""The command `sim replay`: one trace, one configuration, one seed; figures on screen, files in a
-folder.
+"""The command `sim replay`: replay one trace with one configuration and one seed, print the
+figures, and write files to a folder.
 """
 
 import argparse
@@ -36,7 +36,9 @@ from sim.reports.run_report import run_page
 from sim.traces.formats import open_trace
 
 DECISIONS_BELOW: Final = 100_000
-"""Number of requests from which decisions and hit ceilings are written only on request."""
+"""Number of requests from which on decisions.jsonl and the hit ceilings are only written if a flag
+requests them.
+"""
 _SHOWN_EVERY: Final = 64
 
 Listener = Callable[[SimulatedRequest], None]
@@ -51,13 +53,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Configuration and records").add_argument
-    add("--config", metavar="FILE|NAME", help=f"{POLICY_HELP} ({DEFAULT_POLICY})")
+    add(
+        "--config",
+        metavar="FILE|NAME",
+        help=f"configuration: {POLICY_HELP} (default: {DEFAULT_POLICY})",
+    )
     add("--seed", type=int, default=1, help="seed of all random draws (default: 1)")
     add(
         "--decisions",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help=f"write every decision, which takes time (default: below {DECISIONS_BELOW:,} requests)",
+        help="write every routing decision to decisions.jsonl, which takes time (default: if there are "
+        f"fewer than {DECISIONS_BELOW:,} requests)",
     )
     add(
         "--inputs",
@@ -96,7 +103,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def replay(settings: RunSettings, options: argparse.Namespace) -> int:
-    """Run the simulation, print its figures and write its files."""
+    """Run the simulation of `settings`, print its figures, write its files if --out is given, and
+    return the exit code.
+    """
     total = requests_expected(settings)
     folder = open_folder(options)
     progress = progress_bar("replay")
@@ -104,7 +113,7 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
         listeners = [_shown(progress, total)]
         decisions = noted = None
         if folder is not None:
-            files.push(_nothing_half(folder))
+            files.push(_removing_unexplained(folder))
             requests = RequestTable(folder / REQUESTS)
             files.callback(requests.close)
             listeners.append(requests.add)
@@ -137,9 +146,9 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
     return INTERRUPTED
 
 
-def _nothing_half(folder: Path) -> Callable[..., None]:
-    """Return an exit callback that, after an error, removes the files that only a complete run
-    explains.
+def _removing_unexplained(folder: Path) -> Callable[..., None]:
+    """Return an exit callback for a context. After an error, it removes the request table and the
+    decision file from `folder`, because no summary explains them.
     """
 
     def leave(error: type[BaseException] | None, *_: object) -> None:
@@ -151,7 +160,9 @@ def _nothing_half(folder: Path) -> Callable[..., None]:
 
 
 def _with_ceilings(one: Run, summary: ReplaySummary) -> ReplaySummary:
-    """Return the summary with the hit ceilings if the run is complete."""
+    """Return the summary with the hit ceilings (highest possible hit rates) added, or unchanged if
+    the run was interrupted or completed no request.
+    """
     if not (summary.complete and one.measures.fates[Fate.COMPLETE]):
         return summary
     started_s = time.perf_counter()
@@ -163,7 +174,9 @@ def _with_ceilings(one: Run, summary: ReplaySummary) -> ReplaySummary:
 
 
 def _write(one: Run, summary: ReplaySummary, folder: Path, decisions: Path | None) -> None:
-    """Write the summary and the reports; the other files are already written."""
+    """Write summary.json, report.md and report.html to `folder`; the run has already written its
+    other files.
+    """
     started_s = time.perf_counter()
     write_run(folder, summary)
     page = run_page(summary, one.measures.steady_series(), decisions)
@@ -172,7 +185,9 @@ def _write(one: Run, summary: ReplaySummary, folder: Path, decisions: Path | Non
 
 
 def summary_of(one: Run, *, complete: bool) -> ReplaySummary:
-    """Return summary.json. The same settings and seed give the same bytes."""
+    """Return the content of summary.json for a run. The same settings and seed give the same
+    bytes.
+    """
     settings = one.settings
     return ReplaySummary(
         complete=complete,
@@ -186,19 +201,23 @@ def summary_of(one: Run, *, complete: bool) -> ReplaySummary:
 
 
 def write_run(folder: Path, summary: ReplaySummary) -> None:
-    """Write summary.json and report.md."""
+    """Write summary.json and report.md of a run to `folder`."""
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", run_report(summary).encode())
 
 
 def requests_expected(settings: RunSettings) -> int:
-    """Return the approximate number of requests of the run. Raises `TraceError` and `OSError`."""
+    """Return the approximate number of requests that a run will replay, for its progress bar.
+    Raises `TraceError` and `OSError`.
+    """
     expected = open_trace(Path(settings.trace), settings.read).requests_expected()
     return expected if settings.requests_max is None else min(expected, settings.requests_max)
 
 
 def _shown(progress: Progress, total: int) -> Listener:
-    """Return a listener that advances the progress bar."""
+    """Return a function that advances the progress bar when it is called with a request that has
+    ended. `total` is 0 if the number of requests is unknown.
+    """
     task = progress.add_task("replay", total=total or None)
     ended = 0
 

@@ -1,7 +1,8 @@
-"""The command `sim replicas`: what several pickers of one pool cost, by what they share.
+"""The command `sim replicas`: how much hit rate and latency get worse if several pickers serve one
+pool, depending on what they share.
 
-Each row of the table is a number of pickers and what they share; each block is a workload.
-Generated workloads are drawn again for each seed. For a trace in a file, the seed varies only the
+Each row of the table is a number of pickers and what they share; each block of rows is a workload.
+A generated workload is drawn again for each seed. For a trace in a file, the seed varies only the
 scheduler's random choices.
 """
 
@@ -55,7 +56,9 @@ _WITHOUT: Final = DEFAULT_CONFIG.replace(_SCORER, _SCORER + "  parameters: {peer
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A row of the table: a number of pickers, and what they share."""
+    """A row of the table of `sim replicas`: a number of pickers, what they share, and how requests
+    are assigned to them.
+    """
 
     replicas: int
     sharing: str
@@ -63,12 +66,16 @@ class Arm(Struct, frozen=True, kw_only=True):
 
     @property
     def policy(self) -> PolicySource:
-        """The default configuration, without `peerBelief` if nothing is shared."""
+        """Policy of the row: the default configuration; if pickers share nothing, with `peerBelief`
+        0.
+        """
         text = _WITHOUT if self.sharing == NOTHING else DEFAULT_CONFIG
         return PolicySource(name=DEFAULT_POLICY, text=text, source=DEFAULT_SOURCE)
 
     def cluster(self, kind: PodKind) -> ClusterSettings:
-        """Return the pool that its pickers serve."""
+        """Return the cluster settings of the row: `PODS` pods of this kind and the row's
+        pickers.
+        """
         return ClusterSettings(
             pods=(kind,) * PODS,
             replicas=self.replicas,
@@ -91,7 +98,9 @@ ARMS: Final = (
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
-    """A workload of the table: a standard one at one rate, or the trace in a file."""
+    """A workload of the table of `sim replicas`: a standard workload at one rate, or the trace in
+    `file`.
+    """
 
     name: str
     profile: str = DEFAULT_PROFILE
@@ -100,8 +109,8 @@ class Traffic(Struct, frozen=True, kw_only=True):
     file: str = ""
 
     def trace(self, folder: Path, seed: int) -> str:
-        """Return the path of its trace, which is generated into `folder` unless it is a file
-        already.
+        """Return the path of the workload's trace for a seed. A standard workload is generated into
+        `folder`; a trace in a file is used as it is.
         """
         if self.file:
             return self.file
@@ -121,7 +130,9 @@ TRAFFIC: Final = (
     Traffic(name="multi-turn", profile=_PROFILE, rate_per_s=6, duration_s=120),
     Traffic(name="hot-spot", profile=_PROFILE, rate_per_s=30, duration_s=60),
 )
-"""The first is the published workload, with caches just large enough; the others leave room."""
+"""Workloads that run by default. The first is a published workload that just fits the pods' caches;
+the other two leave room in the caches.
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -168,9 +179,10 @@ def run(options: argparse.Namespace) -> int:
 def replicas_experiment(
     traffic: Iterable[Traffic], arms: Sequence[Arm], seeds: Sequence[int], folder: Path
 ) -> Experiment[ReplicasSummary]:
-    """Return the experiment of every workload under every arm with all seeds.
+    """Return the experiment that runs every workload with every row of the table and all seeds.
 
-    Traces are generated into `folder`. The first of `arms` is the reference.
+    Traces of generated workloads are written to `folder`. The first of `arms` is the reference for
+    the others.
     """
     cells: list[tuple[Traffic, Arm]] = []
     jobs: list[RunSettings] = []
@@ -214,7 +226,9 @@ def replicas_experiment(
 def _by_cell(
     cells: Sequence[tuple[Traffic, Arm]], results: Results
 ) -> Mapping[tuple[Traffic, Arm], list[Result]]:
-    """Return the completed runs by cell, in the order of the table."""
+    """Return the completed runs by workload and row of the table of `sim replicas`, in its
+    order.
+    """
     found: dict[tuple[Traffic, Arm], list[Result]] = {}
     for number, cell in enumerate(cells):
         if number in results:
@@ -240,7 +254,9 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def _rows(summary: ReplicasSummary) -> list[list[str]]:
-    """Return the rows with means over seeds; the hit rate also has its minimum and maximum."""
+    """Return the lines of the table of `sim replicas`, with means over seeds. The hit rate also has
+    its minimum and maximum over seeds.
+    """
     head = (
         "workload, pickers, sharing, requests reach pickers, hit rate, of one picker's, TTFT mean, "
         "of one picker's, TTFT p90, busiest pod over mean"

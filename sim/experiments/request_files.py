@@ -1,5 +1,5 @@
-"""A run's requests on disk, written as they end: a Parquet table and a JSON Lines file of
-decisions.
+"""Files with the requests of a run, written while requests end: a Parquet table of requests and a
+JSON Lines file of decisions.
 """
 
 import math
@@ -13,15 +13,19 @@ import pyarrow.parquet as pq
 
 from epp.core.decision.account import Leg
 from sim.cluster.simulated_request import SimulatedRequest
-from sim.experiments.decision_inputs import asked_of, scored_by
+from sim.experiments.decision_inputs import candidate_entries, request_properties
 from sim.measurement.measures import queue_of, tpot_of, ttft_of
 
 ROWS_PER_BATCH: Final = 16_384
 
 _POOLS_KEPT_MAX: Final = 16
-"""Maximum number of candidate sets whose JSON structure is cached."""
+"""Maximum number of distinct (endpoints, scorers) combinations for which the JSON text around the
+numbers is cached.
+"""
 _PLACE: Final = "\0"
-"""Placeholder for a number; no endpoint name contains it."""
+"""Text that stands for a number in a JSON structure until the number is inserted; no endpoint name
+contains it.
+"""
 _NOBODY: Final = msgspec.Raw(b"[]")
 _ENCODE: Final = msgspec.json.Encoder().encode
 
@@ -48,7 +52,7 @@ _SCHEMA: Final = pa.schema(
 
 
 class RequestTable:
-    """The file `requests.parquet`: one row a request, in the order in which they ended.
+    """The file `requests.parquet`: one row for each request, in the order in which requests ended.
 
     Values that do not exist are null, such as `pod` of a refused request or `tpot_s` of a one-token
     answer.
@@ -59,7 +63,7 @@ class RequestTable:
         self._rows: list[tuple[Any, ...]] = []
 
     def add(self, request: SimulatedRequest) -> None:
-        """Append one request that has ended."""
+        """Append the row of a request that has ended to the table."""
         arrival, engine = request.arrival, request.engine
         assert request.fate is not None
         assert request.ended_at is not None
@@ -85,7 +89,7 @@ class RequestTable:
             self._flush()
 
     def close(self) -> None:
-        """Write the remaining rows; the file is readable from then on."""
+        """Write the remaining rows and close the Parquet file, which is readable from then on."""
         self._flush()
         self._writer.close()
 
@@ -97,16 +101,17 @@ class RequestTable:
 
 
 class DecisionFile:
-    """The file `decisions.jsonl`: one line a request, in the order of arrival.
+    """The file `decisions.jsonl`: one line for each request, in the order of arrival.
 
-    A line is complete when its request has ended, and is written after all lines before it.
-    `time_s` is null for a request that never reached a picker. `served` names the pod that the
-    gateway used instead of `endpoint`, or is null. `matched_blocks` and `total_blocks` count full
-    blocks of the picker's index. `candidates` is empty for a policy that does not score.
+    A line is complete when its request has ended, and is written after the lines of all earlier
+    requests. `time_s` is null for a request that never reached a picker. `served` names the pod
+    that the gateway used instead of `endpoint`, or is null. `matched_blocks` and `total_blocks`
+    count full blocks of the picker's prefix index. `candidates` is empty for a policy that does not
+    score.
 
-    If a request was passed to `note`, its candidates also have the inputs that were `known` when
-    they were scored (null for unknown ones), and their `costs` by each scorer that reports costs,
-    in its own unit. The line then also has the numbers of the request that scorers use.
+    If a request was passed to `note`, each of its candidates also has `known`, the inputs of
+    scorers (null if unknown when they scored), and `costs`, by each scorer that reports costs, in
+    that scorer's unit. The line then also has the properties of the request that scorers use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,17 +121,21 @@ class DecisionFile:
         self._next = 0
 
     def note(self, request: SimulatedRequest) -> None:
-        """Record the inputs of the candidates just after the decision; `add` follows when the
-        request has ended.
+        """Record the inputs of a request's candidates just after its decision. The caller passes
+        the request to `add` later, when it has ended.
         """
         route = request.route
         if route is not None and route.decision is not None:
             # The inputs are stored as text, because later decisions change the arrays behind the
             # candidates.
-            self._noted[request.sequence] = msgspec.Raw(_ENCODE(scored_by(route.decision.leg)))
+            self._noted[request.sequence] = msgspec.Raw(
+                _ENCODE(candidate_entries(route.decision.leg))
+            )
 
     def add(self, request: SimulatedRequest) -> None:
-        """Write one request that has ended, and the later lines that waited for it."""
+        """Complete the line of a request that has ended, and write all lines that no longer wait
+        for an earlier request.
+        """
         route = request.route
         decision = route.decision if route is not None else None
         noted = self._noted.pop(request.sequence, None)
@@ -136,7 +145,7 @@ class DecisionFile:
         elif noted is None:
             candidates = candidates_of(decision.leg)
         else:
-            candidates, asked = noted, asked_of(decision.leg)
+            candidates, asked = noted, request_properties(decision.leg)
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,
@@ -156,7 +165,9 @@ class DecisionFile:
             self._next += 1
 
     def close(self) -> None:
-        """Write the waiting lines; after an interrupted run some requests have not ended."""
+        """Write the lines of ended requests that still wait for earlier ones, and close the file.
+        After an interrupted run, requests that have not ended have no line.
+        """
         for sequence in sorted(self._waiting):
             self._file.write(self._waiting[sequence] + b"\n")
         self._waiting.clear()
@@ -164,10 +175,11 @@ class DecisionFile:
 
 
 def candidates_of(leg: Leg) -> msgspec.Raw:
-    """Return the scored candidates as JSON: matched blocks, total score, and each scorer's part.
+    """Return the scored candidates of a decision as JSON: matched blocks, total score, and each
+    scorer's part of the score.
 
-    All numbers are encoded together and inserted column by column. An object for each candidate,
-    and one for its parts, would take twice as long.
+    All numbers are encoded together and inserted column by column. Encoding an object for each
+    candidate and another for its parts would take twice as long.
     """
     candidates, scored = leg.candidates, leg.scored
     n, columns = len(scored.total), 2 + len(leg.scorers)
@@ -183,7 +195,8 @@ def candidates_of(leg: Leg) -> msgspec.Raw:
 
 @lru_cache(_POOLS_KEPT_MAX)
 def _around_numbers(names: tuple[str, ...], scorers: tuple[str, ...]) -> list[bytes]:
-    """Return the JSON of such candidates in pieces, with an empty piece for each number.
+    """Return the JSON of candidates with these endpoint names and scorers in pieces, with an empty
+    piece at the place of each number.
 
     Callers must not change the list, because it is cached.
     """

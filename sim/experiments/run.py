@@ -1,4 +1,4 @@
-"""One run of the simulator, from a trace, a policy, a cluster and a seed to its results."""
+"""One run of the simulator: from a trace, a policy, a cluster and a seed to measurements."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from epp.configuration.document import ConfigError
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
-from sim.cluster.arrivals import grid_s, made_ready
+from sim.cluster.arrivals import grid_s, prepared_arrivals
 from sim.cluster.autoscaler import Autoscaler
 from sim.cluster.check import checker
 from sim.cluster.cluster import Cluster
@@ -42,54 +42,65 @@ from sim.traces.reading import ReadOptions, Trace
 from sim.traces.variation import varied
 
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
-"""Thresholds of the garbage collector. A run creates hardly any cycles, and Python's default
-thresholds take an eighth of its time.
+"""Thresholds of Python's garbage collector during a run (arguments of `gc.set_threshold`). A run
+creates hardly any reference cycles, and with the default thresholds collections take an eighth of
+its time.
 """
 
 SPAN_S_MAX: Final = 366 * 86_400.0
-"""Maximum span of the arrivals. A longer one means that a clock was set during the recording, and a
-float would lose microseconds.
+"""Maximum time in seconds from the first to the last arrival of a trace. A longer span means that a
+clock was set during the recording, and a float would lose microseconds.
 """
 
 
 class RunSettings(Struct, frozen=True, kw_only=True):
-    """All parameters of a run; they can be sent to another process."""
+    """All parameters of a simulation run; they can be sent to another process."""
 
     trace: str
     policy: PolicySource
     cluster: ClusterSettings
     seed: int = 1
     repetition: int = 0
-    """Repetition; 0 is the trace as it is, and others are other traffic like it, decided by `seed`.
+    """Number of the repetition. 0 replays the trace unchanged; others replay similar traffic that
+    `seed` determines: resampled blocks of a recording, or a generated trace with other random
+    draws.
     """
     read: ReadOptions = field(default_factory=ReadOptions)
     requests_from: int = 0
-    """Number of requests skipped at the beginning; the next one arrives at 0 s."""
+    """Number of requests of the trace that are skipped; the request after them arrives at 0 s."""
     requests_max: int | None = None
-    """Maximum number of requests after the skipped ones, or None for all."""
+    """Maximum number of requests replayed, not counting skipped ones, or None for all."""
     jitter_s: Seconds | None = None
-    """Width of the jitter of arrivals; None for the resolution of the trace's clock."""
+    """Width in seconds of the random spread of arrival times; None for the resolution of the
+    trace's clock.
+    """
     speed: float = 1.0
     through_bytes: bool = False
-    """Let the production parser read and hash bodies instead of using prepared hashes."""
+    """True if the production parser reads and hashes request bodies; False to use hashes that the
+    simulator computes from the trace.
+    """
     fault_gap_s: Seconds | None = None
-    """Mean time between two random faults, or None for no faults."""
+    """Mean time in seconds between two random faults of pods, or None for no faults."""
     scenario: Scenario | None = None
-    """Events at given times, or None; its pods and scrapes are in `cluster` already."""
+    """Scenario with events at given times, or None. The scenario's pods and scrape troubles must
+    already be in `cluster`.
+    """
     targets: Targets = field(default_factory=Targets)
     warm_up_s: Seconds | None = None
-    """Time at the start that is excluded from all figures; None for the default of `Measures`,
-    which depends on the span of the arrivals.
+    """Time in seconds at the start of the run that is excluded from all figures. None for the
+    default of `Measures`, which depends on the span of the arrivals.
     """
     busiest_s: Seconds | None = None
-    """Length of the busiest part that the summary reports, or None for no such part."""
+    """Length in seconds of the busiest period, which the summary reports separately. None for no
+    such period.
+    """
     check: bool = False
-    """Check the invariants after every event."""
+    """True to check the simulator's invariants after every event, which is slow."""
 
 
 class Run:
-    """A run that can be observed: `listeners` get each request as it ends, `decided` as it is
-    routed.
+    """One simulation run. Each of `listeners` is called with a request when it ends, and `decided`
+    when it is routed.
     """
 
     def __init__(
@@ -101,10 +112,11 @@ class Run:
     ) -> None:
         """Open the trace and build the cluster. Raises `TraceError`, `OSError` and `ConfigError`.
 
-        `held` is the trace of `settings` if it was read before, or None to read it from its file.
+        `held` is the trace of `settings` if it is already in memory, or None to read it from its
+        file.
         """
         self.settings = settings
-        """The settings, with the jitter that is in effect."""
+        """The given settings, with `jitter_s` replaced by the jitter that is in effect."""
         self.stopped = False
         self._held = held
         self.trace: Trace = held or open_trace(Path(settings.trace), settings.read)
@@ -113,7 +125,7 @@ class Run:
         scheduler = open_policy(0).settings
         scenario = settings.scenario or Scenario(file="")
         configured = [scheduler, *_configured(scenario, cluster)]
-        told = _told_block_tokens(configured, cluster) if cluster.kv_events else ()
+        told = _event_block_tokens(configured, cluster) if cluster.kv_events else ()
         self.measures = Measures(
             settings.targets,
             predicting=scheduler is not None and bool(scheduler.prefix),
@@ -154,9 +166,11 @@ class Run:
     def ceilings(
         self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
     ) -> Ceilings | None:
-        """Return the maximum hit rates of these requests, from one more pass over the trace.
+        """Return the highest hit rates that a prompt cache could reach with the run's requests.
+        They take one more pass over the trace.
 
-        `watched` receives the arrivals and yields them again. None if `stop` is called meanwhile.
+        `watched` receives the arrivals and must yield them again; it can show progress. None if
+        `stop` is called during the pass.
         """
         pods = self.settings.cluster.pods
         hits = Hits(
@@ -199,7 +213,7 @@ class Run:
             looked_at, arrivals = tee(arrivals)
             jitter_s = grid_s(looked_at)
         self.settings = replace(settings, jitter_s=jitter_s)
-        return made_ready(
+        return prepared_arrivals(
             arrivals,
             seed=settings.seed,
             jitter_s=jitter_s,
@@ -208,7 +222,7 @@ class Run:
         )
 
     def run(self) -> None:
-        """Run until the last request has ended, or until `stop`."""
+        """Simulate until the last request has ended, or until `stop` is called."""
         if self.stopped:
             return
         thresholds = gc.get_threshold()
@@ -221,11 +235,11 @@ class Run:
                 self.measures.failing_plugins += policy.failing_plugins()
 
     def summary(self) -> RunSummary:
-        """Return the measurements, the size of the pool, and the traffic between pickers if there
-        was any.
+        """Return the summary of the run: measurements, warnings, size of the pool, and messages
+        between pickers if they exchange any.
 
-        Where they can exist, hits by tier, retries and requests that the gateway rescheduled are
-        included.
+        Hits by cache tier, retries and rescheduled requests are included only if the settings make
+        them possible.
         """
         settings, cluster = self.settings.cluster, self.cluster
         scenario, pods = self.settings.scenario, cluster.pods.count.totals()
@@ -259,7 +273,7 @@ class Run:
     def stop(self) -> None:
         """Let `run` return after the current event, so that the measurements are consistent.
 
-        An exception in the middle of an event would leave it half done.
+        An exception would interrupt an event in the middle and leave an inconsistent state.
         """
         self.stopped = True
         self.cluster.loop.stop()
@@ -270,7 +284,9 @@ class Run:
 
 
 def jitter_in_effect_s(settings: RunSettings) -> Seconds:
-    """Return the width of a run's jitter; reads the beginning of the trace if that decides it."""
+    """Return the width in seconds of the random spread of a run's arrivals. If the settings do not
+    define it, it is determined from the beginning of the trace.
+    """
     if settings.jitter_s is not None:
         return settings.jitter_s
     trace = open_trace(Path(settings.trace), settings.read)
@@ -278,22 +294,26 @@ def jitter_in_effect_s(settings: RunSettings) -> Seconds:
 
 
 def _configured(scenario: Scenario, cluster: ClusterSettings) -> Iterator[SchedulerSettings | None]:
-    """Yield the settings that pickers get during the run."""
+    """Yield the scheduler settings that a scenario gives to pickers during the run; None for a
+    baseline.
+    """
     for incident in scenario.incidents:
         if isinstance(incident, Configure):
             yield cluster.opener(incident.policy)(0).settings
 
 
 def _indexes(configured: Iterable[SchedulerSettings | None]) -> list[Any]:
-    """Return all prefix indexes of the given settings; None stands for a baseline."""
+    """Return all prefix indexes of the given scheduler settings, where None stands for a baseline
+    without indexes.
+    """
     return [index for settings in configured if settings for index in settings.indexes.values()]
 
 
-def _told_block_tokens(
+def _event_block_tokens(
     configured: Iterable[SchedulerSettings | None], cluster: ClusterSettings
 ) -> tuple[int, ...]:
-    """Return the block sizes of indexes that receive KV-cache events. Raises `ConfigError` if an
-    index's block size is not a multiple of the engines' block size.
+    """Return the block sizes in tokens of the indexes that receive KV-cache events, in ascending
+    order. Raises `ConfigError` if a block size is not a multiple of the engines' block size.
     """
     hearing = (index for index in _indexes(configured) if index.abilities.hears_engines)
     sizes = sorted({index.block_tokens for index in hearing})
@@ -312,7 +332,9 @@ def _told_block_tokens(
 def _hashed(
     configured: Iterable[SchedulerSettings | None], told: Sequence[int]
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
-    """Return `request_of` for the block sizes of these settings' indexes and for `told`."""
+    """Return a function that makes an `InferenceRequest` of an arrival, with hashes for the block
+    sizes of these settings' indexes and with token hashes for the block sizes in `told`.
+    """
     counting = (index for index in _indexes(configured) if index.abilities.counts_blocks)
     sizes = tuple(sorted({index.block_tokens for index in counting}))
 
@@ -336,7 +358,9 @@ def _parsed(path: str, told: Sequence[int]) -> Callable[[Arrival, PromptHashes],
 
 
 def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterator[Arrival]:
-    """Yield the same arrivals. Raises `TraceError` at one that lies too far in the future."""
+    """Yield the arrivals unchanged. Raises `TraceError` at an arrival whose time, or think
+    time, exceeds `SPAN_S_MAX`.
+    """
     for arrival in arrivals:
         wait_s = max(arrival.time_s, arrival.think_s)
         if wait_s > SPAN_S_MAX:
@@ -344,14 +368,16 @@ def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterat
                 settings.trace,
                 0,
                 f"request {arrival.index}",
-                f"Expected it at most {SPAN_S_MAX / 86_400:.0f} days after the first, got "
+                f"Expected an arrival at most {SPAN_S_MAX / 86_400:.0f} days after the first request, got "
                 f"{wait_s / 86_400:,.0f} days (--speed {settings.speed:g})",
             )
         yield arrival
 
 
 def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
-    """Yield the same arrivals. Raises `TraceError` at one for an adapter, which no pod could serve."""
+    """Yield the arrivals unchanged. Raises `TraceError` at an arrival for a LoRA adapter, because
+    no pod has adapter slots.
+    """
     for arrival in arrivals:
         if arrival.adapter:
             raise TraceError(
@@ -364,10 +390,11 @@ def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arriv
 
 
 def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
-    """Yield the same arrivals. Raises `TraceError` at one whose blocks cannot be distinguished as
-    text.
+    """Yield the arrivals unchanged. Raises `TraceError` at an arrival whose blocks have a length at
+    which different blocks could give the same text.
 
-    Stretches of any length can be: their ids fit into the first token, or the text is refused.
+    Prompts that consist of stretches may have stretches of any length: the stretch's id fits into
+    its first token, or rendering the text raises an error.
     """
     for arrival in arrivals:
         tokens = arrival.block_tokens

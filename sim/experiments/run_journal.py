@@ -1,7 +1,7 @@
-"""A journal of completed runs, one line each, so that a stopped command can resume.
+"""A journal file of completed runs, one line for each, from which a stopped command resumes.
 
-The first line describes the conditions of the runs. Opening the file under other conditions is
-refused, because figures of other traffic or other rules would be mixed in.
+The first line describes the conditions of the runs. A journal cannot be opened under other
+conditions, because figures of other traffic or other rules would be mixed in.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """Ctrl-C was pressed, so there are no more runs."""
+    """Ctrl-C was pressed, so that some of the requested runs are missing."""
 
 
 class _Line(Struct, frozen=True):
@@ -31,13 +31,16 @@ class _Line(Struct, frozen=True):
 
 
 class RunJournal:
-    """A journal that one process at a time has open. Leaving the context closes it."""
+    """An open journal of completed runs, locked against other processes. Leaving the context closes
+    it.
+    """
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
-        """Open or create the file. `about` describes the conditions of the runs as name -> value.
+        """Open or create the journal. `about` describes the conditions of the runs, as text by
+        name.
 
-        Raises `OSError`, and `OutputError` if the conditions differ, or the file is open elsewhere
-        or damaged.
+        Raises `OSError`, and `OutputError` if the stored conditions differ from `about`, or if the
+        file is damaged or open in another process.
         """
         self._path = path
         self._runs: dict[str, KeptRun] = {}
@@ -59,11 +62,11 @@ class RunJournal:
         return len(self._runs)
 
     def get(self, key: str) -> KeptRun | None:
-        """Return the run with that key, or None if it has not ended."""
+        """Return the stored run with that key, or None if there is none."""
         return self._runs.get(key)
 
     def add(self, key: str, run: RunSummary) -> KeptRun:
-        """Store the run, and return what `get` will return for it."""
+        """Append a completed run to the journal, and return the part of it that is stored."""
         kept = KeptRun(**{name: getattr(run, name) for name in KeptRun.__struct_fields__})
         self._write(_Line(key, kept))
         self._runs[key] = kept
@@ -75,11 +78,12 @@ class RunJournal:
         measured: Callable[[Sequence[T]], Iterable[tuple[int, RunSummary]]],
         advance: Callable[[], None],
     ) -> list[KeptRun]:
-        """Return the run of each key, in order: the stored ones, and the rest from `measured`.
+        """Return the run of each (key, item) in `wanted`, in the same order: stored runs from the
+        journal, and the others from `measured`.
 
         `measured` takes the items to run and yields (position among them, run) in any order; after
-        a stop it may yield fewer. `advance` is called for each available run. Raises
-        `StoppedError`, and what `measured` raises.
+        Ctrl-C it may yield fewer. `advance` is called once for each available run. Raises
+        `StoppedError` if runs are missing, and what `measured` raises.
         """
         new = {key: one for key, one in wanted if key not in self._runs}
         for _ in range(len(wanted) - len(new)):
@@ -136,9 +140,9 @@ class RunJournal:
         self._file.flush()
 
 
-def tell_interrupted(journal: RunJournal) -> int:
-    """Print how to resume the interrupted command that stores its runs in `journal`. Return its
-    exit code.
+def print_interrupted(journal: RunJournal) -> int:
+    """Print how to resume the interrupted command that stores its runs in `journal`, and return the
+    exit code of an interrupted command.
     """
     print(
         f"sim: interrupted, {len(journal):,} runs are stored: the same command resumes from there",

@@ -1,4 +1,6 @@
-"""The flags that `sim replay`, `compare` and `sweep` share, and the runs that they describe."""
+"""Command-line flags that describe a simulation run, shared by `sim replay`, `compare`, `sweep` and
+others, and the conversion of flags to run settings.
+"""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -45,18 +47,18 @@ from sim.traces.reading_flags import add_reading_flags, read_options
 
 PODS: Final = 8
 RUNS_MAX: Final = 1_000
-"""Maximum number of seeds, of points of a sweep, and of concurrent processes."""
+"""Maximum number of seeds, of request rates of a sweep, and of concurrent processes (each)."""
 POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a name that sim strategies lists"
 
 
 def add_run_options(
     parser: argparse.ArgumentParser, *, several_replicas: bool = False, trace_required: bool = True
 ) -> None:
-    """Add the flags that describe a run, in groups: trace, pods, pickers, delays, failures,
-    figures.
+    """Add the flags that describe a run, in groups: trace, traffic, pods, pickers, delays,
+    failures, figures.
 
-    With `several_replicas`, --replicas takes a list of numbers to compare. `trace_required` is
-    False if the command can also do without TRACE, which is None then.
+    With `several_replicas`, --replicas takes a list of numbers to compare. If `trace_required` is
+    False, the argument TRACE may be omitted and is None then.
     """
     parser.add_argument("trace", metavar="TRACE", nargs=None if trace_required else "?",
         help="a trace file; the format is found by its content")  # fmt: skip
@@ -70,14 +72,19 @@ def add_run_options(
 
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for which requests of the trace are sent, and when."""
+    """Add the flags that determine which requests of the trace are sent, and when."""
     add = parser.add_argument_group("Traffic").add_argument
-    add("--requests", type=_count, metavar="N", help="only the first N requests")
-    add("--speed", type=_positive, default=1.0, metavar="X", help="requests arrive X times as fast")
+    add(
+        "--requests", type=_count, metavar="N", help="replay only the first N requests of the trace"
+    )
+    add("--speed", type=_positive, default=1.0, metavar="X",
+        help="send requests X times as fast as in the trace (default: 1)")  # fmt: skip
     add("--jitter", type=_seconds, metavar="S",
-        help="spread arrivals over S seconds (default: the grid of the trace's clock)")  # fmt: skip
+        help="delay each arrival by a random time of up to S seconds (default: the resolution of the "
+        "trace's clock if that is coarse)")  # fmt: skip
     add("--through", choices=("hashes", "bytes"), default="hashes",
-        help="bytes: the production parser also reads the body of each request (hashes)")  # fmt: skip
+        help="form in which pickers get prompts: hashes from the trace, or the bytes of a body that the "
+        "production parser reads (default: hashes)")  # fmt: skip
     add("--no-cache", action="store_true", help="read the trace's own file even if it is large "
         "(default: cache its parsed form in homing/traces in $XDG_CACHE_HOME or ~/.cache)")  # fmt: skip
 
@@ -87,88 +94,105 @@ def _add_pod_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Pods")
     add = group.add_argument
     add("--profile", action="append", type=profile_named, metavar="NAME|FILE.toml",
-        help=f"model and GPU of the pods; several: pods alternate ({DEFAULT_PROFILE})")  # fmt: skip
-    add("--pods", type=_pods, metavar="N", help=f"number of pods ({PODS})")
-    add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
+        help="profile of the pods (model and GPU); if repeated, pods alternate between the profiles "
+        f"(default: {DEFAULT_PROFILE})")  # fmt: skip
+    add("--pods", type=_pods, metavar="N", help=f"number of pods (default: {PODS})")
+    add("--max-loras", type=_whole, default=0, metavar="N",
+        help="number of LoRA adapter slots of each pod (default: 0, no adapters)")  # fmt: skip
     add("--cache", type=_cache, metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"prompt cache of the pods: {', '.join(NAMES)} ({NAMES[0]})")  # fmt: skip
+        help=f"prompt cache of the pods: {', '.join(NAMES)} (default: {NAMES[0]})")  # fmt: skip
     add_feature_flag(group)
 
 
 def _add_delay_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for delays until the picker learns about changes of pods."""
+    """Add the flags for delays: of scrapes, of the network, of discovery, of the renderer and of
+    KV-cache events.
+    """
     add = parser.add_argument_group("Delays").add_argument
     add("--scrape-interval", type=_positive, metavar="S",
-        help="seconds between two scrapes of a pod (default: as epp serve)")  # fmt: skip
+        help="seconds between two scrapes of a pod (default: derived from the number of pods, as epp "
+        "serve does)")  # fmt: skip
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S",
-        help="age of a metrics page when the picker reads it, in seconds (0.001)")  # fmt: skip
+        help="age of a metrics page when the picker reads it, in seconds (default: 0.001)")  # fmt: skip
     add("--network-delay", type=_seconds, default=0.0005, metavar="S",
-        help="network latency one way, in seconds (0.0005)")  # fmt: skip
+        help="network latency one way, in seconds (default: 0.0005)")  # fmt: skip
     add("--discovery-delay", type=_seconds, default=1.0, metavar="S",
-        help="seconds until pickers learn that pods were added or removed (1)")  # fmt: skip
-    add("--tokenize", type=_positive, metavar="US", help="microseconds a renderer takes for a token "
-        "of a prompt, while the request waits (default: no request waits)")  # fmt: skip
+        help="seconds until pickers learn that pods were added or removed (default: 1)")  # fmt: skip
+    add("--tokenize", type=_positive, metavar="US", help="let each request wait until a "
+        "renderer has tokenised its prompt, in US microseconds for each token (default: no wait)")  # fmt: skip
     add("--tokenize-timeout", type=_positive, default=0.02, metavar="S",
-        help="longest wait for the renderer, in seconds (0.02)")  # fmt: skip
+        help="maximum time that a request waits for the renderer, in seconds (default: 0.02)")  # fmt: skip
     add("--kv-events", type=_kv_events, metavar="DELAY[:LOSS]", help="engines report their cached "
         "blocks to pickers DELAY seconds late; a share LOSS of the frames is lost (default: they "
         "report nothing)")  # fmt: skip
-    add("--response-chunks", action="store_true", help="the picker observes first tokens")
+    add("--response-chunks", action="store_true",
+        help="pass answers through the pickers, which then observe first tokens")  # fmt: skip
 
 
 def _add_failure_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for failures."""
+    """Add the flags for aborting clients, random faults and the scenario file."""
     add = parser.add_argument_group("Failures").add_argument
     add("--abort-share", type=_share, default=0.0, metavar="P",
-        help="share of the clients that abort their request (default: 0)")  # fmt: skip
+        help="share of the requests that clients abort if the answer takes too long (default: 0)")  # fmt: skip
     add("--abort-after", type=_positive, default=10.0, metavar="S",
-        help="mean time until these clients abort, in seconds (default: 10)")  # fmt: skip
+        help="mean time after which clients abort requests of --abort-share, in seconds (default: 10)")  # fmt: skip
     add("--faults-per-hour", type=_seconds, default=0.0, metavar="N",
         help="random faults an hour: pods that fail, join or slow down, and others (default: 0)")  # fmt: skip
     add("--scenario", type=Path, metavar="FILE.toml",
-        help="pods, events at given times, and the request rate over time")  # fmt: skip
+        help="file with pods, events at given times, and changes of the request rate")  # fmt: skip
 
 
 def _add_figure_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the measurements."""
+    """Add the flags for the measurements: latency targets, warm-up and checks."""
     add = parser.add_argument_group("Figures").add_argument
     add("--target-ttft", type=_positive, default=2.0, metavar="S",
-        help="longest TTFT of a request that counts for goodput, in seconds (2)")  # fmt: skip
+        help="maximum TTFT of a request that counts for goodput, in seconds (default: 2)")  # fmt: skip
     add("--target-tpot", type=_positive, default=0.05, metavar="S",
-        help="longest TPOT of a request that counts for goodput, in seconds (0.05)")  # fmt: skip
+        help="maximum TPOT of a request that counts for goodput, in seconds (default: 0.05)")  # fmt: skip
     add("--warm-up", type=_seconds, metavar="S",
-        help="exclude requests that arrive in the first S seconds, because caches start cold "
-        f"(default: a tenth of the arrivals, at most {WARM_UP_S_MAX:g}, where they take "
-        f"{WARM_UP_FROM_S:g} s or more, else 0; sim size: what the caches need)")  # fmt: skip
+        help="exclude requests that arrive in the first S seconds from all figures, because caches "
+        f"start empty (default: a tenth of the trace's duration, at most {WARM_UP_S_MAX:g} s, if it is "
+        f"{WARM_UP_FROM_S:g} s or longer, else 0; sim size determines what caches need)")  # fmt: skip
     add(
         "--check", action="store_true", help="check all invariants after every event, which is slow"
     )
 
 
 def _add_picker_options(parser: argparse.ArgumentParser, *, several_replicas: bool) -> None:
-    """Add the flags for the pickers: their number, their share of requests, and their exchange."""
+    """Add the flags for the pickers: their number, the assignment of requests, and messages between
+    them.
+    """
     add = parser.add_argument_group("Pickers").add_argument
     if several_replicas:
-        add("--replicas", type=_counts, metavar="N,N,...", help="numbers of pickers to compare (1)")
+        add(
+            "--replicas",
+            type=_counts,
+            metavar="N,N,...",
+            help="numbers of pickers to compare (default: 1)",
+        )
     else:
-        add("--replicas", type=_pickers, metavar="N", help="number of pickers (1)")
+        add("--replicas", type=_pickers, metavar="N", help="number of pickers (default: 1)")
     add("--assignment", type=Assignment, choices=tuple(Assignment), metavar="|".join(Assignment),
-        help="which picker a request reaches; sticky: the one of its session (default: random)")  # fmt: skip
+        help="rule that assigns requests to pickers; sticky: all requests of a session to the same "
+        "picker (default: random)")  # fmt: skip
     add("--fallback-endpoints-max", type=_fallbacks, metavar="N",
         help="endpoints that a picker names in addition to the first, as in epp serve (default: 0)")  # fmt: skip
     add("--picker-away", type=_restart, action="append", metavar="N:FROM:TO",
-        help="picker N (from 0) fails at FROM, and a new one replaces it at TO; with FROM 0 it joins late")  # fmt: skip
+        help="picker N (from 0) fails at FROM seconds, and a new one replaces it at TO seconds; with "
+        "FROM 0 it joins late")  # fmt: skip
     add("--peer-delay", type=_seconds, metavar="S", help="pickers send each other their decisions, "
         "which arrive S seconds later (default: they share nothing)")  # fmt: skip
-    add("--peer-loss", type=_share, metavar="P", help="share of these frames that is lost (0)")
+    add("--peer-loss", type=_share, metavar="P",
+        help="share of the messages between pickers that is lost (default: 0)")  # fmt: skip
     add("--peer-interval", type=_positive, metavar="S",
-        help=f"seconds over which decisions are collected into a frame ({OUTGOING_INTERVAL_S:g})")  # fmt: skip
+        help="seconds for which a picker collects decisions into one message to other pickers "
+        f"(default: {OUTGOING_INTERVAL_S:g})")  # fmt: skip
     add("--peer-partition", type=_partition, action="append", metavar="FROM:TO:N,N,...",
-        help="no frame passes between these pickers and the others from FROM to TO")  # fmt: skip
+        help="no message passes between pickers N,N,... and the other pickers from FROM to TO seconds")  # fmt: skip
     add("--peer-slow", type=_slow_peer, action="append", metavar="N:S",
-        help="frames to and from picker N take S seconds longer")  # fmt: skip
+        help="messages to and from picker N take S seconds longer than others")  # fmt: skip
     add("--peer-snapshot", action=argparse.BooleanOptionalAction, default=None,
-        help="a picker that starts requests the state of another (default: yes)")  # fmt: skip
+        help="let a starting picker request the state of another picker (default: yes)")  # fmt: skip
 
 
 def run_settings(
@@ -179,11 +203,11 @@ def run_settings(
     *,
     replicas: int | None = None,
 ) -> RunSettings:
-    """Return the run that the command line describes; a `repetition` above 0 has other traffic like
-    it.
+    """Return the settings of the run that the command line describes. A `repetition` above 0
+    replays similar traffic instead of the trace itself.
 
-    `replicas`, if given, replaces the flag's number of pickers. Raises `ClusterSettingsError` and
-    `ScenarioError`.
+    `replicas`, if not None, replaces the number of pickers in --replicas. Raises
+    `ClusterSettingsError` and `ScenarioError`.
     """
     profiles = options.profile or [find_profile(DEFAULT_PROFILE)]
     for profile in profiles:
@@ -252,8 +276,8 @@ def run_settings(
 
 
 def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind) -> Scenario | None:
-    """Return the scenario of `--scenario`, or None without one. Raises an error if other flags
-    contradict it.
+    """Return the scenario of `--scenario`, or None without that flag. Raises `ScenarioError` for an
+    invalid file, and `ClusterSettingsError` if other flags contradict the scenario.
     """
     if options.scenario is None:
         return None
@@ -280,8 +304,8 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
 def _plan(
     options: argparse.Namespace, scenario: Scenario | None, replicas: int | None
 ) -> PickersPlan:
-    """Return the pickers of the flags or the scenario. Raises `ClusterSettingsError` for
-    contradictions.
+    """Return the settings of the pickers from the flags or the scenario. Raises
+    `ClusterSettingsError` if they contradict each other.
     """
     flags = {
         "count": options.replicas,
@@ -327,7 +351,7 @@ def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
     return {} if told is None else {"kv_events_delay_s": told.delay_s, "kv_events_loss": told.loss}
 
 
-def tell_warnings(settings: RunSettings) -> None:
+def print_trace_warnings(settings: RunSettings) -> None:
     """Print a warning on stderr for each likely mistake in the trace.
 
     Raises the errors that opening the trace raises.
@@ -337,7 +361,9 @@ def tell_warnings(settings: RunSettings) -> None:
 
 
 def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
-    """Return the given flags about columns, units and tokens of the trace, for reports."""
+    """Return the flags that tell how to read the trace (columns, time unit, tokenizer), for
+    reports. Flags that were not given are left out.
+    """
     told = {
         "columns": dict(read.columns),
         "time_unit": read.time_unit,
@@ -347,7 +373,8 @@ def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
 
 
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
-    """Return the conditions of one or more runs, for reports.
+    """Return the conditions of one or more runs (flags, pods, configuration hashes) by name, for
+    reports.
 
     The runs may differ only in policy, number of pickers, seed and speed. `report.condition_rows`
     formats the result. Raises what reading the trace raises.
@@ -398,7 +425,9 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
 
 
 def _estimate_conditions(pods: Iterable[PodKind]) -> dict[str, Any]:
-    """Return the possible errors of estimated profiles, if there are any."""
+    """Return the entry `estimated` of a run's conditions, with the possible errors of estimated
+    profiles. Empty if no pod has an estimated profile.
+    """
     told = {
         kind.profile.name: kind.profile.estimated.said for kind in pods if kind.profile.estimated
     }
@@ -406,7 +435,9 @@ def _estimate_conditions(pods: Iterable[PodKind]) -> dict[str, Any]:
 
 
 def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
-    """Return the number of pods by cache behaviour, if any differs from vLLM's."""
+    """Return the entry `caches` of a run's conditions, with the number of pods by cache behaviour.
+    Empty if all pods have vLLM's prompt cache.
+    """
     if not any(kind.cache for kind in pods):
         return {}
     names = [cache_spelt(kind.cache) for kind in pods]
@@ -414,8 +445,8 @@ def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
 
 
 def _feature_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
-    """Return the additional engine features in use, if any, and the evidence that they were checked
-    with.
+    """Return the entries of a run's conditions about engine features that pods use, with the
+    evidence for each feature. Empty if pods use none.
     """
     used = dict.fromkeys(name for kind in pods for name in features_used(kind))
     spelt = [", ".join(map(feature_spelt, kind.features)) or "none" for kind in pods]
@@ -434,8 +465,8 @@ def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
 
 
 def named_policies(names: list[str]) -> list[PolicySource]:
-    """Return the policies, each under a unique name. Raises `PolicyNameError`, and what
-    `policy_source` raises.
+    """Return the policies with the given names or files. Raises `PolicyNameError` if two have the
+    same name, and what `policy_source` raises.
     """
     sources = [policy_source(name) for name in names]
     taken: dict[str, str] = {}
@@ -450,7 +481,7 @@ def named_policies(names: list[str]) -> list[PolicySource]:
 
 
 def count_of_runs(text: str) -> int:
-    """Parse the number of runs of a command, for argparse."""
+    """Parse a number of runs, seeds or processes from 1 to `RUNS_MAX`, for argparse."""
     return int(_number(text, lowest=1, highest=RUNS_MAX, integer=True))
 
 
@@ -535,7 +566,7 @@ def _positive(text: str) -> float:
 
 
 def _in_digits(number: float) -> str:
-    """Format a number without an exponent."""
+    """Format a number with at most six decimals and without an exponent."""
     return f"{number:,.6f}".rstrip("0").removesuffix(".")
 
 

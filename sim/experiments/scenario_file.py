@@ -1,4 +1,5 @@
-"""A scenario file: pods, events that happen to them, and the rate of requests.
+"""A scenario file: the pods of a run, events that happen to pods and pickers, and the request rate
+over time.
 
 The file is TOML, and every table is optional: any number of `[[pods]]`, `[[events]]` with a `kind`
 and `[[rates]]`, and one `[autoscaler]`, `[pickers]` and `[clients]`. Unknown keys are refused.
@@ -45,47 +46,49 @@ from sim.sentences import sentence_of, unread
 FILE_BYTES_MAX: Final = 1_000_000
 EVENTS_MAX: Final = 10_000
 PODS_MAX: Final = 1_000
-"""Maximum number of pods, including those that join."""
+"""Maximum number of pods in a scenario, including those that join during the run."""
 
 Table = TypeVar("Table", bound=Struct)
 
 
 class ScenarioError(ValueError):
-    """A scenario cannot be read; the text is one sentence with the file and the position in it."""
+    """A scenario file cannot be read or is invalid; the message is one sentence with the file and
+    the position in it.
+    """
 
 
 class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Identical pods."""
+    """A table `[[pods]]` of a scenario file: `count` pods with the same properties."""
 
     count: Annotated[int, Meta(ge=1, le=PODS_MAX)] = 1
     profile: str = ""
-    """Profile in the form of `--profile`, with files relative to this one; "" for the first of
-    `--profile`.
+    """Profile in the form of `--profile`, with file names relative to the scenario file; "" for the
+    first profile of `--profile`.
     """
     labels: dict[str, str] = field(default_factory=dict)
     speed: Annotated[float, Meta(ge=0.001, le=1_000.0)] = 1.0
-    """Factor by which a pod is faster than its profile."""
+    """Speed of the pod's engine, as a multiple of its profile's speed."""
     max_loras: Annotated[int, Meta(ge=0, le=10_000)] | None = None
-    """Adapter slots; None for the value of `--max-loras`."""
+    """Number of LoRA adapter slots of each pod; None for the value of `--max-loras`."""
     cache: str = ""
-    """Prompt cache in the form of `--cache`; "" for the value of `--cache`."""
+    """Prompt cache of the pods in the form of `--cache`; "" for the value of `--cache`."""
     engine: Annotated[tuple[str, ...], Meta(max_length=8)] | None = None
-    """Engine features in the form of `--engine`; None for those of `--engine`."""
+    """Engine features of the pods in the form of `--engine`; None for those of `--engine`."""
 
 
 class JoinEvent(Pods, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of `Join` in the file."""
+    """An event of kind `join` in a scenario file; it is converted to `Join`."""
 
     at_s: Instant
     startup_s: Duration = 0.0
 
 
 class ConfigureEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of `Configure` in the file."""
+    """An event of kind `configure` in a scenario file; it is converted to `Configure`."""
 
     at_s: Instant
     config: str
-    """Configuration in the form of `--config`, with files relative to this one."""
+    """Configuration in the form of `--config`, with file names relative to the scenario file."""
 
 
 EVENTS: Final[Mapping[str, type[Struct]]] = {
@@ -101,42 +104,43 @@ EVENTS: Final[Mapping[str, type[Struct]]] = {
     "peer-partition": PeerPartition,
     "reschedule": Reschedule,
 }
-"""Type of the other keys by `kind` of an event."""
+"""Type of a table `[[events]]` by the value of its key `kind`."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """A parsed scenario file, small enough to be sent to another process."""
+    """The content of a scenario file, small enough to be sent to another process."""
 
     file: str
-    """Name of the file without its folder, so that the same scenario in another folder is the same
-    run.
+    """Name of the scenario file without its folder, so that the same scenario in another folder
+    counts as the same run.
     """
     pods: tuple[PodKind, ...] = ()
-    """Pods at the start; empty to use those of the flags."""
+    """Pods at the start of the run; empty to use those that flags define."""
     incidents: tuple[Incident, ...] = ()
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     rates: tuple[Rate, ...] = ()
-    """Changes of the request rate, ascending and without overlap."""
+    """Changes of the request rate, in order of time and without overlap."""
     clients: ClientSettings = ClientSettings()
     autoscaler: AutoscalerSettings | None = None
     pickers: PickersPlan | None = None
-    """Pickers, or None to use those of the flags."""
+    """Settings of the pickers, or None to use those that flags define."""
     reschedules: tuple[Reschedule, ...] = ()
 
     @property
     def configures(self) -> bool:
-        """True if pickers get a new configuration during the run."""
+        """True if an event gives pickers a new configuration during the run."""
         return any(isinstance(incident, Configure) for incident in self.incidents)
 
     @property
     def joins(self) -> bool:
-        """True if pods join during the run."""
+        """True if an event starts further pods during the run."""
         return any(isinstance(incident, Join) for incident in self.incidents)
 
     def check(self, *, kinds: Sequence[PodKind], pickers: int) -> None:
-        """Raise `ClusterSettingsError`, without the file's name, if a pod or picker does not exist.
+        """Raise `ClusterSettingsError` if the scenario refers to a pod or picker that does not
+        exist, or has too many pods. The message does not name the file.
 
-        `kinds` are the pods at the start.
+        `kinds` are the pods at the start of the run, and `pickers` is the number of pickers.
         """
         pods = len(kinds)
         check_incidents(self.incidents, pods=pods)
@@ -165,7 +169,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
 
 def scenario_in(path: Path, usual: PodKind) -> Scenario:
-    """Return the scenario in a file; `usual` is the default pod. Raises `ScenarioError`.
+    """Return the scenario in the file `path`. `usual` has the pod properties that the file does not
+    define. Raises `ScenarioError`.
 
     The caller must call `Scenario.check` when the number of pods and pickers is known.
     """
@@ -216,7 +221,9 @@ Event: TypeAlias = Incident | ScrapeTrouble | Reschedule | PickerRestart | PeerP
 
 
 def _event(path: Path, place: str, fields: dict[str, Any], usual: PodKind) -> Event:
-    """Return the event of one table of [[events]]."""
+    """Return the event that a table `[[events]]` with `fields` describes. `place` names the table
+    in errors.
+    """
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in EVENTS:
         raise ScenarioError(f"{place}: expected a kind of {', '.join(EVENTS)}, got {kind!r}.")
@@ -247,7 +254,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Remove and return the tables [[name]] of the document."""
+    """Remove the tables `[[name]]` from the parsed scenario file and return them."""
     found = document.pop(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ScenarioError(f"{path}: {name}: expected tables under [[{name}]], got another value.")
@@ -259,7 +266,9 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
 
 
 def _table(path: Path, document: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Remove and return the table [name] of the document, or None if it does not exist."""
+    """Remove the table `[name]` from the parsed scenario file and return it, or None if it does not
+    exist.
+    """
     found = document.pop(name, None)
     if found is not None and not isinstance(found, dict):
         raise ScenarioError(f"{path}: {name}: expected a table [{name}], got another value.")
@@ -286,7 +295,9 @@ def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:
 
 
 def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:
-    """Return the pods of one table."""
+    """Return the pods that a table `[[pods]]` or an event of kind `join` describes, one entry for
+    each pod.
+    """
     profile = usual.profile
     if told.profile:
         try:
@@ -328,7 +339,9 @@ def _policy(path: Path, place: str, config: str) -> PolicySource:
 
 
 def _named(path: Path, named: str) -> str:
-    """Return the path beside the scenario if that file exists, else the name unchanged."""
+    """Return the path of the file `named` in the folder of the scenario if that file exists, else
+    `named` unchanged.
+    """
     beside = path.parent / named
     file, colon, _ = named.partition(".toml:")
     there = (path.parent / f"{file}.toml").exists() if colon else beside.exists()

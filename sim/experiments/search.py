@@ -1,13 +1,15 @@
-"""The search of a tuning: which configurations are tried, and which of them are measured further.
+"""The search of a tuning: it selects the configurations that are tried, and those that are measured
+with more requests.
 
-Trials come in batches. All trials of a batch run on the first rung, a quarter of the tuning
-traffic. The best third of them run on the next rung, all of it (successive halving: Jamieson and
-Talwalkar, AISTATS 2016). The cost of a trial is the logarithm of its figure over that of the
-present configuration on exactly the same requests, so that rungs are comparable. Where one number
-is needed, it is the sum of both costs: a gain of one per cent in either counts the same. A loss in
-one objective beyond the tolerance counts `GIVEN_UP` times in addition. No configuration with a
-greater loss is chosen, so the search should end among the others. Optuna's tree-structured Parzen
-estimator proposes the next batch from all costs so far.
+One tried configuration is a trial. Trials come in batches. All trials of a batch run on the first
+rung, a quarter of the tuning traffic. The best third of them run on the next rung, all of it
+(successive halving: Jamieson and Talwalkar, AISTATS 2016). The cost of a trial is the logarithm of
+its figure over that of the present configuration on exactly the same requests, so that rungs are
+comparable. Where one number is needed, it is the sum of the costs of both objectives: a gain of one
+per cent in either counts the same. A loss in one objective beyond the tolerance counts
+`EXCESS_LOSS_WEIGHT` times in addition. No configuration with a greater loss is chosen, so the
+search should end among the others. Optuna's tree-structured Parzen estimator proposes the next
+batch from all costs so far.
 
 The size of a batch does not depend on the machine, its sampler is seeded by its position, and
 results are reported in the order of trials. The search therefore depends only on seed and
@@ -27,51 +29,58 @@ from sim.experiments.power import PILOTS
 from sim.experiments.space import Space, Value
 
 BATCH: Final = 12
-"""Number of trials that are proposed together; the first batch is random."""
+"""Number of configurations that are proposed together; those of the first batch are random."""
 RUNGS: Final = (0.25, 1.0)
-"""Shares of the tuning traffic, from its beginning."""
-KEPT: Final = 1 / 3
-"""Share of a batch that reaches the next rung."""
-GIVEN_UP: Final = 10.0
-"""Weight of a loss beyond the tolerance. It was found on synthetic landscapes, together with the
-choice of the sampler: docs/simulator.md has the table.
+"""Share of the tuning traffic, from its beginning, that each rung of successive halving replays."""
+PROMOTED_SHARE: Final = 1 / 3
+"""Share of a batch's configurations that reach the next rung."""
+EXCESS_LOSS_WEIGHT: Final = 10.0
+"""Weight of a loss in one objective beyond the tolerance, in the cost that the search minimises.
+The value was determined on synthetic landscapes, together with the choice of the sampler:
+docs/simulator.md has the table.
 """
 FINALISTS: Final = 4
-"""Number of trials of the last rung that run with every seed."""
+"""Number of trials with the lowest costs on the last rung that are run again with every seed."""
 
 Costs = tuple[float, ...]
-"""Cost of each objective; below 0 is better than the present configuration."""
+"""Cost of a configuration in each objective: logarithm of its figure over that of the present
+configuration. A cost below 0 is better than the present configuration.
+"""
 Measured = Callable[[int, Sequence[PolicySource]], Sequence[Costs]]
-"""Function (number of a rung, configurations) -> costs of each on that rung."""
+"""Function (number of a rung, configurations) -> costs of each configuration on that rung."""
 
 
 class Trial(Struct, kw_only=True):
-    """One configuration that was proposed."""
+    """One configuration that the search proposed, with its costs so far."""
 
     number: int
     values: dict[str, Value]
     policy: PolicySource
     hash: str = ""
-    """Hash of the configuration, or "" if it is invalid."""
+    """Hash of the trial's configuration, or "" if the configuration is invalid."""
     refused: str = ""
-    """Reason why the configuration is invalid, or ""."""
+    """Reason why the trial's configuration is invalid, or "" if it is valid."""
     costs: list[Costs] = []
-    """Costs on each rung that the trial reached."""
+    """Costs in each objective, on each rung that the trial reached."""
     cost: float = math.inf
-    """Costs as one number, on the highest rung that the trial reached."""
+    """Cost that the search minimises, from the highest rung that the trial reached; infinity before
+    it was measured.
+    """
 
     @property
     def finished(self) -> bool:
-        """True if the trial reached the last rung."""
+        """True if the trial ran on the last rung, which is all of the tuning traffic."""
         return len(self.costs) == len(RUNGS)
 
 
 class Search:
-    """A search through all batches; `trials` has the results so far."""
+    """A search for configurations with low costs, batch by batch; `trials` has the results so
+    far.
+    """
 
     def __init__(self, space: Space, *, trials: int, seed: int, tolerance: float) -> None:
-        """Create the search. `tolerance` is the share of an objective that may be lost for the
-        other.
+        """Create the search. `trials` is the number of configurations to try; `tolerance` is the
+        share of one objective that may be lost to improve the other.
         """
         # The import takes half a second, which no other command of `sim` needs.
         from sim.experiments.proposals import Proposals  # noqa: PLC0415
@@ -85,13 +94,15 @@ class Search:
         self._pilots = Proposals(space.dimensions, seed=seed, random=BATCH)
 
     def run(self, measured: Measured) -> None:
-        """Run all batches, until `measured` raises an exception."""
+        """Try all configurations, batch by batch. Raises what `measured` raises; the trials so far
+        remain available.
+        """
         while len(self.trials) < self._trials_max:
             self._batch(measured)
 
     def pilots(self, present_hash: str | None) -> list[PolicySource]:
-        """Return a few configurations of the first batch that differ from the present one and each
-        other.
+        """Return at most `PILOTS` valid configurations of the first batch that differ from each
+        other and from the configuration with hash `present_hash`.
 
         The method must be called once only.
         """
@@ -104,15 +115,17 @@ class Search:
         return list(found.values())[:PILOTS]
 
     def best(self) -> Trial | None:
-        """Return the trial with the lowest cost on the highest rung, or None if none was measured."""
+        """Return the trial with the lowest cost among those that reached the highest rung so far,
+        or None if no trial was measured.
+        """
         ranked = sorted(
             (one for one in self.trials if one.costs), key=lambda one: (-len(one.costs), one.cost)
         )
         return ranked[0] if ranked else None
 
     def finalists(self, present_hash: str | None) -> list[Trial]:
-        """Return the best finished trials that differ from the present configuration and each
-        other.
+        """Return the trials with the lowest costs on the last rung, at most `FINALISTS`. Their
+        configurations differ from each other and from the one with hash `present_hash`.
         """
         found: dict[str, Trial] = {}
         for one in sorted((one for one in self.trials if one.finished), key=lambda one: one.cost):
@@ -121,8 +134,8 @@ class Search:
         return list(found.values())[:FINALISTS]
 
     def front(self) -> list[Trial]:
-        """Return the Pareto front of the finished trials: no other trial is better in one objective
-        and no worse in the other.
+        """Return the Pareto front of the trials that ran on the last rung: no other such trial is
+        better in one objective and no worse in the other.
         """
         return pareto([one for one in self.trials if one.finished])
 
@@ -138,7 +151,7 @@ class Search:
                 one.costs.append(cost)
                 one.cost = one_cost(cost, self._tolerance)
             left.sort(key=lambda one: (one.cost, one.number))
-            left = left[: math.ceil(len(left) * KEPT)]
+            left = left[: math.ceil(len(left) * PROMOTED_SHARE)]
         self._proposals.tell([None if one.refused else one.cost for one in batch])
 
     def _proposed(self, number: int, values: Mapping[str, Value]) -> Trial:
@@ -152,13 +165,17 @@ class Search:
 
 
 def one_cost(costs: Costs, tolerance: float) -> float:
-    """Return both costs as one number, which the search minimises."""
+    """Return the costs in both objectives as one number, which the search minimises. A loss in one
+    objective beyond the share `tolerance` counts more.
+    """
     allowed = math.log1p(tolerance)
-    return sum(costs) + GIVEN_UP * sum(max(0.0, cost - allowed) for cost in costs)
+    return sum(costs) + EXCESS_LOSS_WEIGHT * sum(max(0.0, cost - allowed) for cost in costs)
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that no other trial dominates, ordered by the first objective."""
+    """Return the trials on the Pareto front, ordered by the cost in the first objective. A trial is
+    on the front if no other trial is better in one objective and no worse in the other.
+    """
     ordered = sorted(trials, key=lambda one: (one.costs[-1], one.number))
     front: list[Trial] = []
     for one in ordered:
@@ -168,15 +185,15 @@ def pareto(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def runs_expected(trials: int) -> int:
-    """Return the maximum number of runs of all batches, with the present configuration on each
-    rung.
+    """Return the maximum number of runs of a search with `trials` trials. It includes a run of the
+    present configuration for each batch and rung.
     """
     runs = 0
     for first in range(0, trials, BATCH):
         left = min(BATCH, trials - first)
         for _ in RUNGS:
             runs += left + 1
-            left = math.ceil(left * KEPT)
+            left = math.ceil(left * PROMOTED_SHARE)
     return runs
 
 

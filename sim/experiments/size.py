@@ -1,4 +1,6 @@
-"""`sim size`: find the smallest number of pods that meets an SLO, per GPU type, with its cost."""
+"""The command `sim size`: find the smallest number of pods that meets an SLO, per GPU type, with
+its cost.
+"""
 
 import argparse
 import contextlib
@@ -26,7 +28,7 @@ from sim.experiments.leaderboard.sources import code_hash, plugins_hash
 from sim.experiments.mean_traffic import MeanTraffic
 from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal, StoppedError, tell_interrupted
+from sim.experiments.run_journal import RunJournal, StoppedError, print_interrupted
 from sim.experiments.scenario_file import PODS_MAX
 from sim.experiments.sizing import (
     GROWTH,
@@ -93,7 +95,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that define the SLO, the options and the extent of the answer."""
+    """Add the flags that define the SLO, the compared configurations and prices, and the extent of
+    the search.
+    """
     add = parser.add_argument_group("Answer").add_argument
     add("--slo", type=_bounds, required=True, metavar="NAME=LIMIT,...",
         help="limits to meet: ttft-p90=2, itl-p99=0.1 or e2e-p95=60 in seconds, goodput=0.99 or "
@@ -120,7 +124,7 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mean_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that describe traffic by its means."""
+    """Add the flags that describe traffic by its mean request rate and mean lengths."""
     add = parser.add_argument_group("Traffic without a trace").add_argument
     add("--requests-per-s", type=_rate, metavar="R", help="mean number of requests a second")
     add("--prompt-tokens", type=_tokens, metavar="N", help="mean length of a prompt, in tokens")
@@ -128,10 +132,11 @@ def _add_mean_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
+    """Run `sim size` and return its exit code.
 
-    The code is 0 if the search ended, with or without a sufficient number; 2 for a usage error; 130
-    if it was interrupted, and then completed runs are stored. Raises errors that `sim` reports.
+    The code is 0 if the search ended, with or without a sufficient number of pods; 2 for a usage
+    error; 130 if it was interrupted, and then completed runs are stored. Raises errors that `sim`
+    reports.
     """
     problem = _problem_of(options)
     if problem:
@@ -157,17 +162,17 @@ def run(options: argparse.Namespace) -> int:
             # An interrupted search reports the results that it has.
             with bar, contextlib.suppress(StoppedError):
                 sizing.carry_out()
-            summary = _Told(task, sizing).summary()
+            summary = _SummaryBuilder(task, sizing).summary()
             _write(folder, summary)
             print(size_table(summary))
             print(f"results are in {folder}")
     if sizing.complete:
         return 0
-    return tell_interrupted(journal)
+    return print_interrupted(journal)
 
 
 def _opened(options: argparse.Namespace) -> tuple[Path, "_Task"]:
-    """Return the folder of the results and the task.
+    """Return the folder of the results and the sizing task of the command line.
 
     Traffic that is described by means becomes a trace in that folder. Raises errors that `sim`
     reports.
@@ -201,18 +206,20 @@ def _profiles(options: argparse.Namespace) -> list[Profile]:
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """A run that may be sent to another machine."""
+    """A simulation run for another process or machine, with a hash of what its result depends
+    on.
+    """
 
     settings: RunSettings
     inputs: str
-    """Hash of trace, code and plugins on the requesting machine."""
+    """Hash of the trace, the code and the plug-ins on the machine that requests the run."""
 
 
 def run_probe(probe: Probe) -> RunSummary:
-    """Return the summary of the run.
+    """Run the simulation that another machine or process requests, and return its summary.
 
-    Raises as `run_job` does, and `JobError` if this machine's code, plugins or trace differ from
-    those of the requesting machine.
+    Raises what `run_job` raises, and `JobError` if this machine's code, plug-ins or trace differ
+    from those of the requesting machine.
     """
     settings = probe.settings
     if _inputs_of(settings, _trace_hash(settings.trace)) != probe.inputs:
@@ -224,19 +231,23 @@ def run_probe(probe: Probe) -> RunSummary:
 
 
 class SizedRuns:
-    """Runs from the journal; workers execute the missing ones."""
+    """Implementation of `Runs` that reads completed runs from the journal and has workers execute
+    the missing ones.
+    """
 
     def __init__(
         self, workers: Workers, journal: RunJournal, trace_hash: str, advance: Callable[[], None]
     ) -> None:
-        """Create the runs; `advance` is called for each available run."""
+        """Create the source of runs. `trace_hash` is the hash of the trace's content; `advance` is
+        called once for each available run.
+        """
         self._workers = workers
         self._journal = journal
         self._trace_hash = trace_hash
         self._advance = advance
 
     def of(self, wanted: Sequence[RunSettings]) -> list[KeptRun]:
-        """Return the runs in the order of `wanted`.
+        """Return the run for each of the settings in `wanted`, in the same order.
 
         Raises `StoppedError` after an interruption, and `JobError` for a run that failed.
         """
@@ -259,12 +270,14 @@ class SizedRuns:
 
 
 class _Task:
-    """The validated task of a command line."""
+    """The sizing that the command line of `sim size` describes, checked."""
 
     def __init__(self, options: argparse.Namespace, described: str = "") -> None:
-        """Read and check the options. Raises errors that `sim` reports.
+        """Check the options and determine demand and warm-up from the trace. Raises errors that
+        `sim` reports.
 
-        `described` describes the traffic in words if it is not a trace of the user.
+        `described` is a description of synthetic traffic for reports, or "" if the user gave a
+        trace.
         """
         self.first_seed: int = options.seed
         profiles = _profiles(options)
@@ -282,7 +295,7 @@ class _Task:
         part = demand.sized_for.places
         generated = _is_generated(first, part, options.seeds)
         warm_up = _warm_up(first, part, generated=generated)
-        run_options.tell_warnings(found[0][1])
+        run_options.print_trace_warnings(found[0][1])
         told = run_options.conditions(*(settings for _, settings in found))
         self.conditions = told | {
             "trace": described or told["trace"],
@@ -323,7 +336,7 @@ class _Task:
 
     @property
     def about(self) -> dict[str, str]:
-        """Values that may not change between two starts on one folder.
+        """Values that must be the same when the command is started again on the same folder.
 
         Flags may change, because the key of a run contains them.
         """
@@ -334,8 +347,8 @@ class _Task:
         }
 
 
-class _Told:
-    """The content of summary.json for a search, complete or interrupted.
+class _SummaryBuilder:
+    """Builder of summary.json for a sizing, complete or interrupted.
 
     The same task gives the same bytes, regardless of interruptions.
     """
@@ -346,7 +359,7 @@ class _Told:
         self._chosen = sizing.chosen
 
     def summary(self) -> SizeSummary:
-        """Return the whole summary."""
+        """Return the content of summary.json for the results so far."""
         sizing, chosen = self._sizing, self._chosen
         task, demand = sizing.task, sizing.task.demand
         longest = sizing.longest
@@ -384,10 +397,10 @@ class _Told:
         )
 
     def _option(self, at: int) -> SizedSummary:
-        task, sought = self._sizing.task, self._sizing.options[at]
-        option, pods, demand = task.options[at], sought.pods, task.demand.sized_for.demand
+        task, search = self._sizing.task, self._sizing.options[at]
+        option, pods, demand = task.options[at], search.pods, task.demand.sized_for.demand
         price = option.price_per_hour
-        counts = sought.counts(price)
+        counts = search.counts(price)
         cost = None if pods is None or price is None else pods * price
         hours = task.span_s / option.settings.speed / 3600
 
@@ -399,7 +412,7 @@ class _Told:
             config=option.policy.name,
             price_per_hour=price,
             pods=pods,
-            pods_perhaps=sought.perhaps,
+            pods_perhaps=search.perhaps,
             used=next((one.used for one in counts if one.pods == pods), None),
             cost_per_hour=None if cost is None else six_digits(cost),
             cost_per_million_tokens=for_a_million(demand.prompt_tokens + demand.output_tokens),
@@ -430,13 +443,13 @@ class _Told:
             HeadroomSummary(
                 case=case,
                 says=says[case],
-                pods=sought.pods,
+                pods=search.pods,
                 cost_per_hour=None
-                if price is None or sought.pods is None
-                else six_digits(price * sought.pods),
-                counts=sought.counts(price),
+                if price is None or search.pods is None
+                else six_digits(price * search.pods),
+                counts=search.counts(price),
             )
-            for case, sought in self._sizing.headroom.items()
+            for case, search in self._sizing.headroom.items()
         ]
 
     def _autoscaling(self, chosen: int) -> AutoscalingSummary | None:
@@ -468,10 +481,10 @@ class _Told:
 
 
 def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
-    """Return the options with `on_front` set.
+    """Return the options with `on_front` set to whether each is on the Pareto front.
 
-    An option is on the front if no other is better in both cost and used share of the bounds. If all
-    options have the same profile and no price, the number of pods is the cost.
+    An option is on the front if no other is better in both cost and used share of the bounds. If
+    all options have the same profile and no price, the number of pods is the cost.
     """
     alike = len({one.profile for one in options}) == 1
     costs = [
@@ -498,10 +511,11 @@ def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
 
 
 def _demand(settings: RunSettings, stretch_s: float) -> TraceDemand:
-    """Return the demand of the trace.
+    """Return the demand of the trace of `settings`; if the trace is longer than `stretch_s`, only
+    its busiest stretch of that length is sized.
 
-    `stretch_s` is in the trace's time, so it is the same stretch at every speed. Raises as reading
-    the trace does.
+    `stretch_s` is in the trace's time, so it selects the same stretch at every --speed. Raises what
+    reading the trace raises.
     """
     trace = open_trace(Path(settings.trace), settings.read)
     arrivals = islice(trace, settings.requests_max)
@@ -514,8 +528,8 @@ def _demand(settings: RunSettings, stretch_s: float) -> TraceDemand:
 
 
 def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
-    """Return the warm-up that every load excludes from `part` of the trace. Raises as reading it
-    does.
+    """Return the warm-up that runs at every load exclude from their figures. It is determined from
+    the requests at the positions `part` of the trace. Raises what reading the trace raises.
     """
     trace = open_trace(Path(settings.trace), settings.read)
     given_s = None if settings.warm_up_s is None else settings.warm_up_s * settings.speed
@@ -524,10 +538,11 @@ def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
 
 
 def _is_generated(settings: RunSettings, part: range, seeds: int) -> bool:
-    """Return whether each repetition is a random draw of the traffic.
+    """Return True if each repetition of the trace is generated with another seed, False if it is a
+    resample of a recorded trace.
 
-    Otherwise repetitions are resamples of the trace. Raises `TraceError` if the trace or the seeds
-    are too few for confidence intervals.
+    Raises `TraceError` if a recorded trace has too few requests, or there are too few `seeds`, for
+    confidence intervals.
     """
     trace = open_trace(Path(settings.trace), settings.read)
     if settings.requests_max is None:
@@ -548,7 +563,7 @@ def _is_generated(settings: RunSettings, part: range, seeds: int) -> bool:
 
 
 def _key(settings: RunSettings) -> str:
-    """Return the key of a run in the journal.
+    """Return the key under which the journal stores the run with these settings.
 
     The key covers everything on which the figures depend, except trace and code.
     """
@@ -575,9 +590,10 @@ def _trace_hash(path: str) -> str:
 
 
 def _write(folder: Path, summary: SizeSummary) -> None:
-    """Write the reports, and the autoscaler's manifests if there are any.
+    """Write the summary and the reports of a sizing, and the autoscaler's manifests if it has an
+    autoscaler.
 
-    Without an autoscaler, the manifests of an earlier start are removed.
+    Without an autoscaler, manifests that an earlier start of the command wrote are removed.
     """
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", size_report(summary).encode())
@@ -589,7 +605,9 @@ def _write(folder: Path, summary: SizeSummary) -> None:
 
 
 def _problem_of(options: argparse.Namespace) -> str:
-    """Return why the flags describe no task, as a sentence; "" if they describe one."""
+    """Return one sentence about the first contradiction or missing value among the flags of `sim
+    size`, or "" if the flags are valid.
+    """
     if options.out is None:
         return "--out DIR is needed: it stores runs, so that the command can resume"
     if options.seeds < REPETITIONS_NEEDED:
@@ -619,7 +637,9 @@ def _problem_of(options: argparse.Namespace) -> str:
 
 
 def _traffic_problem_of(options: argparse.Namespace) -> str:
-    """Return why the flags describe no traffic, as a sentence; "" if they do."""
+    """Return one sentence about what is missing or contradictory in the flags that describe the
+    traffic, or "" if they are valid.
+    """
     means = {name: getattr(options, name[2:].replace("-", "_")) for name in _MEANS}
     missing = [name for name, value in means.items() if value is None]
     if options.trace is not None:

@@ -1,8 +1,8 @@
-"""Search for the smallest number of pods that keeps the bounds.
+"""Search for the smallest number of pods that keeps the bounds of an SLO.
 
-The search covers each option, the headroom of the cheapest option, and an autoscaler. Completed runs
-determine which runs are needed next. This module does not know whether a run is executed here or on
-another machine, or comes from an earlier start.
+The search covers each option (a GPU profile with a scheduler configuration), the headroom of the
+cheapest option, and an autoscaler. Completed runs determine which runs are needed next. This module
+does not know whether a run is executed here or on another machine, or comes from an earlier start.
 """
 
 import math
@@ -31,59 +31,67 @@ from sim.measurement.summaries import BoundSummary, CountSummary, KeptRun
 ONE_LOST: Final = "one pod lost"
 GROWTH: Final = "more traffic"
 LOST_AFTER: Final = 0.1
-"""Share of the stretch after which the pod is lost.
+"""Share of the simulated time after which a pod is lost, in the runs that test the headroom.
 
-The loss is early because the figures cover the whole stretch, and the time before the loss improves
-them."""
+The loss is early because the figures cover the whole time, and the time before the loss improves
+them.
+"""
 TARGET_SHARES: Final = (1.0, 0.8, 0.6, 0.4)
-"""Tried targets, as shares of a pod's requests in flight at the smallest sufficient number of pods.
+"""Autoscaler targets that are tried, as shares of the mean number of requests in flight on a pod of
+the smallest sufficient pool.
 
-An autoscaler with the full target scales up too late, by the start-up time of a pod."""
+An autoscaler with the full number as its target scales up too late, by the start-up time of a pod.
+"""
 _TARGET_MIN: Final = 0.1
 _TARGETS_AT_ONCE: Final = 2
 _COUNTS_EXPECTED: Final = 6
-"""Estimated numbers of pods tried per option, half of them with every repetition; for the progress
-bar."""
+"""Estimate, for the progress bar, of how many numbers of pods are tried for each option. Half of
+them are assumed to be run with every seed.
+"""
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """A profile with a scheduler configuration."""
+    """One of the compared alternatives: a profile (model and GPU) with a scheduler configuration
+    and a price.
+    """
 
     profile: Profile
     policy: PolicySource
     price_per_hour: float | None
     settings: RunSettings
-    """Settings of a run with one pod."""
+    """Settings of a run with one pod; `with_pods` derives those with more."""
 
 
 class SizingTask(Struct, frozen=True, kw_only=True):
-    """The input of a search."""
+    """The input of a sizing: bounds of the SLO, options, traffic, and the extent of the search."""
 
     bounds: tuple[Bound, ...]
     seeds: int
-    """Number of repetitions, each with its own traffic."""
+    """Number of repetitions of each run, each with its own traffic."""
     generated: bool
-    """Each repetition is a random draw of the traffic; otherwise it is a resample of the trace."""
+    """True if each repetition is generated with another seed, False if it is a resample of a
+    recorded trace.
+    """
     pods_max: int
     growth: float
-    """Factor of the traffic for the headroom."""
+    """Factor on the request rate for which the headroom is determined."""
     pod_startup_s: Seconds
     answer_only: bool
-    """Leave out the headroom and the autoscaler."""
+    """True to leave out the headroom and the simulated autoscaler."""
     every_count: bool
-    """Also run every number of pods."""
+    """True to run also every number of pods up to `pods_max`, which checks the search."""
     demand: TraceDemand
     warm_up: WarmUp
     options: list[Option]
 
     @property
     def span_s(self) -> Seconds:
-        """Length of the stretch that is sized for, in the trace's time."""
+        """Length of the stretch of the trace that is sized for, in seconds of the trace's clock."""
         return self.demand.sized_for.end_s - self.demand.sized_for.start_s
 
     @property
     def runs_expected(self) -> int:
-        """Estimated number of runs."""
+        """Estimated number of runs of the whole sizing, for the progress bar."""
         counts = len(self.options) * _COUNTS_EXPECTED
         searched = counts // 2 * (1 + self.seeds)
         besides = 0 if self.answer_only else 6 * self.seeds
@@ -92,23 +100,25 @@ class SizingTask(Struct, frozen=True, kw_only=True):
 
 
 class Runs(Protocol):
-    """Executes runs."""
+    """Source of the results of simulation runs, executed or stored."""
 
     def of(self, wanted: Sequence[RunSettings]) -> list[KeptRun]:
-        """Return the runs in the order of `wanted`."""
+        """Return the result of the run for each of the settings in `wanted`, in the same order."""
         ...
 
 
-class Sought:
-    """The search for one number of pods, with its completed runs."""
+class PodSearch:
+    """The search for the smallest sufficient number of pods under one set of settings, with its
+    completed runs.
+    """
 
     def __init__(
         self, settings: RunSettings, task: SizingTask, start: int, *, lowest: int = 1
     ) -> None:
         """Create a search that begins at `start` pods.
 
-        `settings` are those of a run with any number of pods. Fewer pods than `lowest` are known to
-        be too few.
+        `settings` describe a run; the search replaces its number of pods. Fewer pods than `lowest`
+        are known to be too few.
         """
         self._lowest = lowest
         self._settings = settings
@@ -118,24 +128,26 @@ class Sought:
 
     @property
     def known(self) -> dict[int, bool]:
-        """Verdict by number of pods, for all decided numbers: True if the number is enough."""
+        """Verdict by number of pods, for all numbers whose runs decide it: True if the number is
+        sufficient.
+        """
         decided = ((pods, self.verdict(pods)) for pods in self.runs)
         return {pods: verdict for pods, verdict in decided if verdict is not None}
 
     @property
     def pods(self) -> int | None:
-        """Smallest sufficient number of pods, or None if none is found yet."""
+        """Smallest sufficient number of pods, or None if none is found so far."""
         return self._step.found
 
     @property
     def ended(self) -> bool:
-        """True if the search has ended."""
+        """True if the search for the number of pods has ended."""
         return self._step.ask is None
 
     @property
     def perhaps(self) -> int | None:
-        """Smallest number below the found one whose figures keep all bounds, but whose 95 % limits
-        do not. None if there is none.
+        """Smallest number of pods below the result whose mean figures keep all bounds, although
+        their 95 % confidence limits do not. None if there is none.
         """
         pods = self.pods
         return min(
@@ -151,9 +163,10 @@ class Sought:
         )
 
     def wanted(self) -> list[tuple[int, RunSettings]]:
-        """Return the runs needed for the next step, with their numbers of pods.
+        """Return the runs that the next step of the search needs, as (number of pods, settings).
+        Empty if the search has ended.
 
-        The first repetition runs alone, because it may already decide.
+        The first repetition of a number of pods runs alone, because it may already decide.
         """
         pods = self._step.ask
         if pods is None:
@@ -163,11 +176,13 @@ class Sought:
         return [(pods, self.settings(pods, repetition)) for repetition in repetitions]
 
     def settings(self, pods: int, repetition: int) -> RunSettings:
-        """Return the settings of one run with `pods` pods."""
+        """Return the settings of one repetition with `pods` pods."""
         return repeated(with_pods(self._settings, pods), repetition)
 
     def verdict(self, pods: int) -> bool | None:
-        """Return whether `pods` pods are enough. None if the runs do not decide it yet."""
+        """Return whether `pods` pods are sufficient, or None if the completed runs do not decide it
+        yet.
+        """
         task, runs = self._task, self.runs.get(pods, [])
         if cannot_be_kept(task.bounds, runs, repetitions=task.seeds, generated=task.generated):
             return False
@@ -176,7 +191,9 @@ class Sought:
         return all(bound.kept for bound in bounds_of(task.bounds, runs))
 
     def counts(self, price_per_hour: float | None = None) -> list[CountSummary]:
-        """Return all tried numbers of pods, in ascending order."""
+        """Return a summary of the runs for each tried number of pods, in ascending order. Costs are
+        None without `price_per_hour`.
+        """
         found = []
         for pods, runs in sorted(self.runs.items()):
             bounds = bounds_of(self._task.bounds, runs)
@@ -195,8 +212,8 @@ class Sought:
         return found
 
     def used(self) -> float:
-        """Return the used share of the bounds with the found number of pods; infinity if none is
-        found.
+        """Return the largest used share of the bounds at the smallest sufficient number of pods;
+        infinity if that number is not found or the share is unknown.
         """
         told = (one.used for one in self.counts() if one.pods == self.pods)
         return next((used for used in told if used is not None), math.inf)
@@ -208,28 +225,34 @@ class Sought:
 
 
 class Sizing:
-    """The whole search: options, headroom and autoscaler."""
+    """A whole sizing: the search for each option, the headroom of the cheapest one, and its
+    autoscaler.
+    """
 
     def __init__(self, task: SizingTask, runs: Runs) -> None:
         self.task = task
         self._runs = runs
         self.options = [
-            Sought(
+            PodSearch(
                 option.settings,
                 task,
                 guessed_pods(task.demand.sized_for, option.profile, option.settings.speed),
             )
             for option in task.options
         ]
-        self.headroom: dict[str, Sought] = {}
-        """Searches for the headroom of the chosen option, by case."""
-        self.every: list[Sought] = []
-        """Searches in which every number of pods is run, one per option."""
+        self.headroom: dict[str, PodSearch] = {}
+        """Searches for the pods that the chosen option needs with headroom, by case (`ONE_LOST` or
+        `GROWTH`).
+        """
+        self.every: list[PodSearch] = []
+        """One search for each option in which every number of pods is run, if the task requests
+        it.
+        """
         self.autoscaled: tuple[AutoscalerSettings, list[KeptRun]] | None = None
         self.complete = False
 
     def carry_out(self) -> None:
-        """Run the search. Raises what `Runs` raises; the results until then remain available."""
+        """Run the whole sizing. Raises what `Runs` raises; the results so far remain available."""
         self._search(self.options)
         chosen = self.chosen
         if chosen is not None and not self.task.answer_only:
@@ -241,20 +264,22 @@ class Sizing:
 
     @property
     def chosen(self) -> int | None:
-        """Index of the cheapest option.
+        """Index of the cheapest option in `options`.
 
-        None while a search has not ended, or if no option can be called the cheapest.
+        None while an option's search has not ended, or if no option can be called the cheapest.
         """
         enough = self._enough()
-        if not enough or not all(sought.ended for sought in self.options) or self.why_none:
+        if not enough or not all(search.ended for search in self.options) or self.why_none:
             return None
         return min(enough, key=lambda at: (self._cost(at), self.options[at].used(), at))
 
     @property
     def why_none(self) -> str:
-        """Reason why no option is the cheapest; "" if one is, or if a search has not ended."""
+        """Reason why no option can be called the cheapest; "" if one can, or while an option's
+        search has not ended.
+        """
         task = self.task
-        if not all(sought.ended for sought in self.options):
+        if not all(search.ended for search in self.options):
             return ""
         enough = self._enough()
         if not enough:
@@ -269,24 +294,30 @@ class Sizing:
 
     @property
     def longest(self) -> list[KeptRun]:
-        """Runs of the number of pods with the most repetitions. They show what was varied."""
-        of_counts = [runs for sought in self.options for runs in sought.runs.values()]
+        """Runs of the number of pods that has the most repetitions, over all options. Reports use
+        them to describe how repetitions differ.
+        """
+        of_counts = [runs for search in self.options for runs in search.runs.values()]
         return max(of_counts, key=len, default=[])
 
     def found_runs(self, at: int) -> list[KeptRun]:
-        """Return the runs of an option with its found number of pods."""
+        """Return the runs of the option at index `at` with its smallest sufficient number of
+        pods.
+        """
         pods = self.options[at].pods
         assert pods is not None
         return self.options[at].runs[pods]
 
     def every_smallest(self, at: int) -> int | None:
-        """Return the smallest sufficient number by the runs of every number; None if none is enough."""
+        """Return the smallest sufficient number of pods of the option at index `at`, according to
+        the runs of every number of pods. None if no number is sufficient.
+        """
         return smallest_of_all(self.every[at].known)
 
-    def _search(self, sought: Sequence[Sought]) -> None:
-        """Run all searches concurrently, so that none waits for another."""
+    def _search(self, searches: Sequence[PodSearch]) -> None:
+        """Carry out several searches concurrently: each round runs the next runs of all of them."""
         while True:
-            wanted = [(one, *each) for one in sought for each in one.wanted()]
+            wanted = [(one, *each) for one in searches for each in one.wanted()]
             if not wanted:
                 return
             found = self._runs.of([settings for _, _, settings in wanted])
@@ -304,17 +335,19 @@ class Sizing:
         self.headroom = {
             # A pool with headroom must also serve the present traffic, and one pod less is not
             # enough for that.
-            ONE_LOST: Sought(
+            ONE_LOST: PodSearch(
                 replace(settings, scenario=lost, cluster=again), task, pods + 1, lowest=pods
             ),
-            GROWTH: Sought(
+            GROWTH: PodSearch(
                 at_load(settings, task.growth), task, math.ceil(pods * task.growth), lowest=pods
             ),
         }
         self._search(list(self.headroom.values()))
 
     def _autoscale(self, chosen: int) -> None:
-        """Find the highest of the tried targets that keeps the bounds."""
+        """Find the highest target among `TARGET_SHARES` with which an autoscaler keeps the bounds.
+        If none does, the lowest tried target remains the result.
+        """
         task = self.task
         repetitions = range(1 if task.demand.cut else task.seeds)
         inflight = self._inflight_of_pod(chosen)
@@ -373,7 +406,9 @@ class Sizing:
         )
 
     def _inflight_of_pod(self, chosen: int) -> float:
-        """Return the mean requests in flight of a pod at the found number, by Little's law."""
+        """Return the mean number of requests in flight on each pod at the smallest sufficient
+        number of pods, by Little's law.
+        """
         runs, pods = self.found_runs(chosen), self.options[chosen].pods
         assert pods is not None
         told = []
@@ -384,39 +419,45 @@ class Sizing:
         return sum(told) / len(told) if self.task.generated else told[0]
 
     def _run_every_count(self) -> None:
-        """Run each number of pods with every repetition, regardless of the search."""
+        """Run every number of pods up to `pods_max` with every repetition, for each option,
+        independently of the search.
+        """
         task = self.task
         for option in task.options:
-            sought = Sought(option.settings, task, start=1)
+            search = PodSearch(option.settings, task, start=1)
             wanted = [
-                (pods, sought.settings(pods, repetition))
+                (pods, search.settings(pods, repetition))
                 for pods in range(1, task.pods_max + 1)
                 for repetition in range(task.seeds)
             ]
             found = self._runs.of([settings for _, settings in wanted])
             for (pods, _), one in zip(wanted, found, strict=True):
-                sought.runs.setdefault(pods, []).append(one)
-            self.every.append(sought)
+                search.runs.setdefault(pods, []).append(one)
+            self.every.append(search)
 
     def _enough(self) -> list[int]:
-        return [at for at, sought in enumerate(self.options) if sought.pods is not None]
+        return [at for at, search in enumerate(self.options) if search.pods is not None]
 
     def _cost(self, at: int) -> float:
-        """Return the compared cost: money, or pods if all pods have the same profile and no price."""
+        """Return the number by which options are compared: cost per hour, or number of pods for an
+        option without a price.
+        """
         pods, price = self.options[at].pods, self.task.options[at].price_per_hour
         assert pods is not None
         return pods * (1.0 if price is None else price)
 
 
 def bounds_of(bounds: Sequence[Bound], runs: Sequence[KeptRun]) -> list[BoundSummary]:
-    """Return each bound with the figures of repeated runs of one setting."""
+    """Return, for each bound of the SLO, the figures of `runs` and whether they keep it. `runs` are
+    repetitions with the same settings.
+    """
     return bound_summaries(bounds, runs, varied_between(runs))
 
 
 def at_load(settings: RunSettings, factor: float) -> RunSettings:
-    """Return the same run with requests `factor` times as fast.
+    """Return the settings of the same run at `factor` times the request rate.
 
-    The same part of the trace is excluded, and the busiest part is as long in the trace.
+    The warm-up and the busiest part are shortened so that they cover the same part of the trace.
     """
     warm_up_s, busiest_s = settings.warm_up_s, settings.busiest_s
     return replace(
@@ -428,13 +469,15 @@ def at_load(settings: RunSettings, factor: float) -> RunSettings:
 
 
 def with_pods(settings: RunSettings, pods: int) -> RunSettings:
-    """Return the same run with `pods` pods of its profile."""
+    """Return the settings of the same run with `pods` pods, all like its first pod."""
     cluster = replace(settings.cluster, pods=settings.cluster.pods[:1] * pods)
     return replace(settings, cluster=cluster)
 
 
 def repeated(settings: RunSettings, repetition: int) -> RunSettings:
-    """Return the same run on other traffic like it. Repetition 0 is the trace itself."""
+    """Return the settings of a repetition of the run. Repetition 0 replays the trace unchanged;
+    others replay similar traffic with other seeds.
+    """
     return replace(
         settings,
         seed=settings.seed + repetition,
@@ -444,9 +487,10 @@ def repeated(settings: RunSettings, repetition: int) -> RunSettings:
 
 
 def _used(bounds: Sequence[BoundSummary]) -> float | None:
-    """Return the largest used share of all bounds, which exceeds 1 if a bound is broken.
+    """Return the largest used share among the bounds: the figure as a share of its limit. It
+    exceeds 1 if a bound is broken.
 
-    None if a share is unknown.
+    None if the share of a bound is unknown.
     """
     told = [bound.used for bound in bounds]
     known = [one for one in told if one is not None]

@@ -1,4 +1,4 @@
-"""The search space of `sim tune`: weights, thresholds and types of plug-ins.
+"""The search space of `sim tune`: the weights, parameters and types of plug-ins that vary.
 
 By default, for every filter and scorer of the profile:
 
@@ -8,7 +8,7 @@ By default, for every filter and scorer of the profile:
   present value to ten times it, on a logarithmic scale. A number that is 0 or not given is fixed.
 
 Rules for refusing requests, measured speeds of engines and memory limits of indexes are not a
-matter of tuning. They vary only if a file asks for it.
+matter of tuning. They vary only if the file of `--space` names them.
 """
 
 import math
@@ -35,31 +35,41 @@ from sim.sentences import unread
 
 WEIGHT_MIN: Final = 0.1
 WEIGHT_MAX: Final = 10.0
-OFF_FROM: Final = 0.05
-"""Lower end of drawn weights. A weight below `WEIGHT_MIN`, about one in eight, is off."""
-AROUND: Final = 10.0
-"""Factor below and above the present value, if the type has only one bound."""
+DRAWN_WEIGHT_MIN: Final = 0.05
+"""Lower end of the range of proposed weights. A proposal below `WEIGHT_MIN`, about one in eight,
+means that the scorer is off.
+"""
+SPAN_FACTOR: Final = 10.0
+"""A parameter whose type has only one bound varies from its present value divided by this factor to
+its present value times this factor.
+"""
 FILE_BYTES_MAX: Final = 1_000_000
 DIMENSIONS_MAX: Final = 100
 OFF: Final = "none"
-"""Choice that removes a plug-in from the profile."""
+"""Type that `--space` may list to try the configuration without a plug-in."""
 
 _MEASURED: Final = frozenset({"peakPrefillThroughput", "lruSize"})
-"""Parameters that are not varied: measured engine speeds, and memory limits."""
+"""Names of parameters that do not vary by default: measured engine speeds, and memory limits."""
 _WITH_SEVERAL_PICKERS: Final = frozenset({"agreementBelow", "agreementKeyTokens"})
-"""Parameters without effect with a single picker, unless `agreement` says always."""
+"""Names of parameters that have no effect with a single picker, unless the plug-in's `agreement` is
+set to rendezvous.
+"""
 
 Value = float | int | str
 Values = Mapping[str, Value]
-"""Value of each dimension by its name; for a choice, its label."""
+"""Value of each dimension, by name of the dimension; for a choice, the label of the chosen
+value.
+"""
 
 
 class SpaceError(ValueError):
-    """There is nothing to vary, or the file is invalid; the text is one sentence."""
+    """The configuration has nothing to vary, or the file of `--space` is invalid; the message is
+    one sentence.
+    """
 
 
-class What(StrEnum):
-    """The property of a plug-in that is varied."""
+class DimensionKind(StrEnum):
+    """The kind of a dimension: whether a plug-in's weight, parameter or type varies."""
 
     WEIGHT = "weight"
     PARAMETER = "parameter"
@@ -67,22 +77,22 @@ class What(StrEnum):
 
 
 class Range(Struct, frozen=True, kw_only=True):
-    """Numbers from `low` to `high`."""
+    """Numbers from `low` to `high` between which a dimension varies."""
 
     low: float
     high: float
     logarithmic: bool = False
     integer: bool = False
     off_below: float = 0.0
-    """Limit below which a drawn number becomes 0."""
+    """Proposed numbers below this limit are written as 0, which switches a scorer off."""
 
     def __str__(self) -> str:
         low = max(self.low, self.off_below)
         return f"{low:g} to {self.high:g}{' or off' if self.off_below else ''}"
 
     def rounded(self, drawn: float) -> float | int:
-        """Return the number as it is written: weights with two digits, others with three, within
-        the range.
+        """Return the proposed number as it is written to the configuration, within the range.
+        Weights have two significant digits, other numbers three.
         """
         if drawn < self.off_below:
             return 0
@@ -94,35 +104,39 @@ class Range(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """One of several values, by labels."""
+    """The values between which a dimension varies, by labels."""
 
     values: Mapping[str, Any]
-    """Value in the document by label."""
+    """Value that is written to the configuration, by its label."""
 
     def __str__(self) -> str:
         return ", ".join(self.values)
 
 
 class Dimension(Struct, frozen=True, kw_only=True):
-    """One value that is varied."""
+    """A dimension of the search space: one weight, parameter or type of a plug-in that varies."""
 
     plugin: str
-    """Name of the plug-in in the document."""
-    what: What
+    """Name of the plug-in in the configuration document."""
+    what: DimensionKind
     span: Range | Choice
     parameter: str = ""
     present: Value | None = None
-    """Present value, or None if it is outside the range or the choices."""
+    """Value in the present configuration, or None if it is outside the range or the choices."""
 
     @property
     def name(self) -> str:
-        """Unique name for reports."""
-        if self.what is What.PARAMETER:
+        """Name of the dimension, unique in the search space, such as "weight of queue-scorer"."""
+        if self.what is DimensionKind.PARAMETER:
             return f"{self.parameter} of {self.plugin}"
-        return f"weight of {self.plugin}" if self.what is What.WEIGHT else f"type of {self.plugin}"
+        return (
+            f"weight of {self.plugin}"
+            if self.what is DimensionKind.WEIGHT
+            else f"type of {self.plugin}"
+        )
 
     def written(self, value: Value) -> Any:
-        """Return `value` as it is written in the document."""
+        """Return the proposed `value` in the form in which the configuration document has it."""
         if isinstance(self.span, Choice):
             return self.span.values[str(value)]
         assert not isinstance(value, str)
@@ -130,11 +144,12 @@ class Dimension(Struct, frozen=True, kw_only=True):
 
 
 class Space:
-    """A configuration and the values that may vary in it."""
+    """The search space of a tuning: a configuration with the dimensions in which it may vary."""
 
     def __init__(self, policy: PolicySource, *, pickers: int = 1, file: Path | None = None) -> None:
-        """Find the dimensions. Raises `SpaceError` for a baseline, an invalid `file`, or an empty
-        space.
+        """Determine the dimensions of `policy` by default and from `file`, the argument of
+        `--space`. Raises `SpaceError` for a baseline, an invalid `file`, or if there is no
+        dimension.
         """
         if not policy.text:
             raise SpaceError(
@@ -148,7 +163,7 @@ class Space:
         if rows.defaults:
             found = {one.name: one for one in _usual(config, pickers)}
         if file is not None:
-            for one in _Asked(str(file), self._document, config).dimensions(rows):
+            for one in _RowConverter(str(file), self._document, config).dimensions(rows):
                 found[one.name] = one
         if not found:
             raise SpaceError(f"{policy.source} has nothing to vary: name parameters in --space")
@@ -160,16 +175,18 @@ class Space:
         self.dimensions = tuple(found.values())
 
     def source(self, values: Values, name: str) -> PolicySource:
-        """Return the configuration with `values`, called `name`. Loading its text may still fail."""
+        """Return the configuration with `values` for its dimensions, under the given name. Loading
+        this configuration may still fail.
+        """
         document = deepcopy(self._document)
         (profile,) = document["schedulingProfiles"]
         names = _place_plugins(document, profile, self.dimensions, values)
         for one in self.dimensions:
             placed = names.get(one.plugin, one.plugin)
-            if one.what is What.PLUGIN or not placed or values[one.name] == one.present:
+            if one.what is DimensionKind.PLUGIN or not placed or values[one.name] == one.present:
                 continue  # an unchanged value keeps all its digits
             value = one.written(values[one.name])
-            if one.what is What.WEIGHT:
+            if one.what is DimensionKind.WEIGHT:
                 # The weight belongs to the position in the profile, whichever plug-in is there.
                 _named(profile["plugins"], "pluginRef", placed)["weight"] = value
             elif placed == one.plugin:
@@ -179,7 +196,7 @@ class Space:
 
 
 def written(document: Mapping[str, Any]) -> str:
-    """Return the document as readable YAML."""
+    """Return a configuration document as YAML text."""
     text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -188,7 +205,9 @@ def written(document: Mapping[str, Any]) -> str:
 
 
 def _spelt_out(policy: PolicySource, config: PickerConfig) -> dict[str, Any]:
-    """Return the document with an explicit profile that names all plug-ins, including the picker."""
+    """Return the configuration as a document with an explicit scheduling profile that names all
+    plug-ins, including the picker.
+    """
     document = read_mapping(policy.text, policy.source)
     profile = config.profile
     document["plugins"] = list(document.get("plugins") or [])
@@ -211,10 +230,12 @@ def _place_plugins(
     dimensions: Sequence[Dimension],
     values: Values,
 ) -> dict[str, str]:
-    """Insert the chosen types. Return new name by old name of the changed plug-ins, "" if removed."""
+    """Insert the chosen plug-in types into the document. Return the new name of each changed
+    plug-in by its old name; the new name is "" if the plug-in was removed.
+    """
     names: dict[str, str] = {}
     for one in dimensions:
-        if one.what is not What.PLUGIN or values[one.name] == one.present:
+        if one.what is not DimensionKind.PLUGIN or values[one.name] == one.present:
             continue
         chosen = str(values[one.name])
         place = document["plugins"].index(_declared(document, one.plugin))
@@ -261,27 +282,29 @@ def _usual(config: PickerConfig, pickers: int) -> Iterator[Dimension]:
             span = _span(kind, present[name])
             if span is not None:
                 yield Dimension(
-                    plugin=member.name, what=What.PARAMETER, parameter=name, span=span,
+                    plugin=member.name, what=DimensionKind.PARAMETER, parameter=name, span=span,
                     present=present[name],
                 )  # fmt: skip
 
 
 def _weight(plugin: str, present: float, low: float, high: float, *, off: bool) -> Dimension:
     span = Range(
-        low=low * OFF_FROM / WEIGHT_MIN if off else low,
+        low=low * DRAWN_WEIGHT_MIN / WEIGHT_MIN if off else low,
         high=high,
         logarithmic=True,
         off_below=low if off else 0.0,
     )
     within = low <= present <= high or (off and not present)
     return Dimension(
-        plugin=plugin, what=What.WEIGHT, span=span,
+        plugin=plugin, what=DimensionKind.WEIGHT, span=span,
         present=(present or span.low) if within else None,
     )  # fmt: skip
 
 
 def _numbers(kind: type[Any]) -> Iterator[tuple[str, inspect.IntType | inspect.FloatType]]:
-    """Yield (name in the document, type) of each parameter that is or may be a number."""
+    """Yield (name in the document, type) of each parameter of the plug-in class `kind` that is or
+    may be a number.
+    """
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType)
     for field in described.fields:
@@ -292,7 +315,9 @@ def _numbers(kind: type[Any]) -> Iterator[tuple[str, inspect.IntType | inspect.F
 
 
 def _span(kind: inspect.IntType | inspect.FloatType, present: float | None) -> Range | None:
-    """Return the range of a parameter, or None if there are no bounds to use."""
+    """Return the default range of a parameter with the type `kind` and the value `present`. None if
+    the type has no bounds, or if its only bound and `present` give no range.
+    """
     low = kind.gt if kind.ge is None else kind.ge
     high = kind.lt if kind.le is None else kind.le
     integer = isinstance(kind, inspect.IntType)
@@ -308,8 +333,8 @@ def _span(kind: inspect.IntType | inspect.FloatType, present: float | None) -> R
     if not 0 < present < math.inf:
         return None
     return Range(
-        low=max(present / AROUND, low or 0.0, 1.0 if integer else 0.0),
-        high=present * AROUND if high is None else min(present * AROUND, high),
+        low=max(present / SPAN_FACTOR, low or 0.0, 1.0 if integer else 0.0),
+        high=present * SPAN_FACTOR if high is None else min(present * SPAN_FACTOR, high),
         logarithmic=True,
         integer=integer,
     )
@@ -359,9 +384,9 @@ def _read(file: Path) -> _File:
         raise SpaceError(unread(file, problem, "TOML")) from problem
 
 
-class _Asked:
-    """Converter of a file's rows to dimensions. Raises `SpaceError` if a row does not fit the
-    configuration.
+class _RowConverter:
+    """Converter from the rows of a `--space` file to dimensions. Raises `SpaceError` if a row does
+    not fit the configuration.
     """
 
     def __init__(self, file: str, document: Mapping[str, Any], config: PickerConfig) -> None:
@@ -415,7 +440,7 @@ class _Asked:
             values = {str(value): value for value in row.values}
             known = next((label for label, value in values.items() if value == present), None)
             return Dimension(
-                plugin=row.plugin, what=What.PARAMETER, parameter=row.name,
+                plugin=row.plugin, what=DimensionKind.PARAMETER, parameter=row.name,
                 span=Choice(values=values), present=known,
             )  # fmt: skip
         low, high = row.low, row.high
@@ -429,14 +454,14 @@ class _Asked:
         integer = isinstance(numbers[row.name], inspect.IntType)
         within = isinstance(present, int | float) and low <= present <= high
         return Dimension(
-            plugin=row.plugin, what=What.PARAMETER, parameter=row.name,
+            plugin=row.plugin, what=DimensionKind.PARAMETER, parameter=row.name,
             span=Range(low=low, high=high, logarithmic=row.log, integer=integer),
             present=present if within else None,
         )  # fmt: skip
 
     def _present(self, kind: type[Any], row: _ParameterRow) -> Any:
-        """Return the default of a parameter that the document does not set, or None if there is
-        none.
+        """Return the default of a parameter that the configuration does not set, or None if it has
+        none or it cannot be determined.
         """
         try:
             return plain_parameters(msgspec.convert({}, kind)).get(row.name)
@@ -456,5 +481,8 @@ class _Asked:
             raise self._wrong(place, f"expected types other than {present}, the present one")
         values = {type_name: type_name for type_name in (present, *others)}
         return Dimension(
-            plugin=row.plugin, what=What.PLUGIN, span=Choice(values=values), present=present
+            plugin=row.plugin,
+            what=DimensionKind.PLUGIN,
+            span=Choice(values=values),
+            present=present,
         )

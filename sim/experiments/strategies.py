@@ -1,4 +1,6 @@
-"""The command `sim strategies`: list strategies by name, and print the configuration of one."""
+"""The command `sim strategies`: list routing strategies by name, or print the configuration of
+one.
+"""
 
 import argparse
 import json
@@ -17,7 +19,7 @@ _DEFAULT_IDEA: Final = "The default configuration of epp serve."
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command with the parser of `sim`."""
+    """Add the command line of `sim strategies`."""
     parser = commands.add_parser(
         "strategies",
         help="list the names that --config accepts, or print a strategy's configuration",
@@ -32,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def idea_of(name: str) -> str:
-    """Return one sentence about a strategy that `--config` knows by name."""
+    """Return one sentence that describes the routing strategy with this name."""
     strategy = strategies().get(name)
     if strategy is not None:
         return strategy.idea

@@ -36,14 +36,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         required=True,
         metavar="FILE|NAME",
-        help=run_options.POLICY_HELP,
+        help="configuration; repeat to compare. " + run_options.POLICY_HELP,
     )
     add(
         "--rates",
         type=_rates,
         required=True,
         metavar="R,R,...",
-        help="requests per second; the trace's arrivals are moved closer or further apart",
+        help="request rates to run, in requests per second; the trace is replayed faster or slower",
     )
     run_options.add_run_options(parser)
     add_experiment_options(parser)
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     folder = open_folder(options)
     base = run_options.run_settings(options, policies[0], options.seed)
-    run_options.tell_warnings(base)
+    run_options.print_trace_warnings(base)
     pace = pace_of(open_trace(Path(base.trace), base.read), base.requests_max)
     what_was_run = run_options.conditions(*(replace(base, policy=policy) for policy in policies))
     del what_was_run["speed"]
@@ -119,7 +119,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _point(rate: float, config: str, runs: Sequence[RunSummary]) -> SweepPoint:
-    """Return the results of one configuration at one rate, over its completed seeds."""
+    """Return the results of one configuration at one request rate, over the seeds that have
+    completed.
+    """
     varied = varied_between(runs)
     figures = [figures_of(one) for one in runs]
     sent = [one.requests_per_s or math.nan for one in runs]

@@ -1,5 +1,5 @@
-"""The command `sim tune`: better weights and thresholds for the traffic of a trace, with
-confidence.
+"""The command `sim tune`: find better weights and thresholds for the traffic of a trace, and test
+whether the improvement is significant.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from sim.experiments.measured_runs import Half, MeasuredRuns
 from sim.experiments.power import PILOTS
 from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal, StoppedError, tell_interrupted
+from sim.experiments.run_journal import RunJournal, StoppedError, print_interrupted
 from sim.experiments.search import FINALISTS, RUNGS, Search, Trial, runs_expected
 from sim.experiments.space import Space
 from sim.experiments.tuning import GUARDS, LOADS, Guard, Objective, Tuning
@@ -58,10 +58,10 @@ from sim.traces.formats import open_trace
 from sim.traces.reading import content_hash
 
 REQUESTS_MIN: Final = 40
-"""Minimum number of requests of a trace that is split into halves."""
+"""Minimum number of requests of a trace for `sim tune`, which splits it into halves."""
 _TRIALS_MAX: Final = 10_000
 _GUARDED: Final = tuple(measure for measure in LABELS if measure != "pod_hours")
-"""Measures that a guard may use: those of every run."""
+"""Names of the measures that `--guard` accepts: those that every run has."""
 _CONFIG_MAP_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -86,7 +86,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--space",
         type=Path,
         metavar="FILE.toml",
-        help="file with further dimensions, or others instead of the default ones (weights, and numbers with bounds)",
+        help="file with dimensions to vary in addition to the default ones (weights, and numbers with "
+        "bounds), or instead of them",
     )
     add(
         "--objective",
@@ -178,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
             # The results so far are reported even after an interruption.
             with contextlib.suppress(StoppedError):
                 with bar:
-                    tuning.foresee()
+                    tuning.estimate_power()
                 if tuning.power is not None:
                     print(power_sentence(tuning.power), flush=True)
                 with bar:
@@ -189,14 +190,16 @@ def run(options: argparse.Namespace) -> int:
             print(f"results are in {folder}")
     if tuning.complete:
         return 0
-    return tell_interrupted(journal)
+    return print_interrupted(journal)
 
 
 class _Task:
-    """The parsed and checked arguments of the command."""
+    """The tuning that the command line of `sim tune` describes, checked."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Read and check the arguments. Raises errors that `sim` prints."""
+        """Check the options and read the configuration and the trace. Raises errors that `sim`
+        prints.
+        """
         self._options = options
         policy = policy_source(options.config)
         self.space = Space(policy, pickers=options.replicas, file=options.space)
@@ -205,7 +208,7 @@ class _Task:
             raise ClusterSettingsError(
                 f"{options.scenario} configures pickers, which would overwrite the tried configurations"
             )
-        run_options.tell_warnings(base)
+        run_options.print_trace_warnings(base)
         self.halves = _halves(base)
         self._conditions = run_options.conditions(base)
         # The jitter is determined once, because halves and their beginnings have the clock of the
@@ -215,8 +218,8 @@ class _Task:
 
     @property
     def about(self) -> dict[str, str]:
-        """The conditions that may not change between two starts: the present configuration, and all
-        on which figures depend.
+        """Conditions that must be the same when the command is started again on the same folder, as
+        text by name: the present configuration, and everything on which figures depend.
         """
         told = {
             "version": __version__,
@@ -239,18 +242,20 @@ class _Task:
 
     @property
     def runs_expected(self) -> int:
-        """Approximate number of runs."""
+        """Approximate number of simulation runs of the tuning, for the progress bar."""
         seeds: int = self._options.seeds
         compared = PILOTS + FINALISTS + len(LOADS)
         return runs_expected(self._options.trials) + 2 * seeds * compared
 
     @property
     def requests(self) -> int:
-        """Number of requests of both halves."""
+        """Number of requests in both halves of the trace together."""
         return sum(map(len, self.halves.values()))
 
     def summary(self, tuning: Tuning) -> TuneSummary:
-        """Return summary.json. The same task gives the same bytes, however often it was stopped."""
+        """Return the content of summary.json. The same task gives the same bytes, however often it
+        was stopped.
+        """
         options, search = self._options, tuning.search
         pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
         varied = varied_between(pairs[0].present) if pairs else None
@@ -323,7 +328,9 @@ class _Task:
 
 
 def _halves(base: RunSettings) -> dict[Half, range]:
-    """Return the positions of the requests of each half. Raises what reading the trace raises."""
+    """Return the positions of the requests in each half of the trace. Raises what reading the trace
+    raises, and `TraceError` if it has fewer than `REQUESTS_MIN` requests.
+    """
     trace = open_trace(Path(base.trace), base.read)
     count = sum(1 for _ in islice(trace, base.requests_max))
     if count < REQUESTS_MIN:
@@ -338,7 +345,9 @@ def _halves(base: RunSettings) -> dict[Half, range]:
 
 
 def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: str) -> None:
-    """Write the reports, and the configuration if it is better; remove those of an earlier start."""
+    """Write the reports of a tuning. Write the tuned configuration if it beats the present one, or
+    the best so far after an interruption; remove configuration files of an earlier start.
+    """
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", tune_report(summary).encode())
     write_whole(folder / "report.html", tune_page(summary).encode())
@@ -357,7 +366,9 @@ def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: 
 
 
 def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
-    """Return the guards of the command line, or the default ones. Raises `ClusterSettingsError`."""
+    """Return the guards that `--guard` names, or the default ones. Raises `ClusterSettingsError`
+    for contradictions.
+    """
     objectives = options.objective.measures
     if options.guard is None:
         return tuple(one for one in GUARDS if one.measure not in objectives)
@@ -374,7 +385,9 @@ def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
 
 
 def _guard(text: str) -> Guard | None:
-    """Return the guard, or None for the text "none"."""
+    """Parse the argument of `--guard`, for argparse. Return the guard, or None for the text
+    "none".
+    """
     if text == "none":
         return None
     measure, equals, share = text.partition("=")

@@ -1,4 +1,4 @@
-"""The steps of a tuning: costs of trials, choice of the best one, and the judgement of that one.
+"""The steps of a tuning: costs of tried configurations, choice of the best one, and its judgement.
 
 Trials run on the first half of the trace. The best few run there with every seed. Among those that
 are significantly worse than the present configuration in neither objective, the one with the
@@ -8,8 +8,8 @@ objective, and at no load worse in one. A loss within the tolerance does not cou
 Otherwise a gain of a third in one objective would be rejected for a loss of a hundredth in the
 other.
 
-Guards cover the other figures. A gain that makes a guarded figure significantly worse, on either
-half and at any load, does not count, and the report names that guard.
+Guards cover figures that are not objectives. A gain that makes a guarded figure significantly
+worse, on either half and at any load, does not count, and the report names that guard.
 """
 
 import math
@@ -38,68 +38,81 @@ from sim.measurement.summaries import (
 from sim.reports.compare_report import BETTER, HIGHER_IS_BETTER, WORSE
 
 LOADS: Final = (1.0, 0.7, 1.3)
-"""Factors of the trace's load."""
+"""Factors on the trace's request rate at which the chosen configuration is judged."""
 LOST_MORE_MAX: Final = 0.001
-"""Share of the sent requests that may additionally be refused or fail, compared with the present
-configuration. Beyond it a gain does not count.
+"""Maximum number of requests that a configuration may refuse or fail in addition to those of the
+present configuration, as a share of the sent requests. Beyond it, a gain does not count.
 """
 LOST: Final = math.log(10.0)
-"""Cost in each objective of losing more requests or having no figure: as if ten times worse."""
+"""Cost in each objective of a run that loses too many requests or has no figure. It equals that of
+a figure ten times worse than the present one.
+"""
 
 
 class Objective(StrEnum):
-    """The second objective beside TTFT p90."""
+    """The second objective of a tuning; TTFT p90 is always the first."""
 
     THROUGHPUT = "throughput"
     ITL = "itl"
 
     @property
     def measures(self) -> tuple[str, str]:
-        """Names of the two objectives in `figures_of`."""
+        """Names of the two objectives' measures in `figures_of`: TTFT p90, then the one chosen."""
         other = "output_tokens_per_s" if self is Objective.THROUGHPUT else "itl_mean_s"
         return "ttft_p90_s", other
 
 
 class Guard(Struct, frozen=True, kw_only=True):
-    """A figure that is not an objective but may not become worse."""
+    """A measure that is not an objective of the tuning but may not become worse."""
 
     measure: str
-    """Name of the measure in `figures_of`."""
+    """Name of the guarded measure, a key of `figures_of`."""
     allowed: float = 0.0
-    """Share of the figure that may be lost, even if the loss is significant."""
+    """Share of the present figure by which the measure may become worse, even if the loss is
+    significant.
+    """
 
 
 GUARDS: Final = (Guard(measure="e2e_mean_s"), Guard(measure="itl_mean_s"))
 
 
-class Against(Struct, frozen=True, kw_only=True):
-    """A configuration compared with the present one, under every seed, on the same requests."""
+class Comparison(Struct, frozen=True, kw_only=True):
+    """A comparison of another configuration with the present one, under every seed, on the same
+    requests.
+    """
 
     present: Sequence[KeptRun]
     other: Sequence[KeptRun]
     differences: dict[str, DifferenceSummary]
-    """Difference of each objective as in summary.json, with the figure of the present
-    configuration.
+    """Difference from the present configuration by measure of the objectives, as in summary.json,
+    with the present configuration's figure.
     """
     guards: dict[str, DifferenceSummary]
-    """Difference of each guard, in the same form."""
+    """Difference from the present configuration by measure of the guards, in the same form as
+    `differences`.
+    """
 
     @property
     def loses_more(self) -> bool:
-        """True if more requests are refused or fail."""
+        """True if the other configuration refuses or fails too many more requests than the present
+        one.
+        """
         return _lost_more(ended_of(self.other), ended_of(self.present))
 
     @property
     def better(self) -> bool:
-        """True if at least one objective is significantly better."""
+        """True if the other configuration is significantly better in at least one objective."""
         return any(one.verdict == BETTER for one in self.differences.values())
 
     def worse(self, tolerance: float) -> list[str]:
-        """Return the objectives that are significantly worse, by more than the share `tolerance`."""
+        """Return the measures of the objectives in which the other configuration is significantly
+        worse, by more than the share `tolerance`.
+        """
         return [measure for measure, one in self.differences.items() if _is_worse(one, tolerance)]
 
     def stopped_by(self, guards: Sequence[Guard]) -> list[str]:
-        """Return the guards that are significantly worse beyond their allowed share.
+        """Return the measures of the guards that are significantly worse than with the present
+        configuration, beyond their allowed share.
 
         A measure without figures, or with too few runs for an interval, does not count as worse.
         """
@@ -107,7 +120,9 @@ class Against(Struct, frozen=True, kw_only=True):
 
     @property
     def gain(self) -> float:
-        """Gain over all seeds, in the unit of costs: the sum of the logarithms of both objectives."""
+        """Gain of the other configuration over all seeds: minus the sum of its costs in both
+        objectives. It is positive if the other configuration is better in sum.
+        """
         return -sum(
             _cost(measure, (one.known_reference or 0.0) + one.value, one.known_reference or 0.0)
             for measure, one in self.differences.items()
@@ -115,7 +130,9 @@ class Against(Struct, frozen=True, kw_only=True):
         )
 
     def summary(self, tolerance: float, guards: Sequence[Guard]) -> JudgedSummary:
-        """Return the comparison as summary.json has it, without its subject."""
+        """Return the comparison in the form of summary.json; the caller adds which trial or load it
+        is about.
+        """
         return JudgedSummary(
             differences=self.differences,
             guards=self.guards,
@@ -128,7 +145,7 @@ class Against(Struct, frozen=True, kw_only=True):
 
 
 class Tuning:
-    """A tuning: its results so far, and `run`, which computes the rest."""
+    """A tuning with its results so far; `run` computes the missing ones."""
 
     def __init__(
         self,
@@ -142,8 +159,8 @@ class Tuning:
         requests: int,
         guards: Sequence[Guard] = (),
     ) -> None:
-        """Create the tuning. `guards` have other measures than `measures`; `requests` counts both
-        halves.
+        """Create the tuning. `measures` are the objectives, and `guards` have other measures;
+        `requests` is the number of requests in both halves of the trace.
         """
         self.search = search
         self.present = present
@@ -152,16 +169,20 @@ class Tuning:
         self.guards = guards
         self.power: PowerSummary | None = None
         self.complete = False
-        self.finals: list[tuple[Trial, Against]] = []
+        self.finals: list[tuple[Trial, Comparison]] = []
         self.chosen: Trial | None = None
-        self.held_out: dict[float, Against] = {}
-        """Comparison by load, in the order of `LOADS`."""
+        self.held_out: dict[float, Comparison] = {}
+        """Comparison of the chosen configuration on the hold-out half, by load, in the order of
+        `LOADS`.
+        """
         self._runs = runs
         self._seeds = seeds
         self._requests = requests
 
-    def foresee(self) -> None:
-        """Compute `power`. Raises `StoppedError` if it is interrupted."""
+    def estimate_power(self) -> None:
+        """Estimate the statistical power of the tuning and store it in `power`. Raises
+        `StoppedError` if it is interrupted.
+        """
         pilots = [self._against(one, Half.TUNING) for one in self.search.pilots(self.present.hash)]
         if pilots:
             varied = varied_between(pilots[0].present)
@@ -169,7 +190,9 @@ class Tuning:
             self.power = power_of(differences, varied, requests=self._requests)
 
     def run(self) -> None:
-        """Run all steps. Raises `StoppedError` if it is interrupted."""
+        """Search, choose a configuration and judge it. Raises `StoppedError` if it is
+        interrupted.
+        """
         self.search.run(self._costs)
         for trial in self.search.finalists(self.present.hash):
             self.finals.append((trial, self._against(trial.policy, Half.TUNING)))
@@ -181,13 +204,15 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """The chosen trial or, before the choice, the leader of the search."""
+        """The chosen trial or, before the choice, the best trial of the search so far. None if the
+        tuning ended without a choice.
+        """
         return self.chosen or (None if self.complete else self.search.best())
 
     @property
     def beats(self) -> bool:
-        """True if the chosen trial is better in an objective, and worse in none and in no guard at
-        any load.
+        """True if the chosen configuration is better in an objective at the trace's load, and at no
+        load worse in an objective or a guard.
         """
         return (
             self.complete
@@ -202,8 +227,8 @@ class Tuning:
         return [self._cost_of(one, present) for one in others]
 
     def _cost_of(self, run: KeptRun, present: KeptRun) -> Costs:
-        """Return the cost in each objective. A gain with lost requests or a broken guard does not
-        count.
+        """Return the cost of `run` in each objective, compared with `present`, the run of the
+        present configuration. Lost requests or a broken guard cancel gains and add to each cost.
         """
         after, before = figures_of(run), figures_of(present)
         costs = [_cost(measure, after[measure], before[measure]) for measure in self.measures]
@@ -215,7 +240,7 @@ class Tuning:
                 paid += lost
         return tuple(max(cost, 0.0) + paid for cost in costs) if paid else tuple(costs)
 
-    def _against(self, policy: PolicySource, half: Half, load: float = 1.0) -> Against:
+    def _against(self, policy: PolicySource, half: Half, load: float = 1.0) -> Comparison:
         samples = [
             Sample(half=half, load=load, repetition=repetition) for repetition in range(self._seeds)
         ]
@@ -235,7 +260,7 @@ class Tuning:
             )
             for measure in (*self.measures, *(guard.measure for guard in self.guards))
         }
-        return Against(
+        return Comparison(
             present=present,
             other=other,
             differences={measure: told[measure] for measure in self.measures},
@@ -250,7 +275,7 @@ class Tuning:
         ]
         return max(good)[-1] if good else None
 
-    def _bad(self, against: Against) -> bool:
+    def _bad(self, against: Comparison) -> bool:
         return (
             against.loses_more
             or bool(against.worse(self.tolerance))
@@ -259,13 +284,17 @@ class Tuning:
 
 
 def _is_worse(found: DifferenceSummary, allowed: float) -> bool:
-    """Return whether the figure is significantly worse, by more than the share `allowed`."""
+    """Return whether a figure is significantly worse than that of the present configuration, and by
+    more than the share `allowed`.
+    """
     return found.verdict == WORSE and (found.relative is None or abs(found.relative) > allowed)
 
 
 def _guard_cost(measure: str, after: Mapping[str, float], before: Mapping[str, float]) -> float:
-    """Return the cost of a guard, or 0 if the present configuration has no figure or the new one is
-    0.
+    """Return the cost of a guarded measure by the figures of the new configuration (`after`) and
+    the present one (`before`).
+
+    0 if the present configuration has no figure, or if the new figure is 0 where lower is better.
     """
     if not before[measure] > 0 or (after[measure] == 0 and measure not in HIGHER_IS_BETTER):
         return 0.0
@@ -273,7 +302,9 @@ def _guard_cost(measure: str, after: Mapping[str, float], before: Mapping[str, f
 
 
 def _cost(measure: str, value: float, reference: float) -> float:
-    """Return the logarithm of the ratio; positive is worse."""
+    """Return the cost of `value` against `reference`: the logarithm of their ratio, positive if
+    `value` is worse. `LOST` if one of them is not positive.
+    """
     if not (value > 0 and reference > 0):
         return LOST
     cost = math.log(value / reference)
@@ -281,6 +312,8 @@ def _cost(measure: str, value: float, reference: float) -> float:
 
 
 def _lost_more(requests: Requests, present: Requests) -> bool:
-    """Return whether more requests were lost. Clients that abort by themselves are not counted."""
+    """Return whether a run refused or failed more requests than the present configuration, by more
+    than `LOST_MORE_MAX` of those sent. Requests that clients abort by themselves do not count.
+    """
     lost, lost_before = (one.refused + one.failed for one in (requests, present))
     return lost - lost_before > LOST_MORE_MAX * requests.sent

@@ -1,12 +1,13 @@
-"""The warm-up that a sizing excludes, and the busiest part of the traffic, which it judges separately.
+"""The warm-up that `sim size` excludes from figures, and the busiest part of the traffic, which it
+judges separately.
 
-Caches are empty at the start of a run. A prompt that repeats text of a prompt one minute earlier misses
-the cache in the first minute, and finds it from then on. The warm-up lasts until few such tokens are
-missing. It is no longer than that, because the answer ignores excluded traffic. Text of a session that
-begins in the trace was in no cache before, so it needs no warm-up.
+Caches are empty at the start of a run. A prompt that repeats text of a prompt one minute earlier
+misses the cache in the first minute, and finds it from then on. The warm-up lasts until few such
+tokens are missing. It is no longer than that, because excluded traffic does not influence the
+result. Text of a session that begins in the trace was in no cache before, so it needs no warm-up.
 
-All times are of the trace. A run at X times the load excludes the same part of the trace, which takes
-an X-th of the time there.
+All times are in seconds of the trace's clock. A run at X times the load excludes the same part of
+the trace, which takes an X-th of the time there.
 """
 
 from collections import Counter
@@ -22,23 +23,34 @@ from sim.measurement.summaries import WarmUpSummary
 from sim.traces.arrival import Arrival
 
 COLD_SHARE: Final = 0.05
-"""Share of the prompt tokens that may miss a cache because it was empty at the start."""
+"""Maximum share of the prompt tokens, after the warm-up, that miss a cache because it was empty at
+the start.
+"""
 EXCLUDED_CHOSEN: Final = 0.2
 """Maximum share of the requests that an automatically chosen warm-up excludes."""
 EXCLUDED_WARNED: Final = 0.25
 BUSIEST_S: Final[Seconds] = 60.0
 BUSIEST_REQUESTS: Final = 200
-"""Requests in the busiest part at the mean rate; with fewer, its percentiles would mean little."""
-BUSIER: Final = 1.1
-"""Ratio to the work of all later parts above which a part is the busiest, and not so by chance."""
+"""Number of requests that the busiest part has at the mean rate; with fewer requests, its
+percentiles would mean little.
+"""
+BUSIER_RATIO: Final = 1.1
+"""Ratio between the work of the busiest part of a trace and of the busiest one after the warm-up.
+Above it, the difference is not attributed to chance, and the warm-up is said to exclude the busiest
+part.
+"""
 TEXTS_MAX: Final = 10_000_000
-"""Maximum number of remembered texts; later ones count as new each time."""
+"""Maximum number of distinct texts whose last use is stored; further texts count as new each
+time.
+"""
 _SHARED: Final = "\0"
-"""Owner of a text that several sessions used; no session has this name."""
+"""Value of `_Use.owner` for a text that several sessions used; no session has this name."""
 
 
 class WarmUp(Struct, frozen=True, kw_only=True):
-    """The excluded warm-up and the busiest part, in the trace's time."""
+    """The warm-up that is excluded and the busiest part of a trace, in seconds of the trace's
+    clock.
+    """
 
     seconds: Seconds
     given: bool
@@ -50,7 +62,9 @@ class WarmUp(Struct, frozen=True, kw_only=True):
 
     @property
     def warning(self) -> str:
-        """Warning about the exclusion for readers of the answer; "" if none is needed."""
+        """Warning for readers of the result if the warm-up excludes much of the traffic or its
+        busiest part; "" if it does not.
+        """
         told = []
         if self.share_excluded > EXCLUDED_WARNED:
             told.append(f"{self.share_excluded:.0%} of the requests")
@@ -65,7 +79,7 @@ class WarmUp(Struct, frozen=True, kw_only=True):
         )
 
     def summary(self) -> WarmUpSummary:
-        """Return its form in summary.json."""
+        """Return the warm-up in the form of summary.json."""
         return WarmUpSummary(
             seconds=self.seconds,
             needed_s=self.needed_s,
@@ -81,14 +95,15 @@ class WarmUp(Struct, frozen=True, kw_only=True):
 def warm_up_of(
     arrivals: Iterable[Arrival], *, generated: bool, given_s: Seconds | None = None
 ) -> WarmUp:
-    """Return the warm-up for a trace in order of time.
+    """Return the warm-up and the busiest part for `arrivals`, which are in order of time.
 
-    `given_s` is the user's warm-up, or None to choose one. A chosen warm-up is as long as the caches
-    need, but excludes at most `EXCLUDED_CHOSEN` of the requests and not the busiest part.
+    `given_s` is the warm-up in seconds that the user chose, or None to determine one. A determined
+    warm-up is as long as the caches need, but excludes at most `EXCLUDED_CHOSEN` of the requests
+    and not the busiest part.
 
     In a `generated` trace, a session begins with its first turn there. In a recording it may have
     begun before. The function uses about 200 bytes of memory for each text and 24 for each request.
-    Raises as iterating does, and `ValueError` if there are no requests.
+    Raises what iterating over `arrivals` raises, and `ValueError` if there are no requests.
     """
     reuse = _Reuse(generated=generated)
     for arrival in arrivals:
@@ -117,10 +132,12 @@ def warm_up_of(
 
 
 def _excludes(seconds: Seconds, times_s: Floats, work: Floats, length_s: Seconds) -> bool:
-    """Return whether the rest of the trace has no part that is nearly as busy as the busiest."""
+    """Return whether a warm-up of `seconds` excludes the busiest part: no part of `length_s` after
+    the warm-up is nearly as busy.
+    """
     left = times_s >= seconds
     busiest = _work_of_busiest(times_s, work, length_s)
-    return busiest > BUSIER * _work_of_busiest(times_s[left], work[left], length_s)
+    return busiest > BUSIER_RATIO * _work_of_busiest(times_s[left], work[left], length_s)
 
 
 def _work_of_busiest(times_s: Floats, work: Floats, length_s: Seconds) -> float:
@@ -129,25 +146,29 @@ def _work_of_busiest(times_s: Floats, work: Floats, length_s: Seconds) -> float:
 
 
 class _Reuse:
-    """Reuse of text in one infinite cache: the time since the last use of each prompt's text."""
+    """Reuse of prompt texts in one cache of unlimited size: how long ago each text was last
+    used.
+    """
 
     def __init__(self, *, generated: bool) -> None:
         self._generated = generated
         self.times_s: list[Seconds] = []
         self.work: list[float] = []
-        """Work of each request in prompt tokens: its output, and its text that no cache could have
-        had.
+        """Work of each request in prompt tokens: its weighted output tokens, and the prompt tokens
+        that not even a warm cache could have had.
         """
         self._prompt_tokens = 0
         self._tokens_by_gap_s: Counter[int] = Counter()
-        """Tokens that may have been cached before the trace, by whole seconds since their last use."""
+        """Number of prompt tokens that could have been cached before the trace began, by whole
+        seconds since their text's last use.
+        """
         self._last: dict[int, _Use] = {}
-        """Last use by text."""
+        """Use of each text so far, by the text's id."""
         self._begun: set[str] = set()
-        """Sessions whose first turn is in the trace."""
+        """Sessions that began in the trace; only in a generated trace."""
 
     def add(self, arrival: Arrival) -> None:
-        """Count one request."""
+        """Record the texts and the work of one request."""
         now_s, session = arrival.time_s, arrival.session
         if self._generated and session and not arrival.turn:
             self._begun.add(session)
@@ -159,8 +180,8 @@ class _Reuse:
             self._use(arrival.answer, arrival, first=None)
 
     def needed_s(self) -> Seconds:
-        """Return the time after which the tokens missing from an initially empty cache are below
-        `COLD_SHARE`.
+        """Return the time in seconds after which prompt tokens that miss an initially empty cache
+        are at most a share `COLD_SHARE` of all prompt tokens.
         """
         left = float(sum(self._tokens_by_gap_s.values()))
         allowed = COLD_SHARE * self._prompt_tokens
@@ -173,7 +194,9 @@ class _Reuse:
         return float(needed_s)
 
     def _reused(self, arrival: Arrival) -> int:
-        """Return how many tokens of the prompt's head were used before, and record the prompt."""
+        """Return how many tokens at the beginning of the prompt were used before, and record the
+        prompt's texts as used now.
+        """
         reused, head = 0, True
         for text, tokens in arrival.spans():
             last = self._last.get(text)
@@ -187,7 +210,9 @@ class _Reuse:
         return reused
 
     def _was_cached(self, last: "_Use", tokens: int) -> None:
-        """Subtract text that others use too from the work of its first use: a warm cache has it."""
+        """Subtract a reused text from the work of the request that used it first, because a warm
+        cache would have had it.
+        """
         if last.first is not None:
             self.work[last.first] -= tokens
             last.first = None
@@ -202,10 +227,12 @@ class _Reuse:
 
 
 class _Use(Struct):
-    """The last use of a text, and its first."""
+    """The last use and the first use of a prompt text."""
 
     at_s: Seconds
     owner: str
-    """The only session that used it, or `_SHARED`."""
+    """The session that used the text, or `_SHARED` if several sessions did."""
     first: int | None
-    """Number of the request whose work includes the text, or None once others have used it."""
+    """Position of the request whose work includes the text. None if the text was an answer, or once
+    another use shows that a warm cache would have had it.
+    """

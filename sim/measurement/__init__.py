@@ -1,1 +1,1 @@
-"""Measurements of runs, and their confidence intervals."""
+"""Measurements of simulated runs, and their confidence intervals."""

@@ -1,4 +1,6 @@
-"""Effects that the simulator does not model, and constants that come from one set-up only."""
+"""Effects that the simulator does not model, and constants of the model that were measured on one
+set-up only.
+"""
 
 from collections.abc import Iterable
 from typing import Final
@@ -38,18 +40,19 @@ NOT_MODELLED: Final = (
     "The tokenizer: the picker's token estimate from bytes is exact in the simulator, but not in production.",
     "Stopping early: an answer is as long as the trace specifies, regardless of the limit that its client sent.",
 )
-"""Effects that are not modelled, one text each; reports list them."""
+"""Effects that the simulator does not model, one text each; reports list them."""
 
 
 class Assumption(Struct, frozen=True, kw_only=True):
-    """A constant of `Profile` that was measured or assumed for one set-up. A profile can set
-    another value.
+    """A constant of an engine `Profile` that was measured or assumed for one set-up.
+
+    A profile file can set another value.
     """
 
     field: str
     says: str
     factor: float
-    """Factor that converts the field's unit to the unit of the range."""
+    """Factor that converts the unit of the profile's field to `unit`, the unit of `low` and `high`."""
     unit: str
     low: float
     high: float
@@ -64,9 +67,9 @@ ASSUMED: Final = (
         unit="ms",
         low=5,
         high=20,
-        source="together with the next row, the time that unqueued requests of the llm-d guide "
-        "optimized-baseline take beyond their prefill: 55 to 85 ms at 7,200 tokens; the division "
-        "between the rows is an assumption",
+        source="requests of the llm-d guide optimized-baseline that do not queue take 55 to 85 ms at "
+        "7,200 tokens beyond their prefill; the division of this time into one part per request and "
+        "one per prompt token is an assumption",
     ),
     Assumption(
         field="frontend_s_per_token",
@@ -75,7 +78,7 @@ ASSUMED: Final = (
         unit="µs",
         low=5,
         high=11,
-        source="as above",
+        source="as for frontend_s",
     ),
     Assumption(
         field="shared_context_factor",
@@ -118,7 +121,7 @@ ASSUMED: Final = (
 
 
 def assumptions_of(profiles: Iterable[Profile]) -> list[AssumptionSummary]:
-    """Return a summary of each constant, with its value in every profile of the run."""
+    """Return a summary of each assumed constant, with its value in each of `profiles`."""
     known = {profile.name: profile for profile in profiles}
     return [
         AssumptionSummary(

@@ -1,4 +1,7 @@
-"""Evidence for each optional engine feature. Reports show it for the features that a run uses."""
+"""The evidence that each optional engine feature is modelled correctly.
+
+Reports show it for the features that a run uses.
+"""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,12 +11,14 @@ from sim.cluster.simulated_pod import PodKind
 from sim.engine.features import Ranks, Speculative, WholePrompts
 
 EXPERTS: Final = "expert-curve"
-"""Name of the feature `Profile.expert_s`."""
+"""Name in `EVIDENCE` of the feature that `Profile.expert_s` enables: a cost curve for mixtures of
+experts.
+"""
 SHARED: Final = f"{Offload.type_name}-shared"
-"""Name of the tier that all pods with `Offload` share."""
+"""Name in `EVIDENCE` of an offload tier that all pods share."""
 
 BY_CONTEXT: Final = f"{Speculative.type_name}-by-context"
-"""Name of acceptance that depends on the context length."""
+"""Name in `EVIDENCE` of speculative decoding whose acceptance depends on the context length."""
 
 EVIDENCE: Final[Mapping[str, str]] = {
     WholePrompts.type_name: (
@@ -44,11 +49,15 @@ EVIDENCE: Final[Mapping[str, str]] = {
     ),
     SHARED: "unchecked: stored blocks are available at once, and readers do not slow each other down",
 }
-"""Evidence by name of the feature. The text begins with "unchecked" if nothing was checked."""
+"""Evidence for each optional engine feature, by its name. The text begins with "unchecked" if the
+model was not compared with a recording.
+"""
 
 
 def features_used(kind: PodKind) -> list[str]:
-    """Return the names of the features that a pod uses, in the order of `EVIDENCE`."""
+    """Return the names of the optional engine features that a pod of this kind uses, in the order
+    of `EVIDENCE`.
+    """
     used = {feature.type_name for feature in kind.features}
     if any(isinstance(one, Speculative) and one.speculation().longer for one in kind.features):
         used.add(BY_CONTEXT)

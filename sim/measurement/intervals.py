@@ -1,4 +1,4 @@
-"""Confidence intervals of figures, and of differences between two configurations.
+"""Confidence intervals of a run's figures, and of differences between two configurations.
 
 Requests of one run depend on each other through queues and caches, so their variation inside a run
 gives no standard error. Therefore the whole run is repeated with other traffic of the same kind
@@ -25,27 +25,33 @@ from msgspec import Struct
 
 CONFIDENCE: Final = 0.95
 REPETITIONS_NEEDED: Final = 3
-"""Minimum number of repetitions for an interval. With two draws Student's t is 12.7, so that an
-interval would say nothing."""
+"""Minimum number of repetitions of a run for a confidence interval. With two, Student's t is 12.7,
+so that an interval would say nothing.
+"""
 BLOCKS_NEEDED: Final = 5
-"""Minimum number of blocks of a recorded trace. Fewer blocks allow too few different resamples."""
+"""Minimum number of blocks of a recorded trace for a confidence interval. Fewer blocks allow too
+few different resamples.
+"""
 
 
 class Varied(Struct, frozen=True, kw_only=True):
-    """The difference between the repetitions of a run, and the number of repetitions."""
+    """How the repetitions of a run get different traffic, and how many repetitions there are."""
 
     repetitions: int
     generated: bool
-    """True if each repetition has its own random draw of the traffic. False if all but the first
-    resample the first."""
+    """True if each repetition has its own random draw of the traffic. False if all repetitions but
+    the first resample a recorded trace.
+    """
     blocks: int = 0
-    """Blocks of the recorded trace from which the repetitions are resampled."""
+    """Number of blocks of the recorded trace from which the repetitions are resampled; 0 for
+    generated traffic.
+    """
     cut: str = ""
-    """Blocks in words, for example "30 blocks of 120 s"."""
+    """Number and length of `blocks` in words, for example "30 blocks of 120 s"."""
 
     @property
     def lacking(self) -> str:
-        """Reason why there are no intervals, or "" if there are intervals."""
+        """Reason why the repetitions allow no confidence intervals, or "" if they do."""
         if self.repetitions < REPETITIONS_NEEDED:
             seeds = f"{self.repetitions} seed{'' if self.repetitions == 1 else 's'}"
             return f"{seeds} given, confidence intervals need at least {REPETITIONS_NEEDED}"
@@ -55,39 +61,44 @@ class Varied(Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> str:
-        """Units over which the intervals are computed, in words."""
+        """The repetitions over which intervals are computed, in words, for example "10 random draws
+        of the traffic".
+        """
         if self.generated:
             return f"{self.repetitions} random draws of the traffic"
         return f"{self.repetitions - 1} resamples of {self.cut}"
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """A figure with its 95 % confidence interval."""
+    """A figure of a configuration with its 95 % confidence interval over repetitions."""
 
     value: float
     low: float | None
-    """Ends of the 95 % confidence interval; None if there is too little data for an interval."""
+    """This and `high` are the ends of the 95 % confidence interval; None if there is too little
+    data for an interval.
+    """
     high: float | None
     lacking: str = ""
-    """Reason why there is no interval, or "" if there is one."""
+    """Reason why the figure has no confidence interval, or "" if it has one."""
 
     @property
     def significant(self) -> bool:
-        """True if the interval excludes 0."""
+        """True if the confidence interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """A figure of a configuration minus the same figure of the reference."""
+    """A figure of a configuration minus the same figure of the reference configuration."""
 
     reference: float
-    """Figure of the reference itself."""
+    """The figure of the reference configuration."""
     difference: Estimate
 
 
 def estimated(values: Sequence[float], varied: Varied) -> Estimate:
-    """Return the estimate of a figure from its value in each repetition; NaN marks a run without
-    the figure.
+    """Return a figure with its confidence interval, from its value in each repetition.
+
+    A value is NaN if the run does not have the figure.
     """
     told = np.asarray(values, dtype=np.float64)
     value = float(told.mean() if varied.generated else told[0])
@@ -106,10 +117,10 @@ def estimated(values: Sequence[float], varied: Varied) -> Estimate:
 
 
 def confidence_limit(values: Sequence[float], varied: Varied, *, upper: bool) -> float | None:
-    """Return the end of the one-sided 95 % confidence interval, above or below; None with too
-    little data.
+    """Return the end of the one-sided 95 % confidence interval of a figure: the upper or the lower
+    end. None if there is too little data.
 
-    This limit is nearer to the figure than the ends of `estimated`, which leave 2.5 % on either
+    This limit is nearer to the figure than the ends from `estimated`, which leave 2.5 % on either
     side.
     """
     found = estimated(values, varied)
@@ -122,13 +133,13 @@ def confidence_limit(values: Sequence[float], varied: Varied, *, upper: bool) ->
 
 
 def prediction_limit(values: Sequence[float], varied: Varied, *, upper: bool) -> float | None:
-    """Return the limit that one more repetition meets 19 times out of 20; None if there are too
-    few.
+    """Return the limit within which one more repetition stays 19 times out of 20; None if there is
+    too little data.
 
     The limit for generated traffic is the one-sided 95 % prediction limit of a new random draw: the
     mean plus or minus t s sqrt(1 + 1 / K), where `confidence_limit` has t s sqrt(1 / K)
-    (NIST/SEMATECH e-Handbook, 7.2.6). Both limits are equal for a recording, because resamples vary
-    as much as the figure may be wrong.
+    (NIST/SEMATECH e-Handbook, 7.2.6). For a recording, this limit equals `confidence_limit`,
+    because resamples vary as much as the figure may be wrong.
     """
     limit = confidence_limit(values, varied, upper=upper)
     if limit is None or not varied.generated:
@@ -142,9 +153,10 @@ def compare_runs(
     other: Sequence[Mapping[str, float]],
     varied: Varied,
 ) -> dict[str, Difference]:
-    """Return the difference of every figure.
+    """Return the difference between two configurations in every figure, by name of the figure.
 
-    `reference[k]` and `other[k]` are repetition k, with the same requests at the same times.
+    `reference[k]` and `other[k]` are the figures in repetition k, in which both configurations had
+    the same requests at the same times.
     """
     assert len(reference) == len(other) == varied.repetitions
     return {
@@ -163,7 +175,7 @@ def compare_runs(
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """Return the two-sided quantile of Student's t with `freedom` of at least 1.
+    """Return the two-sided quantile of Student's t distribution; `freedom` is at least 1.
 
     It is exact for 1 and 2 degrees of freedom. From 3 on it is Cornish and Fisher's expansion,
     which is at most 0.8 % too small.

@@ -1,4 +1,4 @@
-"""The measurements of a run, shared by replay, compare and sweep."""
+"""Measurement of a run: results of each request, and figures over requests and pods."""
 
 import math
 import struct
@@ -44,28 +44,33 @@ COLUMNS: Final = (
     "cached_tokens",
     "output_tokens",
 )
-"""Columns of `Series`."""
+"""Names of the columns of `Series`, the results of each completed request."""
 
 PERCENTILES: Final = (50, 90, 95, 99)
 WARM_UP_S_MAX: Final[Seconds] = 300.0
-"""Upper limit of the default warm-up. In the published traces half of the reuse comes within 123 s
-and nine tenths within 480 s."""
+"""Maximum length of the default warm-up in seconds. In the published traces half of the reuse comes
+within 123 s and nine tenths within 480 s.
+"""
 WARM_UP_SHARE: Final = 0.1
-"""Default warm-up as a share of the time over which requests arrive. A run shorter than 600 s has
-no warm-up."""
+"""Length of the default warm-up as a share of the time over which requests arrive. A run of less
+than 600 s has no warm-up by default.
+"""
 WARM_UP_FROM_S: Final[Seconds] = 600.0
 OUTPUT_WEIGHT: Final = 10.0
-"""Approximate number of prompt tokens that take a pod as long as one output token, on the built-in
-profiles with a full batch. It only decides which part of the traffic is the busiest."""
+"""Number of prompt tokens that take a pod about as long as one output token, on the built-in
+profiles with a full batch. It only decides which part of the traffic is the busiest.
+"""
 _TOKENS_SHARE_MIN: Final = 0.1
-"""Minimum share of the output tokens that a steady part must have. A run with a smaller share
-before the last arrival has no steady part."""
+"""Minimum share of the output tokens that must be generated between warm-up and last arrival. With
+less, the whole run is measured instead of a steady part.
+"""
 _DIGEST_ROW: Final = struct.Struct("<qiidddqq")
 _FATES: Final = tuple(Fate)
 
 
 class Targets(Struct, frozen=True, kw_only=True):
-    """Latency limits of a good request: `ttft_s` for the first token, `tpot_s` for each later one.
+    """Latency targets of a request that counts as good: `ttft_s` until the first token, and at most
+    `tpot_s` on average for each later token.
 
     The definition is that of `goodput` in kubernetes-sigs/inference-perf.
     """
@@ -78,29 +83,35 @@ class Window(Struct, frozen=True, kw_only=True):
     """The steady part of a run, in which throughput and the gaps between tokens are measured.
 
     Caches are cold at the start, and pods run empty after the last arrival. Neither shows how a
-    pool serves. Latencies, hits and goodput cover the requests that arrive after the warm-up.
+    pool serves under load. Latencies, hits and goodput cover all requests that arrive after the
+    warm-up.
     """
 
     warm_up_s: Seconds
-    """Length of the warm-up. Only the results of requests are counted in it."""
+    """Length of the warm-up in seconds. Latencies, hits and goodput exclude the requests that arrive in it.
+    """
     start_s: Seconds
     end_s: Seconds
-    """Last arrival, or the end of the run if it has no steady part."""
+    """Time of the last arrival; or of the end of the run, if the run has no steady part."""
     drain_s: Seconds
-    """Time from the last arrival to the last answer."""
+    """Time in seconds from the last arrival to the end of the last answer; 0 if the run has no
+    steady part.
+    """
 
 
 class Series:
-    """Columns of the completed requests of one run, in the order in which the requests ended.
+    """The results of the completed requests of one run in columns, in the order in which requests
+    ended.
 
-    A column is float64[n], in seconds or tokens. If requests are left out, each access computes the
-    column anew, because storing all eight columns of a million requests would need 64 MB.
+    A column is float64[n], in seconds or tokens. If `keep` selects some requests, each access
+    computes the column again, because storing all eight columns of a million requests would need 64
+    MB.
     """
 
     __slots__ = ("_columns", "_keep")
 
     def __init__(self, columns: Mapping[str, Floats], keep: Bools | None = None) -> None:
-        """Wrap `columns`, equally long arrays with the names `COLUMNS`.
+        """Wrap `columns`, arrays of equal length with the names in `COLUMNS`.
 
         `keep` is bool[n] and selects requests; None selects all.
         """
@@ -126,7 +137,9 @@ class Series:
 
     @property
     def tpot_s(self) -> Floats:
-        """Mean time per output token after the first; NaN for an answer of one token."""
+        """Mean time in seconds per output token after the first, for each request; NaN for an
+        answer of one token.
+        """
         return self._column("tpot_s")
 
     @property
@@ -150,7 +163,7 @@ class Series:
         return self._column("output_tokens")
 
     def since(self, start_s: Seconds, end_s: Seconds = math.inf) -> "Series":
-        """Return the requests that arrived at `start_s` or later, and before `end_s`."""
+        """Return the results of the requests that arrived at `start_s` or later and before `end_s`."""
         arrived_s = self._columns["arrived_s"]
         keep = arrived_s >= start_s
         if end_s < math.inf:
@@ -177,7 +190,9 @@ def percentile(values: Floats, rank: float) -> float:
 
 
 def spread(loads: Sequence[float]) -> Spread:
-    """Return how unequal the loads of the pods are; all figures are None if the mean is 0."""
+    """Return three measures of how unequally `loads` are distributed over pods; all are None if the
+    mean load is 0.
+    """
     values = np.array(loads, dtype=np.float64)
     average = float(values.mean()) if len(values) else 0.0
     if not average:
@@ -190,7 +205,9 @@ def spread(loads: Sequence[float]) -> Spread:
 
 
 class PodLoad(Struct):
-    """The requests and tokens of one pod, and the prompt tokens found in its cache."""
+    """Number of requests that one pod completed, their tokens, and the prompt tokens that the pod's
+    cache hit.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -199,8 +216,9 @@ class PodLoad(Struct):
 
 
 class Measures:
-    """The measurements of one run. Each request is added when it ends; a completed one takes 64
-    bytes.
+    """A collector of the measurements of one run.
+
+    Each request is added when it ends; a completed one takes 64 bytes.
     """
 
     def __init__(
@@ -212,33 +230,39 @@ class Measures:
         warm_up_s: Seconds | None = None,
         busiest_s: Seconds | None = None,
     ) -> None:
-        """Start with no requests.
+        """Create a collector without requests.
 
-        `predicting` is True if the policy estimates caches, `by_session` if it uses only sessions.
-        `warm_up_s` is excluded from the figures; None derives it from how long requests arrive, by
-        the constants above. `busiest_s` is the length of the busiest part; None if the summary
-        needs none.
+        `predicting` is True if the policy estimates which prompt tokens pods have cached,
+        `by_session` if it routes by session alone. `warm_up_s` is the time at the start that
+        figures exclude; None for the default (`WARM_UP_SHARE`, `WARM_UP_S_MAX`). `busiest_s` is the
+        length of the busiest part in the summary; None for a summary without that part.
         """
         self.targets = targets
         self.gaps = TokenGaps()
-        """Gaps between tokens. The caller adds every step of every pod."""
+        """Gaps between tokens of all pods. The caller adds every step of every pod."""
         self._warm_up_s = warm_up_s
         self._latest_s = 0.0
         self._busiest_s = busiest_s
         self._lost_at_s = array("d")
-        """Arrival times of the requests that were not completed."""
+        """Arrival times in seconds of the requests that were not completed."""
         self._lost_work = array("d")
-        """Work of each of these requests, in the unit of `OUTPUT_WEIGHT`."""
+        """Work of each request that was not completed, in prompt tokens (an output token counts
+        `OUTPUT_WEIGHT`).
+        """
         self._too_long: dict[str, int] = {}
-        """Number of requests that no pod could serve, by the exceeded limit in words."""
+        """Number of requests that no pod could serve because they exceed a limit, by the limit in
+        words.
+        """
         self._predicting = predicting
         self._by_session = by_session
         self._with_session = 0
         self.failing_plugins: list[FailingPlugin] = []
-        """Failing plug-ins of every replica, set at the end of the run."""
+        """Plug-ins that raised errors during the run, of every picker; set at the end of the run."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
-        """Number of refused requests by reason. `failures` has the same form."""
+        """Number of requests that the picker refused, by reason. `failures` counts requests that
+        failed on pods, by reason.
+        """
         self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}
         self.preemptions = 0
@@ -250,7 +274,7 @@ class Measures:
         self._ages = 0
 
     def add(self, request: SimulatedRequest) -> None:
-        """Count one request that has ended."""
+        """Add the results of one request that has ended."""
         fate, engine = request.fate, request.engine
         assert fate is not None
         assert request.ended_at is not None
@@ -289,20 +313,22 @@ class Measures:
             self._count_too_long(request)
 
     def series(self) -> Series:
-        """Return the columns of all completed requests."""
+        """Return the results of all completed requests of the run."""
         columns = self._columns
         # numpy rejects an empty buffer.
         read = np.frombuffer if columns["ttft_s"] else np.array
         return Series({name: read(values) for name, values in columns.items()})
 
     def steady_series(self) -> Series:
-        """Return the completed requests without those that arrived during the warm-up."""
+        """Return the results of the completed requests that arrived after the warm-up."""
         warm_up_s = self.warm_up_s
         return self.series().since(warm_up_s) if warm_up_s > 0.0 else self.series()
 
     @property
     def warm_up_s(self) -> Seconds:
-        """Effective warm-up: the configured one, or else the one derived from the arrivals."""
+        """Length of the warm-up in seconds: the configured one, or else the default for the time
+        over which requests arrived.
+        """
         if self._warm_up_s is not None:
             return self._warm_up_s
         if self._latest_s < WARM_UP_FROM_S:
@@ -310,7 +336,10 @@ class Measures:
         return min(WARM_UP_S_MAX, WARM_UP_SHARE * self._latest_s)
 
     def window(self) -> tuple[Window, Gaps]:
-        """Return the steady part of the run, and the token gaps in it."""
+        """Return the bounds of the steady part of the run, and the gaps between tokens in it.
+
+        The whole run counts as steady if that part has too few tokens.
+        """
         series = self.series()
         ended_s = float((series.arrived_s + series.e2e_s).max()) if len(series) else 0.0
         steady, whole = self.gaps.within(self.warm_up_s, self._latest_s), self.gaps.whole()
@@ -326,13 +355,14 @@ class Measures:
 
     @property
     def digest(self) -> str:
-        """Hash over everything that happened to every request, in order. Only equal runs have equal
-        digests.
+        """Hash of the routing and results of every request, in the order in which they ended.
+
+        Runs with different results have different digests.
         """
         return self._digest.hexdigest()
 
     def summary(self) -> RunSummary:
-        """Return all measurements of the run."""
+        """Return all figures of the run."""
         everything, series = self.series(), self.steady_series()
         window, gaps = self.window()
         prompt_tokens, cached_tokens = series.prompt_tokens.sum(), series.cached_tokens.sum()
@@ -382,7 +412,7 @@ class Measures:
         )
 
     def _warnings(self, sent: int) -> list[str]:
-        """Return sentences about what would mislead a reader of the other numbers."""
+        """Return sentences about problems of the run that make its figures misleading."""
         failures: dict[str, int] = {}
         did: dict[str, str] = {}
         for failing in self.failing_plugins:
@@ -390,12 +420,12 @@ class Measures:
             did[failing.name] = failing.what
         warnings = [
             f"{count:,} of {sent:,} requests ({count / sent:.1%}) exceed {limit} and "
-            "failed at once. Latencies and throughput do not count them."
+            "failed at once. Latencies and throughput do not include these requests."
             for limit, count in self._too_long.items()
         ]
         warnings += [
             f"{name} failed {'once' if count == 1 else f'{count:,} times'}. "
-            f"The picker routed requests without it: {did[name]}."
+            f"The picker routed requests without this plug-in: {did[name]}."
             for name, count in failures.items()
         ]
         if self._by_session and sent and not self._with_session:
@@ -428,13 +458,16 @@ class Measures:
         load.output_tokens += arrival.output_tokens
 
     def _count_age(self, request: SimulatedRequest) -> None:
-        """Add the age of the chosen pod's metrics at the time of the decision."""
+        """Add the age of the metrics of the chosen pod at the time of the routing decision."""
         if request.metrics_age_s < math.inf:
             self._age_s_sum += request.metrics_age_s
             self._ages += 1
 
     def _count_too_long(self, request: SimulatedRequest) -> None:
-        """Count a request that exceeds a limit of the profile, by the limit in words."""
+        """Count a failed request that exceeds the context or the KV cache of its pod.
+
+        Do nothing if it failed for another reason.
+        """
         if request.pod is None:
             return
         kind = request.pod.kind
@@ -449,7 +482,9 @@ class Measures:
             self._too_long[limit] = self._too_long.get(limit, 0) + 1
 
     def _busiest(self) -> PartSummary | UnsetType:
-        """Return the part after the warm-up in which the arriving requests have the most work."""
+        """Return the figures of the part after the warm-up whose requests have the most work; UNSET
+        if the summary needs no such part.
+        """
         if self._busiest_s is None:
             return UNSET
         series = self.steady_series()
@@ -479,14 +514,17 @@ class Measures:
         )
 
     def _goodput(self, series: Series, window: Window) -> Goodput:
-        """Return the goodput over all requests sent after the warm-up; a request without an answer
-        is not good.
+        """Return the goodput over all requests that arrived after the warm-up.
+
+        A request without an answer is not good.
         """
         lost = sum(1 for at_s in self._lost_at_s if at_s >= window.warm_up_s)
         return self._goodput_of(series, lost, window.end_s - window.start_s)
 
     def _goodput_of(self, series: Series, lost: int, length_s: Seconds) -> Goodput:
-        """Return the goodput of `series` plus `lost` lost requests, over `length_s`."""
+        """Return the goodput of the completed requests in `series` plus `lost` uncompleted ones;
+        its rate is over `length_s` seconds.
+        """
         in_time = series.ttft_s <= self.targets.ttft_s
         # An answer of one token has no later token that could miss the target.
         fast = ~(series.tpot_s > self.targets.tpot_s)
@@ -501,16 +539,18 @@ class Measures:
 
 
 def _input_tokens(series: Series, window: Window) -> float:
-    """Return the prompt tokens of the requests whose first token came in the window."""
+    """Return the number of prompt tokens of the requests whose first token came within the window."""
     first_s = series.arrived_s + series.ttft_s
     inside = (first_s >= window.start_s) & (first_s <= window.end_s)
     return float(series.prompt_tokens[inside].sum())
 
 
 def figures_of(summary: ComparedRun) -> dict[str, float]:
-    """Return the figures by which runs are compared; NaN if the run does not have a figure.
+    """Return the figures by which runs are compared, by name; NaN if the run does not have a
+    figure.
 
-    Only whole runs report pod-hours, and only with an autoscaler, because otherwise they are fixed.
+    Pod-hours are included only for whole runs with an autoscaler, because otherwise the number of
+    pods is fixed.
     """
     told = {
         "ttft_mean_s": summary.ttft_s.mean,
@@ -533,9 +573,10 @@ def figures_of(summary: ComparedRun) -> dict[str, float]:
 
 
 def ttft_of(request: SimulatedRequest) -> Seconds:
-    """Return the time to first token that the client sees; NaN if there was none.
+    """Return the time in seconds from sending a request to the client's first token; NaN if there
+    was none.
 
-    The network delay of the answer equals that of the request.
+    The network delay of the answer is assumed to equal that of the request.
     """
     if request.first_token_at is None or request.routed_at is None:
         return math.nan
@@ -544,7 +585,9 @@ def ttft_of(request: SimulatedRequest) -> Seconds:
 
 
 def tpot_of(request: SimulatedRequest) -> Seconds:
-    """Return the mean time of each output token after the first; NaN if there was only one."""
+    """Return the mean time in seconds of each output token after the first; NaN if the answer has
+    fewer than two tokens or did not end.
+    """
     first, last = request.first_token_at, request.finished_at
     if first is None or last is None or request.arrival.output_tokens < 2:
         return math.nan
@@ -552,7 +595,9 @@ def tpot_of(request: SimulatedRequest) -> Seconds:
 
 
 def queue_of(request: SimulatedRequest) -> Seconds:
-    """Return the time from the engine's queue to the first step; NaN if the request never ran."""
+    """Return the time in seconds that a request waited in the queue of its engine; NaN if the
+    engine never ran it.
+    """
     engine = request.engine
     if engine is None or engine.scheduled_at is None or request.submitted_at is None:
         return math.nan
@@ -579,10 +624,11 @@ def six_digits(value: float) -> float:
 
 
 def busiest_from_s(times_s: Floats, work: Floats, length_s: Seconds) -> Seconds:
-    """Return the start of the stretch of `length_s` with the most work; 0 if nothing arrives.
+    """Return the start of the period of `length_s` seconds whose requests have the most work; 0 if
+    there are no requests.
 
     `times_s` and `work` are float64[n]: the arrival of each request in seconds, and its work in any
-    unit. A stretch begins with a request. The first of several equal stretches is returned.
+    unit. A period begins with an arrival. The earliest of several equal periods is returned.
     """
     if not len(times_s):
         return 0.0

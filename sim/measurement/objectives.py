@@ -1,10 +1,10 @@
-"""Limits that a service must keep (SLOs), and the test whether repeated runs show that it keeps
-them.
+"""SLO bounds on the figures of a service, and the test whether repeated runs show that the service
+meets them.
 
-A bound is kept if the 95 % limit of its figure is within the bound (`intervals.prediction_limit`).
-One more repetition of the whole run, with other traffic, then keeps it 19 times out of 20. All
-bounds are kept if each of them is. This joint claim is wrong at most 5 % of the time for any number
-of bounds (an intersection-union test), so the error probability is not divided among them.
+A bound is met if the 95 % limit of its figure is within the bound (`intervals.prediction_limit`).
+One more repetition of the whole run, with other traffic, then meets it 19 times out of 20. The
+joint claim that all bounds are met is wrong at most 5 % of the time for any number of bounds (an
+intersection-union test), so the error probability is not divided among them.
 """
 
 import math
@@ -26,53 +26,57 @@ _TIMES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "itl": ("itl_s", ("mean", "p50", "p99")),
     "e2e": ("e2e_s", _RANKS),
 }
-"""Field of a run, and the ranks that the run has, by the name in a bound."""
+"""For each latency in the name of a bound: the field of `RunSummary` that has it, and the
+statistics in that field.
+"""
 GOODPUT: Final = "goodput"
 LOST: Final = "lost"
 SHARES: Final = (GOODPUT, LOST)
-"""Bounds that are shares of the requests; all others are times in seconds."""
+"""Names of bounds on a share of the requests. All other bounds are times in seconds."""
 NAMES: Final = (
     *(f"{name}-{rank}" for name, (_, ranks) in _TIMES.items() for rank in ranks),
     GOODPUT,
     LOST,
 )
 """Names of all bounds. Times are upper limits in seconds. `goodput` is a lower limit for the share
-of good requests; `lost` is an upper limit for the share of requests that were refused, failed or
-aborted."""
+of requests within the latency targets; `lost` is an upper limit for the share of requests that were
+refused, failed or aborted.
+"""
 LOST_SHARE_MAX: Final = 0.01
-"""Bound for `lost` if none is given. Percentiles cover only answered requests, so a pool that
-refuses the others would look fast."""
+"""Upper limit of `lost`, the share of requests without an answer, if no bound for it is given.
+Percentiles cover only answered requests, so a pool that refuses the others would look fast.
+"""
 
 
 class ObjectiveError(ValueError):
-    """The text of a bound is invalid. The message is one sentence."""
+    """A bound of `--slo` is malformed. The text of the error is one sentence."""
 
 
 class Bound(Struct, frozen=True, kw_only=True):
-    """A limit for one figure."""
+    """An SLO bound: a limit for one figure of a run."""
 
     name: str
-    """One of `NAMES`."""
+    """Name of the figure, one of `NAMES`."""
     limit: float
 
     @property
     def at_least(self) -> bool:
-        """True if more is better."""
+        """True if the limit is a lower one (goodput), False if it is an upper one."""
         return self.name == GOODPUT
 
     @property
     def best(self) -> float:
-        """Best value that a run can reach."""
+        """Best value of the figure that a run can have: 1 for goodput, 0 for all others."""
         return 1.0 if self.at_least else 0.0
 
     def kept_by(self, value: float) -> bool:
-        """Return whether a figure is within the limit. NaN, the figure of a run without it, is
-        never within.
-        """
+        """Return whether a value of the figure is within the bound. NaN is never within it."""
         return value >= self.limit if self.at_least else value <= self.limit
 
     def value_of(self, run: ComparedRun | PartSummary) -> float:
-        """Return the figure of a run or of a part of it; NaN if it has none."""
+        """Return the bound figure of a run or of its busiest part; NaN if the run does not have the
+        figure.
+        """
         if self.name == LOST:
             return run.requests.share_lost
         if self.name == GOODPUT:
@@ -83,16 +87,19 @@ class Bound(Struct, frozen=True, kw_only=True):
         return math.nan if told is None else told
 
     def used(self, value: float) -> float:
-        """Return the used share of the bound: 1 is at the limit, above 1 the bound is broken."""
+        """Return the share of the bound that a value uses: 1 is exactly at the limit, above 1 the
+        bound is not met.
+        """
         if not self.at_least:
             return value / self.limit if self.limit else math.inf if value else 0.0
         return (1 - value) / (1 - self.limit) if self.limit < 1 else math.inf if value < 1 else 0.0
 
 
 def bounds_in(text: str) -> tuple[Bound, ...]:
-    """Parse bounds such as `ttft-p90=2,goodput=0.99`; add the default of `lost` if it is missing.
+    """Parse SLO bounds such as `ttft-p90=2,goodput=0.99`. Add the default bound of `lost` if it is
+    missing.
 
-    Raises `ObjectiveError`.
+    Raises `ObjectiveError` if a bound is malformed.
     """
     found: dict[str, Bound] = {}
     for part in text.split(","):
@@ -122,7 +129,7 @@ def bounds_in(text: str) -> tuple[Bound, ...]:
 def bound_summaries(
     bounds: Sequence[Bound], runs: Sequence[ComparedRun], varied: Varied
 ) -> list[BoundSummary]:
-    """Return the result for each bound over repeated runs: for all traffic first, then for its
+    """Return the result for each bound over repeated runs: first for all traffic, then for its
     busiest part.
 
     The busiest part is judged only if every run reports it.
@@ -135,7 +142,7 @@ def bound_summaries(
 
 
 def _busiest_of(runs: Sequence[ComparedRun]) -> list[PartSummary]:
-    """Return the busiest part of each run, or none if a run does not report it."""
+    """Return the busiest part of each run; an empty list if a run does not report it."""
     parts = [run.busiest for run in runs if run.busiest is not UNSET]
     return parts if len(parts) == len(runs) else []
 
@@ -143,7 +150,9 @@ def _busiest_of(runs: Sequence[ComparedRun]) -> list[PartSummary]:
 def bound_summary(
     bound: Bound, runs: Sequence[ComparedRun] | Sequence[PartSummary], varied: Varied
 ) -> BoundSummary:
-    """Return the result for one bound over `runs`, which are repetitions of one configuration."""
+    """Return the result for one bound over `runs`, which are repetitions of one configuration or
+    the busiest parts of them.
+    """
     values = [bound.value_of(run) for run in runs]
     found = estimated(values, varied)
     limit = prediction_limit(values, varied, upper=not bound.at_least)
@@ -165,11 +174,11 @@ def bound_summary(
 def cannot_be_kept(
     bounds: Sequence[Bound], runs: Sequence[ComparedRun], *, repetitions: int, generated: bool
 ) -> bool:
-    """Return whether some bound is broken regardless of the repetitions that are still to come.
+    """Return whether some bound cannot be met, whatever the missing repetitions result in.
 
     The figure of recorded traffic is that of the first repetition. The figure of generated traffic
-    is the mean, to which each missing repetition can add at most the best value. The limit lies on
-    the worse side of the figure, so it breaks the bound as well.
+    is the mean, to which each missing repetition can add at most the best value. The 95 % limit
+    lies on the worse side of the figure, so it is outside the bound as well.
     """
     parts: list[Sequence[ComparedRun] | Sequence[PartSummary]] = [runs, _busiest_of(runs)]
     for bound, part in product(bounds, parts):

@@ -1,7 +1,8 @@
-"""The arithmetic of a leaderboard: eligible strategies, their distance from the best, and totals.
+"""The arithmetic of a leaderboard: eligible strategies, their ratio to the best, and totals over
+cases.
 
 The functions take figures and return ranks. They use no files, runs or random numbers. Every
-statement of a board about which strategy is better is computed here.
+statement of a leaderboard about which strategy is better is computed here.
 """
 
 import math
@@ -33,31 +34,39 @@ MEASURES: Final[Mapping[str, bool]] = MappingProxyType(
         "imbalance": False,
     }
 )
-"""Measures of each case, with True if more is better. `imbalance` is the number of requests of the
-busiest pod divided by the mean of all pods."""
+"""Measures of each case of a leaderboard; True if a higher value is better. `imbalance` is the
+number of requests of the busiest pod divided by the mean of all pods.
+"""
 JUDGED: Final = ("e2e_mean_s", "ttft_p90_s", "ttft_p99_s", "itl_p99_s", "output_tokens_per_s")
-"""Measures by which cases are summed up."""
+"""Measures for which a strategy's ratios to the best are summed up over cases."""
 RANKED_BY: Final = JUDGED[0]
 GOODPUT: Final = "goodput"
-"""Name of the share of good requests. The share may be 0, so boards show its mean over the cases
-instead of a ratio to the best."""
+"""Name of the measure "share of requests within the latency targets". It may be 0, so leaderboards
+show its mean over the cases instead of a ratio to the best.
+"""
 LOST_MORE_MAX: Final = 0.01
-"""Maximum excess of lost requests, as a share of all requests, over the strategy that loses least.
-A strategy above it is not eligible, because figures cover only answered requests."""
+"""Maximum difference between a strategy's share of lost requests and the smallest share of all
+strategies. A strategy above it is not eligible to be the best, because figures cover only answered
+requests.
+"""
 BEHIND: Final = 1.05
-"""Minimum ratio to the best from which a strategy counts as behind, if it is also outside the
-interval."""
+"""Minimum ratio to the best figure from which a strategy counts as behind, if its confidence
+interval also excludes the best.
+"""
 
 WITHOUT_ADAPTERS: Final = "without_adapters"
 HELD_WITHOUT_ADAPTERS: Final = "hold_outs_without_adapters"
 ALL: Final = "all"
 SCOPES: Final = (WITHOUT_ADAPTERS, HELD_WITHOUT_ADAPTERS, ALL)
-"""Groups of cases over which a board sums up. Where adapters are loaded, strategies that know
-adapters are far ahead, so a mean over all cases would say little about the others."""
+"""Groups of cases over which a leaderboard sums up. In cases with LoRA adapters, strategies that
+know adapters are far ahead, so a mean over all cases would say little about the others.
+"""
 
 
 def scopes_of(cases: Iterable[CaseSummary]) -> dict[str, frozenset[str]]:
-    """Return the names of each scope's cases; scopes without cases are left out."""
+    """Return the names of the cases in each scope of the leaderboard. Scopes without cases are left
+    out.
+    """
     listed = list(cases)
     plain = frozenset(case.name for case in listed if not case.max_loras)
     held = frozenset(case.name for case in listed if case.hold_out)
@@ -66,7 +75,8 @@ def scopes_of(cases: Iterable[CaseSummary]) -> dict[str, frozenset[str]]:
 
 
 def in_the_running(shares_lost: Mapping[str, float]) -> list[str]:
-    """Return the strategies that lose at most `LOST_MORE_MAX` more than the one that loses least.
+    """Return the eligible strategies: those whose share of lost requests is at most `LOST_MORE_MAX`
+    above the smallest.
 
     `shares_lost` is the share of requests without an answer, by strategy.
     """
@@ -75,7 +85,7 @@ def in_the_running(shares_lost: Mapping[str, float]) -> list[str]:
 
 
 def best_of(values: Mapping[str, float], measure: str) -> list[str]:
-    """Return all strategies with the best figure; none if no strategy has the figure."""
+    """Return all strategies with the best value of `measure`; none if all values are NaN."""
     known = [value for value in values.values() if not math.isnan(value)]
     if not known:
         return []
@@ -84,8 +94,8 @@ def best_of(values: Mapping[str, float], measure: str) -> list[str]:
 
 
 def times_as_bad(value: float, best: float, measure: str) -> float | None:
-    """Return how many times as bad as the best a value is; None if one of them is not finite or not
-    above 0.
+    """Return how many times as bad as the best a value of `measure` is. None if one of the two is
+    not finite or not above 0.
 
     It is the ratio to the best if less is better, and the inverse ratio if more is better.
     """
@@ -96,13 +106,18 @@ def times_as_bad(value: float, best: float, measure: str) -> float | None:
 
 
 def is_level(row: StandingSummary, measure: str) -> bool:
-    """Return whether a row is eligible, and is the best or within the interval of the best."""
+    """Return whether a strategy is level with the best in a case: it is eligible, and it is the
+    best or its confidence interval contains the best.
+    """
     behind = row.behind.get(measure)
     return row.in_the_running and behind is not None and (behind.best or bool(behind.within))
 
 
 def is_behind(row: StandingSummary, measure: str) -> bool:
-    """Return whether a row is outside the interval of the best, and worse by more than `BEHIND`."""
+    """Return whether a strategy is behind the best in a case.
+
+    It is not level with the best (`is_level`), and its ratio to the best is above `BEHIND`.
+    """
     behind = row.behind.get(measure)
     if behind is None or behind.times is None or is_level(row, measure):
         return False
@@ -112,9 +127,9 @@ def is_behind(row: StandingSummary, measure: str) -> bool:
 def totals(
     rows: Sequence[StandingSummary], scopes: Mapping[str, frozenset[str]]
 ) -> list[TotalSummary]:
-    """Return each strategy's totals over the cases of each scope in which it has a row.
+    """Return the totals of each strategy over the cases of each scope in which it has a row.
 
-    The strategies are sorted by the first scope, the best one first.
+    The strategies are sorted by their rank in the first scope, the best one first.
     """
     told = []
     for name in dict.fromkeys(row.strategy for row in rows):
@@ -131,10 +146,11 @@ def totals(
 def ranked(
     told: Sequence[TotalSummary], scope: str, *, everybody: bool = False
 ) -> list[TotalSummary]:
-    """Return the strategies that have cases in `scope`, or all of them with `everybody`, the best
-    first.
+    """Return the strategies that have cases in `scope`, or all of `told` with `everybody`, sorted
+    from the best to the worst.
 
-    Strategies with equal totals stay in their order.
+    Strategies that ran in more cases come first, then those with the smaller ratio to the best.
+    Strategies with equal totals keep their order.
     """
 
     def order(total: TotalSummary) -> tuple[int, float]:
@@ -147,9 +163,9 @@ def ranked(
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of at least one value; all must be above 0.
+    """Return the geometric mean of at least one value; all values must be above 0.
 
-    Twice as bad in one case and half as bad in another cancel out.
+    A ratio of 2 in one case and of 1/2 in another cancel out.
     """
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
@@ -164,14 +180,16 @@ def _scope_total(rows: Sequence[StandingSummary]) -> ScopeTotal:
 
 
 def _mean_share(rows: Sequence[StandingSummary], measure: str) -> float | None:
-    """Return the mean over the cases in which the measure is known; None if there are none."""
+    """Return the mean of a measure over the cases in which it is known; None if there are none."""
     told = [row.figures[measure].value for row in rows if measure in row.figures]
     known = [value for value in told if value is not None]
     return rounded(math.fsum(known) / len(known)) if known else None
 
 
 def _total(rows: Sequence[StandingSummary], measure: str) -> Total:
-    """Return the geometric mean of the ratios to the best, and the case with the worst ratio."""
+    """Return the total of one measure over cases: the geometric mean of the ratios to the best, and
+    the case with the worst ratio. All are None if no case has a ratio.
+    """
     times: dict[str, float] = {}
     for row in rows:
         found = row.behind.get(measure)

@@ -1,7 +1,9 @@
-"""The contents of summary.json for runs, comparisons, sweeps, tunings, sizings and leaderboards.
+"""The contents of summary.json of the commands that run simulations: replay, compare, sweep, tune,
+size, leaderboard and others.
 
-Fields are keys, in the order of the file. A key with the value `UNSET` is left out; None is null
-and means that there is no value. `as_json` writes all summaries, `read_run` reads that of a run.
+Field names are keys, in the order of the file. A field with the value `UNSET` is left out; None is
+written as null and means that there is no value. `as_json` writes all summaries, `read_run` reads
+that of a run.
 """
 
 from collections.abc import Mapping
@@ -17,35 +19,41 @@ from sim.output import OutputError
 SCHEMA: Final = 1
 
 Conditions: TypeAlias = dict[str, Any]
-"""Conditions of a run, value by name. `report.condition_rows` shows them to people."""
+"""Conditions of a run (trace, pods, policy and so on), value by name. `report.condition_rows`
+formats them for reports.
+"""
 Values: TypeAlias = Mapping[str, float | str | None]
-"""Values of the varied parameters by name; None if the search does not know a value."""
+"""Values of the varied parameters of a configuration, by name; None if the value is not in the
+search space.
+"""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """Part of a summary.json."""
+    """An object in a summary.json."""
 
     INLINED: ClassVar[frozenset[str]] = frozenset()
-    """Names of fields whose own fields replace them in the file."""
+    """Names of fields that are not written as nested objects: their own fields are written in their
+    place.
+    """
 
 
 class CommandSummary(Summary, frozen=True, kw_only=True):
-    """The summary of one command: a whole summary.json."""
+    """The whole summary.json of one command."""
 
     schema: int = SCHEMA
     complete: bool
-    """True if everything that the command was to do has been done."""
+    """True if the command finished all its work, False if it was interrupted."""
 
 
 class SeedsSummary(CommandSummary, frozen=True, kw_only=True):
-    """The summary of a command that repeats runs with other seeds."""
+    """The summary.json of a command that repeats runs with several seeds."""
 
     first_seed: int
     seeds: int
 
 
 class SearchSummary(CommandSummary, frozen=True, kw_only=True):
-    """The summary of a search over repeated runs, with the version of Homing that made it."""
+    """The summary.json of a search over repeated runs, with the version of Homing that wrote it."""
 
     version: str
     first_seed: int
@@ -55,19 +63,19 @@ class SearchSummary(CommandSummary, frozen=True, kw_only=True):
 
 
 class SentRequests(Summary, frozen=True, kw_only=True):
-    """The number of requests that were sent, and of those that were completed."""
+    """Number of requests that were sent, and of those that were completed."""
 
     sent: int
     complete: int
 
     @property
     def share_lost(self) -> float:
-        """Share of the requests that were not completed; 0 if there are none."""
+        """Share of the sent requests that were not completed; 0 if none were sent."""
         return 1 - self.complete / self.sent if self.sent else 0.0
 
 
 class Requests(SentRequests, frozen=True, kw_only=True):
-    """The number of requests that were sent, and how they ended."""
+    """Number of requests that were sent, and how many of them ended in each way."""
 
     refused: int
     failed: int
@@ -75,12 +83,12 @@ class Requests(SentRequests, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> dict[str, int]:
-        """Number of requests by fate."""
+        """Number of requests by the way in which they ended, with the names of the fields."""
         return {name: getattr(self, name) for name in self.__struct_fields__[1:]}
 
 
 class Distribution(Summary, frozen=True, kw_only=True):
-    """Mean and percentiles of one figure over requests; None each if no request has it."""
+    """Mean and percentiles of one figure over requests; all are None if no request has the figure."""
 
     mean: float | None
     p50: float | None
@@ -90,7 +98,7 @@ class Distribution(Summary, frozen=True, kw_only=True):
 
 
 class WindowSummary(Summary, frozen=True, kw_only=True):
-    """The steady part of a run, as `measures.Window` defines it."""
+    """The steady part of a run in seconds, as `measures.Window` defines it."""
 
     warm_up_s: float
     start_s: float
@@ -99,7 +107,7 @@ class WindowSummary(Summary, frozen=True, kw_only=True):
 
 
 class TokenGapSummary(Summary, frozen=True, kw_only=True):
-    """Statistics of the seconds between two tokens, over all tokens instead of requests."""
+    """Statistics of the seconds between two consecutive tokens, over all tokens of all answers."""
 
     mean: float | None
     p50: float | None
@@ -108,7 +116,7 @@ class TokenGapSummary(Summary, frozen=True, kw_only=True):
 
 
 class Goodput(Summary, frozen=True, kw_only=True):
-    """The share of the sent requests that met their latency targets, and their rate."""
+    """Share of the sent requests that met both latency targets, and their number per second."""
 
     ttft_target_s: float
     tpot_target_s: float
@@ -117,7 +125,7 @@ class Goodput(Summary, frozen=True, kw_only=True):
 
 
 class PartSummary(Summary, frozen=True, kw_only=True):
-    """The busiest part of a run: the requests that arrived in it."""
+    """Figures of the requests that arrived in the busiest part of a run."""
 
     start_s: float
     end_s: float
@@ -130,8 +138,8 @@ class PartSummary(Summary, frozen=True, kw_only=True):
 
 
 class Spread(Summary, frozen=True, kw_only=True):
-    """Three measures of how unequal the loads of the pods are; 1 means equal for max/mean and
-    Jain's index.
+    """Three measures of how unequally loads are distributed over pods; max/mean and Jain's index
+    are 1 for equal loads.
     """
 
     max_over_mean: float | None
@@ -140,15 +148,15 @@ class Spread(Summary, frozen=True, kw_only=True):
 
 
 class Imbalance(Summary, frozen=True, kw_only=True):
-    """The inequality of the pods' loads, by requests and by uncached tokens."""
+    """How unequally pods are loaded, by number of requests and by uncached prompt tokens."""
 
     requests: Spread
     uncached_tokens: Spread
 
 
 class Prediction(Summary, frozen=True, kw_only=True):
-    """The error of the picker's cache estimates per request; null for a policy that estimates
-    nothing.
+    """Error of the picker's estimates of cached prompt tokens, per request; None for a policy
+    without such estimates.
     """
 
     bias_tokens: float | None
@@ -156,7 +164,7 @@ class Prediction(Summary, frozen=True, kw_only=True):
 
 
 class PodLoadSummary(Summary, frozen=True, kw_only=True):
-    """The requests and tokens that one pod completed."""
+    """Number of requests that one pod completed, and their tokens."""
 
     requests: int
     prompt_tokens: int
@@ -166,7 +174,7 @@ class PodLoadSummary(Summary, frozen=True, kw_only=True):
 
 
 class PoolSummary(Summary, frozen=True, kw_only=True):
-    """The number of pods over a run."""
+    """Minimum, maximum and mean number of pods over a run."""
 
     autoscaled: bool
     pods_min: int
@@ -176,8 +184,8 @@ class PoolSummary(Summary, frozen=True, kw_only=True):
 
 
 class PeerSummary(Summary, frozen=True, kw_only=True):
-    """The exchange between pickers: frames that were sent, and records that were applied or
-    discarded.
+    """Traffic between the pickers of a run: frames that were sent, lost or dropped, and records
+    that were applied or discarded.
     """
 
     frames: int
@@ -190,27 +198,29 @@ class PeerSummary(Summary, frozen=True, kw_only=True):
 
 
 class Resampled(Summary, frozen=True, kw_only=True):
-    """The blocks of a recorded trace from which a repetition was resampled."""
+    """The blocks of a recorded trace from which the requests of a repetition were resampled."""
 
     blocks: int
     cut: str
-    """Blocks in words."""
+    """Number and length of the blocks in words, for example "30 blocks of 120 s"."""
 
 
 class Traffic(Summary, frozen=True, kw_only=True):
-    """The source of the requests of one repetition."""
+    """Whether the requests of one repetition were generated, resampled or recorded."""
 
     generated: bool
     resampled: Resampled | None
 
 
 class RunSummary(Summary, frozen=True, kw_only=True):
-    """The result of one run."""
+    """All figures of one run."""
 
     bad_lines: int | UnsetType = UNSET
     requests_per_s: float | UnsetType | None = UNSET
     traffic: Traffic | UnsetType = UNSET
-    """Source of the requests. This key and the rate exist only for repeated runs."""
+    """Whether the requests were generated or resampled. `traffic` and `requests_per_s` are set only
+    in repeated runs.
+    """
     digest: str
     warnings: list[str]
     requests: Requests
@@ -231,27 +241,29 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Busiest part of the run. Only in runs that were asked to report it."""
+    """Figures of the busiest part of the run; set only if the command needs them."""
     imbalance: Imbalance
     prediction: Prediction
     metrics_age_s: float | None
     preemptions: int
     pods: dict[str, PodLoadSummary]
     pool: PoolSummary | UnsetType = UNSET
-    """Number of pods. Only in whole runs."""
+    """Number of pods over the run; set only in whole runs."""
     tier_hit_tokens: dict[str, int] | UnsetType = UNSET
-    """Prompt tokens found in each cache tier, warm-up included. Only if pods have a tier besides
-    the GPU's cache."""
+    """Number of prompt tokens that each cache tier hit, warm-up included; set only if pods have a
+    tier besides the GPU's cache.
+    """
     peers: PeerSummary | UnsetType = UNSET
-    """Exchange between pickers. Only if pickers share decisions."""
+    """Traffic between pickers; set only if pickers share decisions."""
     retries: int | UnsetType = UNSET
     rescheduled: int | UnsetType = UNSET
-    """Requests that another pod than the first named one served. This key and `retries` exist only
-    if retries are possible."""
+    """Number of requests that were served by another pod than the first one that the picker named.
+    `rescheduled` and `retries` are set only if retries are possible.
+    """
 
 
 class KeptRun(Summary, frozen=True, kw_only=True):
-    """The part of a run that a tuning or a sizing stores for comparisons and reports."""
+    """The figures of a run that `sim tune` and `sim size` store for comparisons and reports."""
 
     requests: Requests
     traffic: Traffic
@@ -267,29 +279,31 @@ class KeptRun(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Busiest part of the run. Only in runs that were asked to report it."""
+    """Figures of the busiest part of the run; set only if the command needs them."""
     digest: str
     pool: PoolSummary | UnsetType = UNSET
-    """Number of pods. Only in whole runs."""
+    """Number of pods over the run; set only in whole runs."""
 
 
 ComparedRun: TypeAlias = RunSummary | KeptRun
 
 
 class NamedRun(Summary, frozen=True, kw_only=True):
-    """One of several runs, with its configuration and seed."""
+    """One of several runs of a command, with its configuration and seed."""
 
     INLINED: ClassVar[frozenset[str]] = frozenset({"run"})
 
     rate: float | UnsetType = UNSET
-    """Request rate. Only in a sweep."""
+    """Request rate of the run per second; set only in a sweep."""
     config: str
     seed: int
     run: ComparedRun
 
 
 class AssumptionSummary(Summary, frozen=True, kw_only=True):
-    """A constant that comes from one set-up, with its value in every profile of the run."""
+    """A constant of the model that was measured or assumed for one set-up, with its value in each
+    profile of the run.
+    """
 
     constant: str
     says: str
@@ -301,26 +315,28 @@ class AssumptionSummary(Summary, frozen=True, kw_only=True):
 
 
 class PodSamples(Summary, frozen=True, kw_only=True):
-    """The samples of one pod over time. A pod that joined late has zeros before that."""
+    """State of one pod at each sample time. Samples before the pod joined are 0."""
 
     running: list[int]
     waiting: list[int]
     kv_cache_usage: list[float]
     hit_rate: list[float]
-    """Hit rate over everything that the pod has completed so far."""
+    """Hit rate at each sample time, over all requests that the pod had completed until then."""
 
 
 class TimelineSummary(Summary, frozen=True, kw_only=True):
-    """The samples of a run, in columns."""
+    """State of the pool and of each pod at regular times of a run, in columns."""
 
     time_s: list[float]
     pod_count: list[int]
-    """Number of pods that start, serve, drain or restart."""
+    """Number of pods at each sample time: those that start, serve, drain or restart."""
     pods: dict[str, PodSamples]
 
 
 class Ceilings(Summary, frozen=True, kw_only=True):
-    """Upper limits and estimates of the hit rate for the requests of a run."""
+    """Upper limit and estimates of the token hit rate that caches can reach for the requests of a
+    run.
+    """
 
     one_cache: float
     affinity: float
@@ -329,7 +345,7 @@ class Ceilings(Summary, frozen=True, kw_only=True):
 
 
 class ReplaySummary(CommandSummary, frozen=True, kw_only=True):
-    """The summary of `sim replay`."""
+    """The summary.json of `sim replay`."""
 
     INLINED: ClassVar[frozenset[str]] = frozenset({"run"})
 
@@ -343,7 +359,9 @@ class ReplaySummary(CommandSummary, frozen=True, kw_only=True):
 
 
 class EstimateSummary(Summary, frozen=True, kw_only=True):
-    """A figure with its 95 % confidence interval."""
+    """A figure of a configuration with its 95 % confidence interval; the ends are None if there is
+    too little data.
+    """
 
     value: float | None
     low: float | None
@@ -351,12 +369,12 @@ class EstimateSummary(Summary, frozen=True, kw_only=True):
 
 
 class DifferenceSummary(Summary, frozen=True, kw_only=True):
-    """A figure minus the same figure of the reference, with its 95 % confidence interval and
-    verdict.
+    """A figure of a configuration minus that of the reference configuration, with its 95 %
+    confidence interval and verdict.
     """
 
     reference: float | UnsetType | None = UNSET
-    """Figure of the reference, if the summary does not contain it elsewhere."""
+    """The figure of the reference configuration, if the summary does not contain it elsewhere."""
     value: float | None
     low: float | None
     high: float | None
@@ -366,21 +384,23 @@ class DifferenceSummary(Summary, frozen=True, kw_only=True):
 
     @property
     def known_reference(self) -> float | None:
-        """Figure of the reference, or None if it is not part of this summary."""
+        """The figure of the reference configuration, or None if it is not part of this summary."""
         return None if self.reference is UNSET else self.reference
 
 
 class ComparedConfig(Summary, frozen=True, kw_only=True):
-    """The figures of a configuration over all its runs."""
+    """The figures of one configuration over all its runs in a comparison."""
 
     requests: Requests
     figures: dict[str, EstimateSummary]
     difference: dict[str, DifferenceSummary]
-    """Difference from the first configuration, by measure."""
+    """Difference from the first configuration of the comparison, by measure; empty for the first
+    one.
+    """
 
 
 class ComparisonSummary(SeedsSummary, frozen=True, kw_only=True):
-    """The summary of `sim compare`."""
+    """The summary.json of `sim compare`."""
 
     conditions: Conditions
     assumptions: list[AssumptionSummary]
@@ -391,7 +411,7 @@ class ComparisonSummary(SeedsSummary, frozen=True, kw_only=True):
 
 
 class SweepPoint(Summary, frozen=True, kw_only=True):
-    """One configuration at one rate, over the seeds that have run."""
+    """The figures of one configuration at one request rate, over the seeds that were run."""
 
     rate: float
     config: str
@@ -405,7 +425,7 @@ class SweepPoint(Summary, frozen=True, kw_only=True):
 
 
 class SweepSummary(SeedsSummary, frozen=True, kw_only=True):
-    """The summary of `sim sweep`."""
+    """The summary.json of `sim sweep`."""
 
     varied: str
     generated: bool
@@ -418,7 +438,7 @@ class SweepSummary(SeedsSummary, frozen=True, kw_only=True):
 
 
 class Range(Summary, frozen=True, kw_only=True):
-    """The mean and the range of a figure over seeds."""
+    """Mean, lowest and highest value of a figure over seeds."""
 
     mean: float | None
     low: float | None
@@ -426,7 +446,9 @@ class Range(Summary, frozen=True, kw_only=True):
 
 
 class ReplicasRow(Summary, frozen=True, kw_only=True):
-    """A workload with a number of pickers and what they share."""
+    """Figures of a workload with a number of pickers, by what the pickers share and how requests
+    are assigned to them.
+    """
 
     workload: str
     replicas: int
@@ -440,14 +462,14 @@ class ReplicasRow(Summary, frozen=True, kw_only=True):
 
 
 class ReplicasSummary(SeedsSummary, frozen=True, kw_only=True):
-    """The summary of `sim replicas`."""
+    """The summary.json of `sim replicas`."""
 
     pods: int
     rows: list[ReplicasRow]
 
 
 class TunedTrace(Summary, frozen=True, kw_only=True):
-    """A trace, and the numbers of its requests for tuning and for the hold-out."""
+    """The trace of a tuning, and how many of its requests are used for tuning and for the hold-out."""
 
     name: str
     sha256: str
@@ -457,7 +479,7 @@ class TunedTrace(Summary, frozen=True, kw_only=True):
 
 
 class DimensionSummary(Summary, frozen=True, kw_only=True):
-    """A varied parameter, its span, and its value in the present configuration."""
+    """A parameter that a tuning varies: its range, and its value in the present configuration."""
 
     name: str
     span: str
@@ -465,57 +487,62 @@ class DimensionSummary(Summary, frozen=True, kw_only=True):
 
 
 class TrialSummary(Summary, frozen=True, kw_only=True):
-    """A configuration that was tried."""
+    """A configuration that a tuning tried."""
 
     trial: int
     hash: str | None
     refused: str
     values: Values
     costs: list[list[float]]
-    """Cost by objective, for each share of the tuning half that the trial ran on."""
+    """Costs of the trial by objective, one list for each share of the tuning half on which it ran."""
     cost: float | None
-    """Cost as one number, which guides the search; None if the trial did not run."""
+    """Cost of the trial as one number, which guides the search; None if the trial did not run."""
 
 
 class JudgedSummary(Summary, frozen=True, kw_only=True):
-    """The comparison of a trial with the present configuration, over all seeds."""
+    """The comparison of a tuned configuration with the present one, over all seeds."""
 
     trial: int | UnsetType = UNSET
-    """Number of the trial, on the tuning half. If the key is missing, the trial is the chosen one.
+    """Number of the compared trial on the tuning half; not set if the chosen trial is compared on
+    the hold-out half.
     """
     load: float | UnsetType = UNSET
-    """Load on the hold-out half, as a multiple of the trace's load."""
+    """Load on the hold-out half, as a multiple of the trace's load; not set on the tuning half."""
     differences: dict[str, DifferenceSummary]
     guards: dict[str, DifferenceSummary]
-    """Differences in measures that are not objectives, by measure."""
+    """Differences in measures that are not objectives and must not get worse, by measure."""
     present_requests: Requests
     requests: Requests
     loses_more: bool
     worse: list[str]
     stopped_by: list[str]
-    """Guards, by measure, that got worse by more than allowed."""
+    """Names of the guard measures that got worse by more than is allowed."""
 
 
 class PowerSummary(Summary, frozen=True, kw_only=True):
-    """The smallest gains that a tuning could confirm."""
+    """The smallest gains that a tuning on this trace could confirm."""
 
     lacking: str
-    """Reason why the tuning can confirm nothing, or "" if it can."""
+    """Reason why the tuning cannot confirm any gain, or "" if it can."""
     requests: int
     seeds: int
     gains: dict[str, float]
-    """Smallest gain that four of five tunings confirm, as a share of the figure, by measure."""
+    """Smallest gain that four of five tunings confirm, as a share of the present figure, by
+    measure.
+    """
     wanted: float
-    """Gain for which `requests_needed` and `seeds_needed` are computed. They list measures in which
-    it is not confirmed."""
+    """Gain for which `requests_needed` and `seeds_needed` are computed, as a share of the present
+    figure. The two list only measures in which this gain cannot be confirmed now.
+    """
     requests_needed: dict[str, int]
     seeds_needed: dict[str, int]
-    """Seeds needed with the present number of requests. Measures for which more seeds cannot
-    suffice are missing."""
+    """Number of seeds that would confirm the gain `wanted` with the present number of requests, by
+    measure. Measures for which more seeds cannot suffice are missing.
+    """
 
 
 class TuneSummary(SearchSummary, frozen=True, kw_only=True):
-    """The summary of `sim tune`."""
+    """The summary.json of `sim tune`."""
 
     config: str
     config_hash: str | None
@@ -526,10 +553,13 @@ class TuneSummary(SearchSummary, frozen=True, kw_only=True):
     objective: list[str]
     tolerance: float
     guards: dict[str, float]
-    """Share of each measure that the tuning may lose."""
+    """Maximum loss that the tuning allows in measures that are not objectives, as a share, by
+    measure.
+    """
     power: PowerSummary | None
-    """Smallest confirmable gains; None if the tuning stopped before, or if no traffic could be
-    drawn to estimate them."""
+    """The smallest gains that could be confirmed; None if the tuning stopped before they were
+    computed, or if no traffic could be drawn for them.
+    """
     higher_is_better: list[str]
     rungs: list[float]
     space: list[DimensionSummary]
@@ -544,39 +574,48 @@ class TuneSummary(SearchSummary, frozen=True, kw_only=True):
 
 
 class BoundSummary(Summary, frozen=True, kw_only=True):
-    """A figure over repeated runs, and the bound that it must keep."""
+    """An SLO bound, its figure over repeated runs, and whether the bound is met."""
 
     name: str
     busiest: bool = False
-    """True if the figure covers the busiest part of the traffic, False if it covers all of it."""
+    """True if the figure covers only the busiest part of the traffic, False if it covers all
+    traffic.
+    """
     limit: float
     figure: EstimateSummary
     sure: float | None
-    """Limit that one more repetition keeps 19 times out of 20; None if there are too few
-    repetitions."""
+    """Limit within which one more repetition would stay 19 times out of 20; None if there are too
+    few repetitions.
+    """
     used: float | None
-    """Used share of the bound, computed from `sure`, or from the figure if `sure` is None."""
+    """Share of the bound that `sure` uses (1 is at the limit); the share that the figure uses if
+    `sure` is None.
+    """
     kept: bool
-    """True if `sure` is within the bound."""
+    """True if `sure` is within the bound; False if it is not, or is None."""
     kept_by_figure: bool
 
 
 class CountSummary(Summary, frozen=True, kw_only=True):
-    """The result for one number of pods."""
+    """The result of a sizing for one number of pods."""
 
     pods: int
     runs: int
-    """Number of repetitions. Fewer than all if the first ones have decided."""
+    """Number of repetitions that were run. It is smaller than the number of seeds if the first runs
+    already broke a bound.
+    """
     kept: bool | None
-    """True if all bounds are kept; None if the search stopped before that was known."""
+    """True if all SLO bounds are met with this number of pods; None if the search stopped before
+    that was known.
+    """
     cost_per_hour: float | None
     used: float | None
-    """Used share of the bound that is nearest to its limit, or furthest beyond it."""
+    """Highest used share among all bounds (1 is at the limit)."""
     bounds: list[BoundSummary]
 
 
 class EveryCountSummary(Summary, frozen=True, kw_only=True):
-    """The result of running every number of pods, to verify a search."""
+    """The results of running every number of pods, to verify the search of a sizing."""
 
     pods: int | None
     runs: int
@@ -584,34 +623,39 @@ class EveryCountSummary(Summary, frozen=True, kw_only=True):
 
 
 class SizedSummary(Summary, frozen=True, kw_only=True):
-    """The number of pods that one profile needs under one strategy."""
+    """The number of pods that one engine profile needs under one routing strategy."""
 
     profile: str
     config: str
     price_per_hour: float | None
-    """Price of one pod; None if it is not known."""
+    """Price of one pod per hour; None if it is not known."""
     pods: int | None
-    """Smallest number of pods that keeps the bounds; None if no number up to the maximum does."""
+    """Smallest number of pods that meets all SLO bounds; None if no number up to the maximum does."""
     pods_perhaps: int | None
-    """A smaller number whose figures keep the bounds while their 95 % limits do not; None if there
-    is none."""
+    """A smaller number of pods whose figures are within the bounds while their 95 % limits are not;
+    None if there is none.
+    """
     used: float | None
-    """Used share of the bounds with this number of pods."""
+    """Highest used share among all bounds with `pods` pods (1 is at the limit)."""
     cost_per_hour: float | None
     cost_per_million_tokens: float | None
-    """Cost per million prompt and output tokens."""
+    """Cost per million prompt and output tokens together."""
     cost_per_million_output_tokens: float | None
     on_front: bool
-    """True if no other option is cheaper and uses no more of its bounds."""
+    """True if no other option is cheaper and uses no more of its bounds (the option is on the
+    Pareto front).
+    """
     counts: list[CountSummary]
-    """Results of the numbers of pods that were tried, ascending."""
+    """Results of all numbers of pods that were tried, in ascending order."""
     runs: int
     every_count: EveryCountSummary | UnsetType = UNSET
-    """Result of running every number of pods. Only on request."""
+    """Results of running every number of pods; set only if the user requested them."""
 
 
 class HeadroomSummary(Summary, frozen=True, kw_only=True):
-    """The number of pods that the chosen option needs in a case that is worse than the trace."""
+    """The number of pods that the chosen option of a sizing needs in a case that is worse than the
+    trace.
+    """
 
     case: str
     says: str
@@ -621,7 +665,7 @@ class HeadroomSummary(Summary, frozen=True, kw_only=True):
 
 
 class DemandSummary(Summary, frozen=True, kw_only=True):
-    """The requests and tokens in a stretch of the trace."""
+    """Number of requests and tokens in a period of the trace."""
 
     start_s: float
     end_s: float
@@ -629,11 +673,11 @@ class DemandSummary(Summary, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     of_busiest: float
-    """Work as a share of the work in the busiest stretch of this length."""
+    """Work in this period as a share of the work in the busiest period of the same length."""
 
 
 class AutoscalingSummary(Summary, frozen=True, kw_only=True):
-    """The chosen option under a HorizontalPodAutoscaler with the target that was determined."""
+    """The result of running the chosen option of a sizing under a HorizontalPodAutoscaler."""
 
     metric: str
     target: float
@@ -641,44 +685,49 @@ class AutoscalingSummary(Summary, frozen=True, kw_only=True):
     pods_max: int
     startup_s: float
     whole_trace: bool
-    """True if the whole trace was replayed, False if only the stretch that was sized for."""
+    """True if the whole trace was replayed, False if only the period for which the pool was sized."""
     runs: int
     varied: str
     pods_mean: float | None
     pods_highest: int | None
     pod_hours: float | None
     fixed_pod_hours: float | None
-    """Pod-hours of the determined fixed number of pods over the same time."""
+    """Pod-hours of the fixed number of pods from the sizing, over the same time."""
     kept: bool | None
-    """True if all bounds are kept; None if there are too few runs to decide."""
+    """True if all SLO bounds are met with autoscaling; None if there are too few runs to decide."""
     bounds: list[BoundSummary]
 
 
 class WarmUpSummary(Summary, frozen=True, kw_only=True):
-    """The warm-up that a sizing excludes, and the busiest part of the traffic, in seconds of the
-    trace.
+    """The warm-up that a sizing excludes from its figures, and the busiest part of the traffic, in
+    seconds of the trace.
     """
 
     seconds: float
-    """Length of the warm-up: the same part of the trace at every load."""
+    """Length of the excluded warm-up in seconds of the trace; it is the same part of the trace at
+    every load.
+    """
     needed_s: float
-    """Time that caches need to fill."""
+    """Time in seconds that caches need to fill."""
     given: bool
-    """True if `--warm-up` set it, False if it was chosen."""
+    """True if the user set the warm-up with `--warm-up`, False if it was chosen automatically."""
     share_excluded: float
-    """Share of the requests that it excludes in the unchanged trace, if answers take no time."""
+    """Share of the requests of the unchanged trace that arrive in the warm-up, if answers take no
+    time.
+    """
     busiest_s: float
-    """Length of the busiest part."""
+    """Length of the busiest part in seconds."""
     busiest_from_s: float
-    """Start of the busiest part in the unchanged trace."""
+    """Start of the busiest part in seconds of the unchanged trace."""
     busiest_excluded: bool
     warning: str
-    """Warning, or "" if at most a quarter of the requests is excluded and the busiest part is not.
+    """Warning, or "" if the warm-up excludes at most a quarter of the requests and not the busiest
+    part.
     """
 
 
 class SizeSummary(SearchSummary, frozen=True, kw_only=True):
-    """The summary of `sim size`."""
+    """The summary.json of `sim size`."""
 
     conditions: Conditions
     assumptions: list[AssumptionSummary]
@@ -686,12 +735,12 @@ class SizeSummary(SearchSummary, frozen=True, kw_only=True):
     bounds: list[str]
     trace: DemandSummary
     sized_for: DemandSummary
-    """Stretch that was replayed: a short trace as a whole, or the busiest part of a long one."""
+    """Period that was replayed: the whole of a short trace, or the busiest period of a long one."""
     over_time: list[DemandSummary]
     warm_up: WarmUpSummary
     options: list[SizedSummary]
     chosen: int | None
-    """Position among `options`, or None if no option keeps the bounds."""
+    """Position of the chosen option in `options`, or None if no option meets the bounds."""
     why_none: str
     headroom: list[HeadroomSummary]
     autoscaling: AutoscalingSummary | None
@@ -700,23 +749,25 @@ class SizeSummary(SearchSummary, frozen=True, kw_only=True):
 
 
 RepeatedSummary: TypeAlias = ComparisonSummary | SweepSummary | TuneSummary | SizeSummary
-"""Summaries of runs that differ in seeds."""
+"""Summaries of commands whose runs are repeated with several seeds."""
 
 
 class Behind(Summary, frozen=True, kw_only=True):
-    """The distance of a strategy from the best of its case in one figure."""
+    """The distance of a strategy from the best strategy of a case in one measure."""
 
     times: float | None
-    """Ratio to the best: how many times as long it takes, or as little it achieves. Only an
-    ineligible strategy can be below 1."""
+    """How many times as bad as the best the strategy is: the ratio of times, or the inverse ratio of
+    throughputs or shares. Only a strategy that is not eligible can be below 1. None if there is no
+    ratio."""
     best: bool
-    """True if it is the best. All equally good strategies are."""
+    """True if the strategy has the best value of the measure; several strategies can have it."""
     within: bool | None
-    """True if its interval contains the best; None if there is too little data for an interval."""
+    """True if the strategy's confidence interval contains the best value; None if there is too
+    little data for an interval."""
 
 
 class StandingSummary(Summary, frozen=True, kw_only=True):
-    """The result of a strategy in one case."""
+    """The result of one strategy in one case of a leaderboard."""
 
     case: str
     strategy: str
@@ -731,7 +782,7 @@ class StandingSummary(Summary, frozen=True, kw_only=True):
 
 
 class Total(Summary, frozen=True, kw_only=True):
-    """One figure of a strategy over several cases."""
+    """One measure of a strategy, summed up over several cases."""
 
     times_the_best: float | None
     level: int
@@ -741,25 +792,27 @@ class Total(Summary, frozen=True, kw_only=True):
 
 
 class ScopeTotal(Summary, frozen=True, kw_only=True):
-    """A strategy over the cases of one scope."""
+    """The totals of a strategy over the cases of one scope of the leaderboard."""
 
     cases: int
     out: int
-    """Number of cases among `cases` in which the strategy is not eligible."""
+    """Number of cases among `cases` in which the strategy is not eligible, because it loses too
+    many requests.
+    """
     figures: dict[str, Total]
     goodput: float | None
-    """Mean over the cases of the share of requests within the case's targets."""
+    """Mean over the cases of the share of requests within the latency targets of the case."""
 
 
 class TotalSummary(Summary, frozen=True, kw_only=True):
-    """A strategy's totals over the cases of each scope; `ranking.SCOPES` lists the scopes."""
+    """The totals of a strategy over the cases of each scope; `ranking.SCOPES` lists the scopes."""
 
     strategy: str
     over: dict[str, ScopeTotal]
 
 
 class CaseSummary(Summary, frozen=True, kw_only=True):
-    """A case of a leaderboard."""
+    """A case of a leaderboard: a workload with its pool and conditions."""
 
     name: str
     says: str
@@ -772,42 +825,48 @@ class CaseSummary(Summary, frozen=True, kw_only=True):
     scrape_interval_s: float
     happens: str | None
     engines: str | None
-    """Engine features that differ from the profile, in words."""
+    """Engine features in which pods of this case differ from the profile, in words; None if there
+    are none.
+    """
     scrapes: str | None
-    """Faults of the scrapes, in words."""
+    """Faults of the metrics scrapes in this case, in words; None if there are none."""
     response_chunks: bool
-    """True if pickers see the first token of an answer."""
+    """True if pickers observe when an answer's first token arrives."""
     prefill_tokens_per_s: list[float]
-    """Prefill speeds of the pods, each distinct speed once."""
+    """Prefill speeds of the pods in tokens per second, each distinct speed once."""
     believed_prefill_tokens_per_s: float
-    """Prefill speed that pickers assume if the configuration does not set it."""
+    """Prefill speed in tokens per second that pickers assume unless the configuration sets one."""
     ttft_target_s: float
-    """TTFT target. A request within both targets counts as goodput."""
+    """Latency target for the first token in seconds. A request within both targets counts as
+    goodput.
+    """
     tpot_target_s: float
-    """Target for the mean time of each later token."""
+    """Latency target for the mean time of each later token in seconds."""
 
 
 class StrategySummary(Summary, frozen=True, kw_only=True):
-    """A strategy of a leaderboard."""
+    """A routing strategy of a leaderboard."""
 
     name: str
     idea: str | None
     omissions: str | None
-    """Features of the original that this copy leaves out."""
+    """Features of the original strategy that this implementation leaves out; None if it is not a
+    copy.
+    """
     config_hash: str | None
 
 
 class LadderSummary(Summary, frozen=True, kw_only=True):
-    """A group of cases that differ in one number."""
+    """A group of leaderboard cases that differ in one number, such as the request rate."""
 
     title: str
     unit: str
     steps: list[tuple[float, str]]
-    """Value of the number, and name of the case."""
+    """Pairs of (value of the number, name of the case)."""
 
 
 class FailedCell(Summary, frozen=True, kw_only=True):
-    """A cell of the leaderboard that could not be run."""
+    """A run of one strategy in one leaderboard case with one seed that failed."""
 
     case: str
     strategy: str
@@ -816,7 +875,7 @@ class FailedCell(Summary, frozen=True, kw_only=True):
 
 
 class LeaderboardSummary(SeedsSummary, frozen=True, kw_only=True):
-    """The summary of `sim leaderboard`."""
+    """The summary.json of `sim leaderboard`."""
 
     requests: int
     cells: int
@@ -829,7 +888,7 @@ class LeaderboardSummary(SeedsSummary, frozen=True, kw_only=True):
 
 
 class AnswerGaps(Summary, frozen=True, kw_only=True):
-    """Statistics of the times between two chunks of an answer, in seconds."""
+    """Statistics of the seconds between two chunks of an answer."""
 
     mean: float | None
     p50: float | None
@@ -838,7 +897,7 @@ class AnswerGaps(Summary, frozen=True, kw_only=True):
 
 
 class GroupSummary(Summary, frozen=True, kw_only=True):
-    """The results of real requests, of one pod or one model."""
+    """Figures of the requests that `sim drive` sent to one pod or one model."""
 
     requests: int
     errors: int
@@ -852,7 +911,7 @@ class GroupSummary(Summary, frozen=True, kw_only=True):
 
 
 class DrivenRequests(Summary, frozen=True, kw_only=True):
-    """The number of requests of a drive by result."""
+    """Number of requests of `sim drive` by result."""
 
     sent: int
     whole: int
@@ -863,7 +922,7 @@ class DrivenRequests(Summary, frozen=True, kw_only=True):
 
 
 class DriveSummary(CommandSummary, frozen=True, kw_only=True):
-    """The summary of `sim drive`."""
+    """The summary.json of `sim drive`."""
 
     conditions: Conditions
     took_s: float | None
@@ -880,12 +939,15 @@ class DriveSummary(CommandSummary, frozen=True, kw_only=True):
 
 
 def as_json(summary: Summary | dict[str, Any]) -> bytes:
-    """Return the content of summary.json. Equal summaries give equal bytes."""
+    """Return the bytes of summary.json. Equal summaries give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(_plain(summary)), indent=1) + b"\n"
 
 
 def read_run(path: Path) -> RunSummary:
-    """Return the run in a summary.json of `sim replay`. Raises `OutputError` and `OSError`."""
+    """Return the figures of a run from a summary.json of `sim replay`.
+
+    Raises `OSError`, and `OutputError` if the file has another form.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunSummary)
     except msgspec.DecodeError as problem:
@@ -894,7 +956,9 @@ def read_run(path: Path) -> RunSummary:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as plain data, with inlined fields in place of their parents."""
+    """Return a summary as plain JSON values. Fields named in `INLINED` are replaced by their own
+    fields.
+    """
     match value:
         case Summary():
             told: dict[str, Any] = {}

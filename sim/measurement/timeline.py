@@ -1,4 +1,6 @@
-"""Samples of the number of pods and of each pod's state over time, as many as a chart can show."""
+"""Samples of the number of pods and of each pod's state over the time of a run, as many as a chart
+can show.
+"""
 
 from collections.abc import Mapping
 from typing import Final
@@ -13,15 +15,16 @@ _FIRST_INTERVAL_S: Final = 1.0
 
 
 class Timeline:
-    """A sampler that reads every pod once an interval. The interval doubles when there are too many
-    samples.
+    """A sampler that reads the state of every pod at regular times.
+
+    The interval doubles when there are too many samples.
     """
 
     def __init__(self, cluster: Cluster, loads: Mapping[str, PodLoad]) -> None:
-        """Start sampling; `loads` is the completed work by pod, updated by the caller."""
+        """Start sampling. `loads` is the work that each pod has completed, updated by the caller."""
         self.time_s: list[Seconds] = []
         self.pod_count: list[int] = []
-        """Number of pods at each sample, as `PodCount` defines it."""
+        """Number of pods at each sample time, as `PodCount` counts them."""
         self.pods: dict[str, PodSamples] = {}
         self._cluster = cluster
         self._loop = cluster.loop
@@ -30,7 +33,7 @@ class Timeline:
         cluster.loop.after(self._interval_s, self._sample)
 
     def summary(self) -> TimelineSummary:
-        """Return the samples, with shares rounded to four digits."""
+        """Return the samples, with usage and hit rates rounded to four digits."""
         return TimelineSummary(
             time_s=self.time_s,
             pod_count=self.pod_count,

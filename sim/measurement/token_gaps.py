@@ -1,8 +1,8 @@
-"""The times between consecutive tokens of clients, over the time of a run.
+"""Measurement of the times between consecutive tokens of an answer, over the time of a run.
 
 All requests that decode on a pod get a token at the end of each pass. Therefore a pass is one gap
-for each of them. A preempted request has waited longer. Gaps are counted in bins of half a per
-cent, by stretches of time, so that memory does not grow with the run. The passes of a step that has
+for each of them. For a preempted request the gap is longer. Gaps are counted in bins of half a per
+cent, by periods of time, so that memory does not grow with the run. The passes of a step that has
 several equal ones count as equally long. In reality each is longer than the one before, by the cost
 of one token of context per request.
 
@@ -20,33 +20,37 @@ from epp.core.types import Seconds
 from sim.engine.engine import Step
 
 STALL_MEDIANS: Final = 3
-"""Number of medians from which a gap is a stall. Such a gap means that a prompt was computed
-meanwhile."""
+"""A gap between tokens of more than this number of median gaps counts as a stall, because a prompt
+was computed in the meantime.
+"""
 STRETCHES_MAX: Final = 512
 
 _FIRST_STRETCH_S: Final = 0.125
 _BINS_PER_E: Final = 200
 _SAME_STEP: Final = 1.000001
-"""Tolerance for rounding, within which a gap equals the duration of the current pass."""
+"""Relative tolerance for rounding errors, within which a request's token gap equals the duration of
+the step.
+"""
 
 
 class Gaps(Struct, frozen=True, kw_only=True):
-    """Statistics of the gaps in a stretch of time."""
+    """Statistics of the gaps between tokens of all pods in a period of a run."""
 
     output_tokens: int
-    """Output tokens of all pods, first tokens included."""
+    """Number of output tokens of all pods in the period, first tokens of answers included."""
     duration_s: Seconds
     mean_s: float
-    """Mean gap. NaN, like the other figures, if no token followed another."""
+    """Mean gap between tokens. This and the other statistics are NaN if there are no gaps."""
     p50_s: float
     p99_s: float
     stall_share: float
-    """Share of the gaps that are longer than `STALL_MEDIANS` medians."""
+    """Share of the gaps that are stalls, longer than `STALL_MEDIANS` medians."""
 
 
 class GapCounts(Struct):
-    """A histogram of gaps with bins of half a per cent; its memory does not depend on the number of
-    gaps.
+    """A histogram of gaps between tokens, with bins of half a per cent.
+
+    Its memory does not depend on the number of gaps.
     """
 
     gaps: int = 0
@@ -54,7 +58,7 @@ class GapCounts(Struct):
     bins: dict[int, int] = {}
 
     def count(self, gap_s: Seconds, gaps: int = 1) -> None:
-        """Count `gaps` gaps of the length `gap_s`, which must be above 0."""
+        """Count `gaps` gaps of `gap_s` seconds each, which must be above 0."""
         self.gaps += gaps
         self.gap_s_sum += gap_s * gaps
         at = round(math.log(gap_s) * _BINS_PER_E)
@@ -62,11 +66,13 @@ class GapCounts(Struct):
 
     @property
     def mean_s(self) -> Seconds:
-        """Mean gap, or NaN if there are none."""
+        """Mean gap in seconds, or NaN if no gap was counted."""
         return self.gap_s_sum / self.gaps if self.gaps else math.nan
 
     def percentile_s(self, share: float) -> Seconds:
-        """Return the gap that `share` of all gaps do not exceed, within a quarter of a per cent."""
+        """Return the length in seconds that `share` of all gaps do not exceed, within a quarter of
+        a per cent.
+        """
         return _percentile_s(self.bins, self.gaps, share)
 
 
@@ -82,14 +88,16 @@ class _Stretch(GapCounts):
 
 
 class TokenGaps:
-    """Counts of the gaps of all pods; `add` takes each step when it ends."""
+    """A counter of the gaps between tokens of all pods. `add` is called with each engine step when
+    it ends.
+    """
 
     def __init__(self) -> None:
         self._stretch_s = _FIRST_STRETCH_S
         self._stretches: list[_Stretch] = []
 
     def add(self, step: Step) -> None:
-        """Count the tokens that the step produced."""
+        """Count the tokens that a step of an engine produced, and the gaps before them."""
         work, passes = step.work, step.passes
         decodes = work.decodes
         stretch = self._at(step.ends_at)
@@ -102,17 +110,18 @@ class TokenGaps:
                     stretch.count(request.token_gap_s, 1)
 
     def within(self, start_s: Seconds, end_s: Seconds) -> Gaps:
-        """Return the gaps of the stretches that lie completely between the two times.
+        """Return the gaps of all counting periods that lie completely between the two times.
 
-        The covered time is a little less than requested.
+        The covered time is a little shorter than requested.
         """
         return self._joined(
             math.ceil(start_s / self._stretch_s), math.floor(end_s / self._stretch_s)
         )
 
     def around(self, start_s: Seconds, end_s: Seconds) -> Gaps:
-        """Return the gaps of all stretches that overlap the time. The covered time is a little more
-        than requested.
+        """Return the gaps of all counting periods that overlap the time between the two arguments.
+
+        The covered time is a little longer than requested.
         """
         return self._joined(
             math.floor(start_s / self._stretch_s), math.ceil(end_s / self._stretch_s)
@@ -137,7 +146,7 @@ class TokenGaps:
         )
 
     def whole(self) -> Gaps:
-        """Return the gaps of the whole run."""
+        """Return the gaps between tokens of the whole run."""
         return self.within(0.0, len(self._stretches) * self._stretch_s)
 
     def _at(self, time_s: Seconds) -> _Stretch:
@@ -150,7 +159,7 @@ class TokenGaps:
         return self._stretches[number]
 
     def _halve(self) -> None:
-        """Join each two neighbouring stretches to one."""
+        """Double the length of the counting periods by joining each two neighbours."""
         self._stretch_s *= 2
         for even, odd in zip(self._stretches[::2], self._stretches[1::2], strict=False):
             even.join(odd)
@@ -162,7 +171,9 @@ def _middle_s(at: int) -> Seconds:
 
 
 def _percentile_s(bins: Mapping[int, int], gaps: int, share: float) -> Seconds:
-    """Return the gap that `share` of all gaps do not exceed, within a quarter of a per cent."""
+    """Return the gap in seconds that `share` of the gaps in `bins` do not exceed, within a quarter
+    of a per cent; NaN if there are none.
+    """
     before = 0
     for at in sorted(bins):
         before += bins[at]

@@ -1,1 +1,1 @@
-"""Simulated pods over HTTP, with the interfaces of an engine that clients and scrapers use."""
+"""Simulated pods that serve HTTP like vLLM: the API for clients and the metrics page for scrapers."""

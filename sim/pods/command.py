@@ -1,7 +1,7 @@
 """The command line of `sim serve`.
 
-The server is imported on demand. HTTP and logging take half a second to import, which a replay of
-an hour would pay too.
+The server is imported only when the command runs, because importing HTTP and logging takes half a
+second, which other commands such as `sim replay` should not pay.
 """
 
 import argparse
@@ -16,7 +16,7 @@ _PODS_MAX: Final = 1000
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to those of `sim`."""
+    """Add the command `sim serve`."""
     parser = commands.add_parser(
         "serve",
         help="serve simulated vLLM pods over HTTP, in real time",
@@ -40,39 +40,68 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="NAME",
         help="model and GPU: a built-in profile, FILE.toml or FILE.toml:NAME",
     )
-    add("--model", metavar="NAME", help="served model name (default: that of the profile)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="model name that clients request (default: that of the profile)",
+    )
     engine = parser.add_argument_group("Engine")
     add_feature_flag(engine)
     add = engine.add_argument
-    add("--lora", action="append", default=[], metavar="NAME", help="LoRA adapter; repeatable")
-    add("--max-loras", type=_between(0, 10_000), default=4, metavar="N", help="adapter slots")
-    add("--blocks", type=_between(2, 10_000_000), metavar="N", help="KV blocks (default: profile)")
+    add(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of a LoRA adapter that each pod serves; repeatable",
+    )
+    add(
+        "--max-loras",
+        type=_between(0, 10_000),
+        default=4,
+        metavar="N",
+        help="maximum number of LoRA adapters in a batch of a pod; 0 turns LoRA off",
+    )
+    add(
+        "--blocks",
+        type=_between(2, 10_000_000),
+        metavar="N",
+        help="number of KV blocks of each pod (default: the profile's KV cache)",
+    )
     add("--block-size", type=_between(1, 4096), default=16, metavar="TOKENS",
         help="tokens per KV block")  # fmt: skip
     add("--max-num-seqs", type=_between(1, 100_000), metavar="N",
-        help="maximum number of running requests (default: profile)")  # fmt: skip
+        help="maximum number of running requests in each pod (default: the profile's)")  # fmt: skip
     add("--max-num-batched-tokens", type=_between(1, 10_000_000), metavar="N",
-        help="maximum number of tokens in a step (default: profile)")  # fmt: skip
+        help="maximum number of tokens in an engine step (default: the profile's)")  # fmt: skip
     add(
         "--max-num-queued-reqs",
         type=_between(0, 10_000_000),
         default=0,
         metavar="N",
-        help="unfinished requests of a pod from which on it answers 503; 0 for no limit",
+        help="number of unfinished requests at which a pod rejects further ones with 503; 0 for no limit",
     )
+    add("--stream-interval", type=_between(1, 10_000), default=1, metavar="TOKENS",
+        help="tokens in each chunk of a streamed answer, as in vLLM; the first token is a chunk of its own")  # fmt: skip
     add(
         "--kv-events",
         type=_between(0, 65535),
         nargs="?",
         const=0,
         metavar="PORT",
-        help="publish KV events, from this port on with one port for each pod or rank, followed by as "
-        "many ports for replays; without PORT on free ports, which GET /kv_event_sources reports "
-        "(default: no events)",
+        help="publish KV events; PORT is the first of one port for each pod or rank, followed by as many "
+        "ports for replays of old events; without PORT, free ports are used, and "
+        "GET /kv_event_sources reports them (default: no events)",
     )
     add = parser.add_argument_group("Simulation and output").add_argument
-    add("--speed", type=_speed, default=1.0, metavar="X", help="factor by which time runs faster")
-    add("--seed", type=int, default=1, help="seed of the answers")
+    add(
+        "--speed",
+        type=_speed,
+        default=1.0,
+        metavar="X",
+        help="factor by which simulated time runs faster than real time",
+    )
+    add("--seed", type=int, default=1, help="random seed of the simulated answers")
     add("--endpoints-out", type=Path, metavar="FILE", help="write an endpoints file for epp serve")
     add("--json", action="store_true", help="print the addresses as JSON")
     add(
@@ -90,7 +119,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _between:  # noqa: N801 - argparse shows the name of the converter
-    """An argparse type: an integer in a closed range."""
+    """An argparse type that accepts an integer from `lowest` to `highest`."""
 
     def __init__(self, lowest: int, highest: int) -> None:
         self._lowest = lowest

@@ -1,10 +1,10 @@
-"""The /metrics page of a simulated engine: names, labels, types and buckets of vLLM 0.32.
+"""The /metrics page of a simulated engine, with the names, labels, types and buckets of vLLM 0.32.
 
-Each pod has its own prometheus_client registry, like the real page. As in a real engine, the
-numbers are those at the end of the last step, not of the scrape. This also holds for the process
-metrics, so that the page of an idle engine costs nothing. Series of parts that are not simulated
-(speculative decoding, KV connectors, FLOP counters) exist and stay 0. `http_*`, which the real
-server's web framework adds, is omitted.
+Each pod has its own prometheus_client registry. As in a real engine, the numbers are those at the
+end of the last step, not of the scrape. This also holds for the process metrics, so that the page
+of an idle engine costs nothing. Series of parts that are not simulated (speculative decoding, KV
+connectors, FLOP counters) exist and stay 0. `http_*`, which the real server's web framework adds,
+is omitted.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ _STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 _PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
 _ANSWERS: Final = (1, 2, 5, 10, 20)
 _ADAPTER_SETS_MAX: Final = 1024
-"""Maximum number of label sets of `lora_requests_info`. A real engine never removes one, but memory
-is limited here.
+"""Maximum number of label sets of the metric `lora_requests_info`; the oldest are removed. A real
+engine never removes one, but the simulator's memory is limited here.
 """
 
 _GAUGES: Final = (
@@ -131,13 +131,17 @@ _LATENCIES: Final = (
 
 
 class MetricsPage:
-    """The metrics of one pod. `observe` is called after each step, `render` for each scrape."""
+    """The metrics of one simulated pod. `observe` is called after each engine step, `render` for
+    each scrape.
+    """
 
     def __init__(
         self, *, model: str, settings: EngineSettings, max_model_len_tokens: int, ranks: int = 1
     ) -> None:
-        """Create the page. With several `ranks`, counts are under the first one; each has its own
-        blocks.
+        """Create the metrics page.
+
+        With several `ranks`, all counts have the label of the first rank; only the cache
+        configuration has a series for each rank.
         """
         self.registry = CollectorRegistry()
         GCCollector(self.registry)
@@ -186,10 +190,10 @@ class MetricsPage:
             )
         self._cache_config(settings, max_model_len_tokens, ranks)
         self._rendered: bytes | None = None
-        """Rendered page, or None if something was counted since."""
+        """Text of the page, or None if a metric changed since it was rendered."""
 
     def observe(self, step: Step, after: EngineSnapshot, wall_s: Seconds) -> None:
-        """Count a step that has ended, and show the state `after` it.
+        """Count an engine step that has ended, and set the gauges to the engine's state `after` it.
 
         `wall_s` is the Unix time, which is the value of `lora_requests_info`.
         """
@@ -214,7 +218,7 @@ class MetricsPage:
         self.show(after, wall_s)
 
     def show(self, after: EngineSnapshot, wall_s: Seconds) -> None:
-        """Set only the gauges."""
+        """Set the gauges to an engine's state, without counting a step."""
         self._rendered = None
         self._running.set(after.running)
         self._waiting.set(after.waiting)
@@ -227,7 +231,10 @@ class MetricsPage:
             self._show_adapters(self._adapters, after.adapters, wall_s)
 
     def finish(self, request: EngineRequest, reason: str, tokens_max: int) -> None:
-        """Count a request that has left the engine; `reason` is `stop`, `length` or `abort`."""
+        """Count a request that has left the engine.
+
+        `reason` is `stop`, `length` or `abort`; `tokens_max` is its limit of answer tokens.
+        """
         self._rendered = None
         self._add("request_success", 1, finished_reason=reason)
         observe = self._histograms
@@ -253,12 +260,12 @@ class MetricsPage:
         )
 
     def reject(self, reason: str) -> None:
-        """Count a request that a queue limit rejected."""
+        """Count a request that a queue limit rejected; `reason` is the name of the limit."""
         self._rendered = None
         self._rejections.labels(self._labels["model_name"], reason).inc()
 
     def render(self) -> bytes:
-        """Return the page; the bytes stay the same until something is counted."""
+        """Return the text of the page, which is rendered again only after a metric changed."""
         if self._rendered is None:
             self._rendered = generate_latest(self.registry)
         return self._rendered
@@ -431,7 +438,9 @@ class MetricsPage:
 
 
 def _token_buckets(tokens_max: int) -> tuple[int, ...]:
-    """Return 1, 2, 5, 10, 20, 50 and so on up to the context length, as in vLLM."""
+    """Return the bucket limits 1, 2, 5, 10, 20, 50 and so on up to the context length, as vLLM has
+    them for tokens.
+    """
     buckets: list[int] = []
     decade = 1
     while decade <= tokens_max:

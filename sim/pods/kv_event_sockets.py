@@ -1,8 +1,9 @@
-"""The sockets of a pod's KV events: a publisher, and a router that replays old frames.
+"""The sockets on which a simulated pod publishes KV events: one for new frames, one for replays of
+old frames.
 
-`epp/core/kv_events/zmtp` implements ZMTP, for these servers as well as for pickers. Frames that a
-slow subscriber does not read are dropped for it alone, as in ZeroMQ. A replay is written as fast as
-it is read.
+`epp/core/kv_events/zmtp` implements the protocol ZMTP, for these servers as well as for pickers.
+Frames that a slow subscriber does not read are dropped for this subscriber only, as in ZeroMQ. A
+replay is written as fast as the peer reads it.
 """
 
 import asyncio
@@ -28,26 +29,28 @@ from epp.core.kv_events.zmtp import (
 from sim.pods.kv_events import FRAMES_KEPT_MAX, KVEvents
 
 CONNECTIONS_MAX: Final = 256
-"""Maximum number of connections to each of the two sockets; further ones are closed."""
+"""Maximum number of connections to each of the two sockets; further connections are closed."""
 UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Maximum size of one subscriber's unsent data; above it frames are dropped."""
+"""Maximum size in bytes of the data that one subscriber has not read. Above it, new frames are
+dropped for this subscriber.
+"""
 TOPICS_MAX: Final = 64
 TOPIC_BYTES_MAX: Final = 1_024
-ASKED_MAX: Final = 64
-"""Maximum number of replays that one peer waits for."""
+REPLAYS_WAITING_MAX: Final = 64
+"""Maximum number of replays for which one peer waits; its connection is closed if it requests more."""
 _HIGH_WATER_MARK: Final = 100_000
-"""Queue length that `/kv_event_sources` reports; vLLM's queues are not modelled."""
+"""Queue length that the answer of `/kv_event_sources` contains; vLLM's queues are not modelled."""
 
 
 class KVEventSource(Struct, frozen=True, kw_only=True):
-    """The addresses where one rank of a pod publishes."""
+    """The ports and the topic with which one rank of a pod publishes KV events."""
 
     port: int
     replay_port: int
     topic: str
 
     def config(self) -> dict[str, Any]:
-        """Return vLLM's entry for this rank in `GET /kv_event_sources`."""
+        """Return the entry of this rank in the answer of `GET /kv_event_sources`, in vLLM's form."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -61,7 +64,7 @@ class KVEventSource(Struct, frozen=True, kw_only=True):
 
 
 class _Peer(asyncio.Protocol):
-    """One connection; `peers` are all connections of its socket."""
+    """One ZMTP connection; `peers` are all connections of the same socket."""
 
     socket_type: SocketType
 
@@ -90,10 +93,10 @@ class _Peer(asyncio.Protocol):
             return
         self._flush()
         for message in messages:
-            self.heard(message)
+            self.receive(message)
 
-    def heard(self, message: Message) -> None:
-        """Handle a message of the peer."""
+    def receive(self, message: Message) -> None:
+        """Handle a message from the other end of the connection."""
         raise NotImplementedError
 
     def send(self, message: Message) -> None:
@@ -118,7 +121,7 @@ class _Peer(asyncio.Protocol):
 
 
 class _Subscriber(_Peer):
-    """A connection that gets each new frame whose topic it wants."""
+    """A connection that receives each new frame whose topic it has subscribed to."""
 
     socket_type = SocketType.PUB
 
@@ -126,7 +129,7 @@ class _Subscriber(_Peer):
         super().__init__(peers)
         self._topics: set[bytes] = set()
 
-    def heard(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         found = read_subscription(message)
         if found is None or len(found[1]) > TOPIC_BYTES_MAX:
             self.close()
@@ -143,8 +146,8 @@ class _Subscriber(_Peer):
             self.send(message)
 
 
-class _Asker(_Peer):
-    """A connection that gets old frames, one replay after another."""
+class _ReplayPeer(_Peer):
+    """A connection that receives replays of old frames, one replay after another."""
 
     socket_type = SocketType.ROUTER
 
@@ -156,9 +159,9 @@ class _Asker(_Peer):
         self._answer: Iterator[Message] | None = None
         self._paused = False
 
-    def heard(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         first = read_asked(message)
-        if first is None or len(self._asked) >= ASKED_MAX:
+        if first is None or len(self._asked) >= REPLAYS_WAITING_MAX:
             self.close()
             return
         self._asked.append(first)
@@ -193,13 +196,13 @@ class _Asker(_Peer):
 async def publishing(
     events: KVEvents, live: socket.socket, replay: socket.socket, topic: str
 ) -> AsyncIterator[KVEventSource]:
-    """Publish `events` to connections at `live`, and replay old ones at `replay`, inside the
-    context.
+    """Publish `events` to connections at the socket `live`, and replay old events at the socket
+    `replay`, until the context ends.
     """
     loop = asyncio.get_running_loop()
     encoded = topic.encode()
     subscribers: set[_Peer] = set()
-    askers: set[_Peer] = set()
+    replay_peers: set[_Peer] = set()
 
     def send(number: int, payload: bytes) -> None:
         message = live_message(encoded, number, payload)
@@ -208,7 +211,7 @@ async def publishing(
 
     servers = [
         await loop.create_server(lambda: _Subscriber(subscribers), sock=live),
-        await loop.create_server(lambda: _Asker(askers, events, encoded), sock=replay),
+        await loop.create_server(lambda: _ReplayPeer(replay_peers, events, encoded), sock=replay),
     ]
     events.send = send
     try:
@@ -219,5 +222,5 @@ async def publishing(
         events.send = None
         for server in servers:
             server.close()
-        for peer in (*subscribers, *askers):
+        for peer in (*subscribers, *replay_peers):
             peer.close()

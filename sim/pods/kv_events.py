@@ -1,8 +1,8 @@
-"""The KV-cache events of a simulated engine in the format of vLLM 0.32. No I/O.
+"""The KV-cache events of a simulated engine in the format of vLLM 0.32. This module does no I/O.
 
-The changes of a step are one frame, which is sent when the step has ended. Blocks are thus reported
-as cached only after the engine has computed them. A reset of the cache while nothing runs is
-reported with the next step, as in vLLM.
+The cache changes of an engine step form one frame, which is sent when the step has ended. Blocks
+are thus reported as cached only after the engine has computed them. A reset of the cache while
+nothing runs is reported with the next step, as in vLLM.
 """
 
 from collections import deque
@@ -15,20 +15,22 @@ from epp.core.types import Seconds
 from sim.pods.tokens import TOKEN_BYTES, chain_seed, decode_ids, hash_chain
 
 FRAMES_KEPT_MAX: Final = 10_000
-"""Number of frames that are stored for replays; `buffer_steps` of vLLM."""
+"""Maximum number of frames that are stored for replays; vLLM calls it `buffer_steps`."""
 _DEVICE: Final = "GPU"
 _KIND: Final = "full_attention"
 
 
 class TokenChain(list[int]):
-    """The hash of each full block of some tokens, together with the tokens."""
+    """The hashes of the full blocks of a token sequence, together with the tokens, adapter and
+    salt.
+    """
 
     __slots__ = ("adapter", "cache_salt", "tokens")
 
     def __init__(
         self, tokens: bytes, *, block_size_tokens: int, adapter: str, cache_salt: str
     ) -> None:
-        """Hash `tokens`, 4 little-endian bytes each."""
+        """Hash `tokens`, which are 4 little-endian bytes each."""
         seed = chain_seed(adapter, cache_salt)
         super().__init__(hash_chain(tokens, block_size_tokens=block_size_tokens, seed=seed))
         self.tokens = tokens
@@ -36,8 +38,8 @@ class TokenChain(list[int]):
         self.cache_salt = cache_salt
 
     def extra_keys(self, start: int, end: int) -> list[list[str] | None]:
-        """Return what identifies each block besides its tokens: the adapter and, for the first, the
-        salt.
+        """Return what identifies each block from `start` to `end` besides its tokens: the adapter,
+        and for the first block of the sequence the cache salt. None if a block has neither.
         """
         usual = [self.adapter] if self.adapter else None
         extra: list[list[str] | None] = [usual] * (end - start)
@@ -47,16 +49,17 @@ class TokenChain(list[int]):
 
 
 class KVEvents:
-    """A `PoolWatcher` of chains of type `TokenChain` that creates frames, numbered from 0.
+    """A watcher of a pod's cache that turns its changes into frames of KV events, numbered from 0.
 
-    The last frames are stored, and `send` gets each frame when it is complete.
+    The keys of the cache must be `TokenChain`s. The last frames are stored for replays, and `send`
+    receives each frame when it is complete.
     """
 
     def __init__(
         self, block_size_tokens: int, *, rank: int = 0, kept_max: int = FRAMES_KEPT_MAX
     ) -> None:
         self.send: Callable[[int, bytes], None] | None = None
-        """Function (number, payload) that sends a frame, or None if there is no listener."""
+        """Function (frame number, payload) that sends a frame, or None if nothing is connected."""
         self._rank = rank
         self._block_size_tokens = block_size_tokens
         self._events: list[dict[str, Any]] = []
@@ -64,8 +67,10 @@ class KVEvents:
         self._next = 0
 
     def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Record a run of stored blocks as one event."""
-        assert isinstance(keys, TokenChain), "a pod that tells events gives its engine such chains"
+        """Record blocks `start` to `end` of a chain as stored, in one event."""
+        assert isinstance(keys, TokenChain), (
+            "a pod with KV events gives its engine chains with tokens"
+        )
         block_bytes = self._block_size_tokens * TOKEN_BYTES
         event: dict[str, Any] = {
             "type": "BlockStored",
@@ -83,18 +88,22 @@ class KVEvents:
         self._events.append(event)
 
     def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Record one event for each removed block, as in vLLM."""
+        """Record blocks `start` to `end` of a chain as removed, in one event for each block as in
+        vLLM.
+        """
         self._events += [
             {"type": "BlockRemoved", "block_hashes": [key], "medium": _DEVICE, "group_idx": 0}
             for key in reversed(keys[start:end])
         ]
 
     def cleared(self) -> None:
-        """Record that the cache was cleared; the event waits for the next step."""
+        """Record that the whole cache was cleared. The event is sent with those of the next step."""
         self._events.append({"type": "AllBlocksCleared"})
 
     def end_step(self, at_s: Seconds) -> None:
-        """Send the events of a step that ended at `at_s` (Unix time), if there are any."""
+        """Send the events of a step that ended at `at_s` (Unix time) as one frame, if there are
+        any.
+        """
         if not self._events:
             return
         payload = msgspec.msgpack.encode([at_s, self._events, self._rank])
@@ -106,5 +115,5 @@ class KVEvents:
             self.send(*frame)
 
     def kept_from(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the stored frames from number `first` on."""
+        """Return the stored frames from frame number `first` on, as (number, payload)."""
         return [frame for frame in self._kept if frame[0] >= first]

@@ -1,6 +1,8 @@
-"""The OpenAI API of a vLLM server: typed bodies in, JSON values out. No I/O.
+"""The OpenAI API of a simulated vLLM server: request bodies in, JSON values out. This module does
+no I/O.
 
-Sampling parameters are accepted and ignored, because the answer depends on the prompt alone.
+Sampling parameters are accepted and ignored, because the simulated answer depends on the prompt
+alone.
 """
 
 from typing import Any, Final, TypeAlias
@@ -13,11 +15,11 @@ from sim.pods.tokens import encode_ids, encode_text, render_chat
 Json: TypeAlias = dict[str, Any]
 
 _MAX_TOKENS_DEFAULT: Final = 16
-"""Default of /v1/completions in the API's definition."""
+"""Default of `max_tokens` in requests to /v1/completions, as the OpenAI API defines it."""
 
 
 class ApiError(Exception):
-    """An error that is answered with an error object."""
+    """An error in a request that the server answers with an HTTP status and an error object."""
 
     def __init__(
         self, status: int, message: str, *, kind: str = "BadRequestError", param: str | None = None
@@ -44,7 +46,9 @@ class _Message(Struct):
     tool_calls: msgspec.Raw = msgspec.Raw()
 
     def text(self) -> str:
-        """Return all text of the message that the chat template renders."""
+        """Return all text of the message as the chat template renders it; other parts appear as
+        `<type>`.
+        """
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text or f"<{part.type}>" for part in content)
@@ -61,13 +65,16 @@ class _Body(Struct, kw_only=True):
 
 
 class CompletionBody(_Body, kw_only=True):
-    """Body of POST /v1/completions."""
+    """Body of a request to POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = None
 
     def prompts(self) -> list[bytes]:
-        """Return one token sequence for each prompt. Raises `ApiError` for a mixed prompt."""
+        """Return the tokens of each prompt, 4 bytes a token.
+
+        Raises `ApiError` 400 if the prompt mixes token ids with other kinds.
+        """
         prompt = self.prompt
         if isinstance(prompt, str):
             return [encode_text(prompt)]
@@ -91,7 +98,7 @@ class CompletionBody(_Body, kw_only=True):
 
 
 class ChatBody(_Body, kw_only=True):
-    """Body of POST /v1/chat/completions."""
+    """Body of a request to POST /v1/chat/completions."""
 
     messages: list[_Message]
     max_tokens: int | None = None
@@ -99,8 +106,9 @@ class ChatBody(_Body, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw()
 
     def prompts(self) -> list[bytes]:
-        """Return the rendered conversation as the only prompt. Raises `ApiError` if there are no
-        messages.
+        """Return the tokens of the rendered conversation as the only prompt.
+
+        Raises `ApiError` 400 if there are no messages.
         """
         if not self.messages:
             raise ApiError(
@@ -109,14 +117,16 @@ class ChatBody(_Body, kw_only=True):
         return [_rendered(self.messages, self.tools)]
 
     def tokens_max(self) -> int | None:
-        """Return the limit of the answer, or None for as many tokens as the context allows."""
+        """Return the limit of answer tokens that the request sets, or None if only the context
+        limits the answer.
+        """
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """Body of POST /tokenize, with `prompt` or a chat to tokenize."""
+    """Body of a request to POST /tokenize, with `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -124,7 +134,10 @@ class TokenizeBody(Struct, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw()
 
     def tokens(self) -> bytes:
-        """Return the tokens, 4 bytes each. Raises `ApiError` 400 if there is nothing to tokenize."""
+        """Return the tokens of the prompt or conversation, 4 bytes a token.
+
+        Raises `ApiError` 400 if the body has neither.
+        """
         if self.prompt is not None:
             return encode_text(self.prompt)
         if self.messages:
@@ -133,7 +146,7 @@ class TokenizeBody(Struct, kw_only=True):
 
 
 class AdapterBody(Struct):
-    """Body of POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+    """Body of a request to POST /v1/load_lora_adapter or /v1/unload_lora_adapter."""
 
     lora_name: str
     lora_path: str = ""
@@ -143,14 +156,18 @@ Body: TypeAlias = CompletionBody | ChatBody
 
 
 def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body:
-    """Return the typed body of a completion request. Raises `ApiError` 400."""
+    """Return the parsed body of a completion or chat request. Raises `ApiError` 400 if it is
+    invalid.
+    """
     try:
         body = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ApiError(400, f"The request body is not valid: {problem}.") from None
     if body.n != 1:
         raise ApiError(
-            400, f"`n` is {body.n}; the simulated server makes 1 answer a prompt.", param="n"
+            400,
+            f"`n` is {body.n}; the simulated server generates 1 answer for each prompt.",
+            param="n",
         )
     tokens_max = body.tokens_max()
     if tokens_max is not None and tokens_max < 1:
@@ -161,7 +178,7 @@ def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body
 
 
 def decode_tokenize(raw: bytes) -> TokenizeBody:
-    """Return the typed body of a tokenize request. Raises `ApiError` 400."""
+    """Return the parsed body of a tokenize request. Raises `ApiError` 400 if it is invalid."""
     try:
         return msgspec.json.decode(raw, type=TokenizeBody)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -169,7 +186,9 @@ def decode_tokenize(raw: bytes) -> TokenizeBody:
 
 
 def decode_adapter(raw: bytes) -> AdapterBody:
-    """Return the typed body of an adapter request. Raises `ApiError` 400."""
+    """Return the parsed body of a request about a LoRA adapter. Raises `ApiError` 400 if it is
+    invalid.
+    """
     try:
         body = msgspec.json.decode(raw, type=AdapterBody)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -180,7 +199,7 @@ def decode_adapter(raw: bytes) -> AdapterBody:
 
 
 class Dialect:
-    """The answer format of one endpoint: chat or plain completions."""
+    """A formatter of the answers to one request, in the chat or the completions format."""
 
     def __init__(self, *, chat: bool, model: str, created: int, answer_id: str) -> None:
         self._chat = chat
@@ -189,22 +208,24 @@ class Dialect:
         self._id = answer_id
 
     def opening(self, index: int) -> Json | None:
-        """Return the chunk before the first text, or None if the format has none."""
+        """Return the chunk that a streamed answer sends before its first text; None if the format
+        has no such chunk.
+        """
         if not self._chat:
             return None
         return self._envelope([_choice(index, {"delta": {"role": "assistant", "content": ""}})])
 
     def chunk(self, index: int, text: str, finish_reason: str | None) -> Json:
-        """Return a chunk of an answer; the last one has a `finish_reason`."""
+        """Return a chunk of a streamed answer. `finish_reason` is None except in the last chunk."""
         part: Json = {"delta": {"content": text}} if self._chat else {"text": text}
         return self._envelope([_choice(index, part, finish_reason)])
 
     def usage_chunk(self, usage: Json) -> Json:
-        """Return the chunk with usage, which follows the last text if the client asked for it."""
+        """Return the chunk with token counts that ends a streamed answer if the client requests it."""
         return self._envelope([]) | {"usage": usage}
 
     def whole(self, answers: list[tuple[str, str]], usage: Json) -> Json:
-        """Return the answer to a request without streaming; `answers` has (text, finish reason) for
+        """Return the answer to a request without streaming. `answers` has (text, finish reason) for
         each prompt.
         """
         choices = []
@@ -229,7 +250,7 @@ class Dialect:
 
 
 def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Json:
-    """Return the `usage` member, always with the cached tokens."""
+    """Return the member `usage` of an answer; it always includes the number of cached tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + output_tokens,
@@ -241,7 +262,10 @@ def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Json
 def model_card(
     name: str, *, created: int, root: str, parent: str | None, max_model_len_tokens: int
 ) -> Json:
-    """One entry of GET /v1/models."""
+    """Return one entry of the answer to GET /v1/models.
+
+    `parent` is the base model of an adapter, or None for the base model itself.
+    """
     return {
         "id": name,
         "object": "model",
@@ -254,7 +278,7 @@ def model_card(
 
 
 def _rendered(messages: list[_Message], tools: msgspec.Raw) -> bytes:
-    """Return the tokens of a conversation."""
+    """Return the tokens of a conversation as the chat template renders it."""
     turns = [(message.role, message.text()) for message in messages]
     return render_chat(turns, preamble=bytes(tools).decode())
 

@@ -1,4 +1,4 @@
-"""Simulated vLLM pods: engines that run in step with the clock.
+"""Simulated vLLM pods whose engines run in step with the real clock.
 
 The engine receives the time; this module reads the clock. All pods of a process share one event
 loop. Each has its own engine, metrics registry and task. Simulated time runs `speed` times as fast
@@ -26,36 +26,44 @@ from sim.pods.tokens import TOKEN_BYTES, Answer, chain_seed, hash_chain
 
 
 class PodSettings(Struct, frozen=True, kw_only=True):
-    """Settings that all pods of one `sim serve` share."""
+    """Settings that all pods of one `sim serve` process share."""
 
     profile: Profile
     engine: EngineSettings
     features: tuple[Feature, ...] = ()
-    """Engine features; `engine` already has the settings that follow from them."""
+    """Optional engine features; `engine` already contains the settings that follow from them."""
     model: str
     adapters: tuple[str, ...] = ()
     speed: float = 1.0
     seed: int = 1
-    """Seed that, together with the prompt, determines the answers."""
+    """Random seed that decides the answers, together with the prompt."""
     max_num_queued_reqs: int = 0
-    """Maximum number of waiting and running requests before the server answers 503; 0 for no limit.
+    """Number of waiting and running requests at which a pod rejects further ones with 503; 0 for no
+    limit.
     """
     kv_events: bool = False
-    """Report changes of the cache as KV events."""
+    """True if pods publish the changes of their caches as KV events."""
+    stream_interval_tokens: int = 1
+    """Tokens in each chunk of a streamed answer, as with vLLM's `--stream-interval`."""
 
     @property
     def ranks(self) -> int:
-        """Number of independent engines behind each address."""
+        """Number of data-parallel ranks (independent engines) in each pod."""
         return ranks_of(self.features)
 
     @property
     def max_model_len_tokens(self) -> int:
-        """Context length of the model, or less if the engine cannot compute such a request."""
+        """Maximum length of prompt and answer in tokens: the model's context length, or less if the
+        KV cache is smaller.
+        """
         return min(self.profile.max_model_len_tokens, self.engine.request_tokens_max)
 
 
 class Generation:
-    """One answer in progress: the engine's task reports progress, and the HTTP handler follows it."""
+    """One answer that an engine generates.
+
+    The pod's task updates `produced`, and the HTTP handler reads the text with `parts`.
+    """
 
     __slots__ = ("answer", "produced", "progress", "request", "tokens_max")
 
@@ -74,22 +82,24 @@ class Generation:
     def done(self) -> bool:
         return self.produced >= self.answer.tokens
 
-    async def parts(self) -> AsyncIterator[str]:
-        """Yield the text as it is produced; text that arrives while the reader is busy comes as one
-        part.
+    async def parts(self, tokens: int = 1) -> AsyncIterator[str]:
+        """Yield the text of the answer as it is generated, in parts of at least `tokens` tokens.
+
+        The first part and the last one may be shorter: the first token is never held back. Text
+        that is generated while the reader is busy comes as one part.
         """
         sent = 0
         while not self.done or sent < self.produced:
             await self.progress.wait()
             self.progress.clear()
             until = self.produced
-            if until > sent:
+            if until > sent and (not sent or self.done or until - sent >= tokens):
                 yield self.answer.part(sent, until)
                 sent = until
 
 
 class _Rank:
-    """One engine of a pod, with its own task."""
+    """One data-parallel rank of a pod: an engine with its own task."""
 
     def __init__(self, settings: PodSettings, number: int) -> None:
         self.engine = open_engine(settings.features, settings.engine, settings.profile)
@@ -102,7 +112,7 @@ class _Rank:
 
 
 class Pod:
-    """A pod with its engines, one for each rank, and its metrics page, in step with the clock."""
+    """A simulated pod: one engine for each rank, and a metrics page, in step with the clock."""
 
     def __init__(self, name: str, settings: PodSettings) -> None:
         self.name = name
@@ -116,26 +126,28 @@ class Pod:
             ranks=settings.ranks,
         )
         self.adapters: dict[str, str] = dict.fromkeys(settings.adapters, "")
-        """Path by name of the adapter, in the order of loading."""
+        """Path of each loaded LoRA adapter by its name, in the order of loading; "" for adapters
+        from the command line.
+        """
         self._generations: dict[str, Generation] = {}
         self._started_at = time.monotonic()
         self._requests = 0
 
     @property
     def kv_events(self) -> list[KVEvents]:
-        """Event source of each rank; empty if events are off."""
+        """KV-event source of each rank; empty if the pod publishes no events."""
         return [rank.kv_events for rank in self._ranks if rank.kv_events is not None]
 
     def clock(self) -> Seconds:
-        """Return the simulated seconds since the pod was created."""
+        """Return the simulated time in seconds since the pod was created."""
         return (time.monotonic() - self._started_at) * self.settings.speed
 
     def wall_clock(self) -> Seconds:
-        """Return the Unix time."""
+        """Return the current Unix time in seconds, which `speed` does not change."""
         return time.time()
 
     async def run(self) -> None:
-        """Step the engines while there is work, without end."""
+        """Run the engines' steps whenever there are requests, until the task is cancelled."""
         await asyncio.gather(*map(self._run, self._ranks))
 
     async def _run(self, rank: _Rank) -> None:
@@ -154,7 +166,7 @@ class Pod:
             self.page.show(self.engines.snapshot(), self.wall_clock())
 
     def check_room(self) -> None:
-        """Raise `ApiError` 503 if the server has its maximum number of requests."""
+        """Raise `ApiError` 503 if the pod has its maximum number of unfinished requests."""
         limit = self.settings.max_num_queued_reqs
         if limit and len(self._generations) >= limit:
             self.page.reject("max_num_queued_reqs")
@@ -166,7 +178,8 @@ class Pod:
             )
 
     def rank_named(self, header: str | None) -> int | None:
-        """Return the rank that a request's header names, as vLLM reads it, or None for any rank.
+        """Return the data-parallel rank that a request's header names, or None for any rank. A
+        header that is not an integer is ignored, as in vLLM.
 
         Raises `ApiError` 400 if the pod does not have that rank.
         """
@@ -180,7 +193,10 @@ class Pod:
         return rank
 
     def prepare(self, body: Body, prompt: bytes) -> Generation:
-        """Return the answer for `prompt`. Raises `ApiError` 400 if it does not fit the context."""
+        """Create the answer to `prompt`, without submitting it to an engine.
+
+        Raises `ApiError` 400 if prompt and answer exceed the context.
+        """
         prompt_tokens = len(prompt) // TOKEN_BYTES
         context = self.settings.max_model_len_tokens
         wanted = body.tokens_max()
@@ -209,7 +225,9 @@ class Pod:
         return Generation(request, answer, tokens_max)
 
     def reset_cache(self) -> None:
-        """Clear the cache. Raises `ApiError` 503 while requests run."""
+        """Clear the prefix cache of each rank. Raises `ApiError` 503 if a cache is in use by
+        running requests.
+        """
         cleared = [rank.engine.pool.clear() for rank in self._ranks]
         if not all(cleared):
             raise ApiError(
@@ -220,8 +238,9 @@ class Pod:
 
     @contextlib.contextmanager
     def following(self, generations: Sequence[Generation]) -> Iterator[None]:
-        """Report progress to `generations` inside the context; unfinished ones are aborted at its
-        end.
+        """Update `generations` with the engines' progress inside the context.
+
+        Requests that are unfinished at its end are aborted.
         """
         for generation in generations:
             self._generations[generation.request.request_id] = generation
@@ -237,8 +256,8 @@ class Pod:
                 self.page.finish(request, reason, generation.tokens_max)
 
     async def submit(self, generations: Sequence[Generation], rank: int | None) -> None:
-        """Queue requests at `rank`, or at the least loaded one, after the delay of a real server's
-        front end.
+        """Submit requests to the engine of `rank`, or each to the least loaded rank if it is None,
+        after the delay of a real server's front end.
         """
         arrived_at = self.clock()
         tokens = sum(generation.request.prompt_tokens for generation in generations)
@@ -252,7 +271,10 @@ class Pod:
             chosen.work.set()
 
     def load_adapter(self, body: AdapterBody) -> str:
-        """Serve the adapter `lora_name` from now on."""
+        """Serve the adapter `lora_name` from now on; return a message.
+
+        Raises `ApiError` 400 if LoRA is off or the name is in use.
+        """
         if not self.settings.engine.max_loras:
             raise ApiError(400, "LoRA is off; start with --max-loras of at least 1.")
         if body.lora_name in self.adapters or body.lora_name == self.settings.model:
@@ -261,7 +283,10 @@ class Pod:
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     def unload_adapter(self, body: AdapterBody) -> str:
-        """Stop serving the adapter `lora_name`; its running requests are finished."""
+        """Stop serving the adapter `lora_name`; requests that run are finished.
+
+        Return a message. Raises `ApiError` 404 if the adapter is not loaded.
+        """
         if body.lora_name not in self.adapters:
             raise ApiError(
                 404,

@@ -38,9 +38,9 @@ from sim.pods.tokens import TOKEN_BYTES, decode_ids
 
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _VLLM_VERSION: Final = "0.32.0"
-"""Version of vLLM whose metrics page and errors are simulated."""
+"""Version of vLLM whose metrics page and error messages the pods imitate."""
 _STOP_S: Final = 0.5
-"""Time that open answers have to notice that the server stops."""
+"""Time in seconds that unfinished answers may still take when the server stops."""
 _PORT_MAX: Final = 65535
 _RANK_HEADER: Final = "X-data-parallel-rank"
 
@@ -48,16 +48,18 @@ log = structlog.get_logger("sim")
 
 
 class PodServer:
-    """The HTTP server of one pod."""
+    """The HTTP server of one simulated pod."""
 
     def __init__(self, pod: Pod, sources: Sequence[KVEventSource] = ()) -> None:
-        """Create the server. `sources` are the addresses of the pod's KV events, by rank."""
+        """Create the server. `sources` are the ports of the pod's KV events, by rank; empty if it
+        publishes none.
+        """
         self.pod = pod
         self._sources = sources
         self._created = int(pod.wall_clock())
 
     def application(self) -> web.Application:
-        """Return the application with all routes of the pod."""
+        """Return the aiohttp application with all routes of the pod."""
         application = web.Application(
             client_max_size=_BODY_BYTES_MAX, middlewares=[_errors_as_objects]
         )
@@ -159,7 +161,7 @@ class PodServer:
     async def _render(
         self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
     ) -> list[Json]:
-        """Return vLLM's answer to a render request, with the tokens of each prompt."""
+        """Return the tokens of each prompt, as vLLM answers a render request."""
         body = await self._read(request, kind)
         return [
             {
@@ -174,8 +176,9 @@ class PodServer:
     async def _read(
         self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
     ) -> Body:
-        """Return the body. Raises `ApiError` 400 if it is malformed, and 404 if the model is
-        unknown.
+        """Return the parsed body of a request.
+
+        Raises `ApiError` 400 if it is malformed, and 404 if it names an unknown model.
         """
         body = decode_body(await request.read(), kind)
         self._check_model(body.model)
@@ -223,9 +226,9 @@ class PodServer:
         dialect: Dialect,
         rank: int | None,
     ) -> web.StreamResponse:
-        """Answer with server-sent events, one prompt after another.
+        """Answer a streaming request with server-sent events, one prompt after another.
 
-        The headers are sent at once, before the engine receives the request.
+        The response headers are sent at once, before the engine receives the request.
         """
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         # A client that leaves during a write is not an error; `following` aborts its request.
@@ -233,7 +236,9 @@ class PodServer:
             await response.prepare(request)
             await self.pod.submit(generations, rank)
             for index, generation in enumerate(generations):
-                await _write_parts(response, dialect, index, generation)
+                await _write_parts(
+                    response, dialect, index, generation, self.pod.settings.stream_interval_tokens
+                )
             if body.stream_options is not None and body.stream_options.include_usage:
                 await response.write(_event(dialect.usage_chunk(_usage(generations))))
             await response.write(b"data: [DONE]\n\n")
@@ -242,10 +247,14 @@ class PodServer:
 
 
 async def _write_parts(
-    response: web.StreamResponse, dialect: Dialect, index: int, generation: Generation
+    response: web.StreamResponse,
+    dialect: Dialect,
+    index: int,
+    generation: Generation,
+    interval_tokens: int,
 ) -> None:
     opening = dialect.opening(index)
-    async for part in generation.parts():
+    async for part in generation.parts(interval_tokens):
         if opening is not None:
             await response.write(_event(opening))
             opening = None
@@ -254,11 +263,11 @@ async def _write_parts(
 
 
 class PodAddress(Struct, frozen=True, kw_only=True):
-    """The address of one pod."""
+    """Name, IP address and port of one simulated pod."""
 
     name: str
     address: str
-    """IP address without brackets; the loopback address if the pod listens on all."""
+    """IP address without brackets; the loopback address if the pod listens on all addresses."""
     port: int
 
     @property
@@ -268,12 +277,13 @@ class PodAddress(Struct, frozen=True, kw_only=True):
 
 
 def listen(host: str, port: int, pods: int) -> list[socket.socket]:
-    """Return listening sockets on `pods` consecutive ports, or on free ports for port 0.
+    """Return listening sockets for `pods` pods, on consecutive ports from `port` on, or on free
+    ports if `port` is 0.
 
     Raises `OSError` with one sentence if an address is not available; all sockets are then closed.
     """
     if port + pods - 1 > _PORT_MAX:
-        raise OSError(f"{pods} pods from port {port} need ports above {_PORT_MAX}.")
+        raise OSError(f"{pods} ports from port {port} on would exceed port {_PORT_MAX}.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sockets: list[socket.socket] = []
     for index in range(pods):
@@ -292,9 +302,10 @@ def listen(host: str, port: int, pods: int) -> list[socket.socket]:
 
 
 def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
-    """Write the file for `epp serve --endpoints-file`, atomically.
+    """Write the endpoints file for `epp serve --endpoints-file`. A reader never sees an incomplete
+    file.
 
-    Raises `OSError` with one sentence if it cannot be written.
+    Raises `OSError` with one sentence if the file cannot be written.
     """
     content = {"endpoints": [msgspec.to_builtins(address) for address in addresses]}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -309,7 +320,9 @@ def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
 async def serving(
     server: PodServer, listener: socket.socket, tasks: asyncio.TaskGroup
 ) -> AsyncIterator[None]:
-    """Serve at `listener` and run the engine as one of `tasks`, inside the context."""
+    """Serve one pod at the socket `listener`, and run its engines as one of `tasks`, until the
+    context ends.
+    """
     pump = tasks.create_task(server.pod.run(), name=server.pod.name)
     runner = web.AppRunner(
         server.application(),
@@ -332,10 +345,11 @@ async def serve(
     ready: Callable[[Sequence[PodAddress]], None],
     event_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serve one pod for each socket until SIGINT or SIGTERM. `ready` is called once all listen.
+    """Serve one pod for each socket until SIGINT or SIGTERM. `ready` is called with the addresses
+    once all pods listen.
 
-    `event_sockets` has the sockets for the ranks' KV events, in order, followed by those for their
-    replays.
+    `event_sockets` has one socket for the KV events of each rank, followed by as many sockets for
+    replays of old events.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -358,7 +372,7 @@ async def serve(
         ready(addresses)
         log.info("pods are listening", pods=len(pods), first=addresses[0].url)
         await stop.wait()
-        log.info("stopping")
+        log.info("simulated pods are stopping")
 
 
 def _address(name: str, listener: socket.socket) -> PodAddress:

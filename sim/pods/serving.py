@@ -17,7 +17,11 @@ from sim.sentences import failed
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command. Return 0 if stopped, 1 on failure, and 2 for contradicting options."""
+    """Run `sim serve` with the parsed flags.
+
+    Return the exit code: 0 if it was stopped, 1 if it failed, 2 if the flags are invalid or
+    contradict each other.
+    """
     _configure_logs(options.log_format)
     try:
         profile = find_profile(options.profile)
@@ -43,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         max_num_queued_reqs=options.max_num_queued_reqs,
         kv_events=options.kv_events is not None,
+        stream_interval_tokens=options.stream_interval,
     )
     if settings.ranks > 1 and profile.expert_s:
         return failed(

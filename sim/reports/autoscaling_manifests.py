@@ -1,4 +1,6 @@
-"""The autoscaler of a sizing as manifests: a HorizontalPodAutoscaler and KEDA's ScaledObject."""
+"""The autoscaler that `sim size` determined, as manifests: a HorizontalPodAutoscaler and a
+ScaledObject of KEDA.
+"""
 
 from typing import Final
 
@@ -6,15 +8,18 @@ from sim.measurement.summaries import AutoscalingSummary
 from sim.reports.report import limit, number
 
 QUERY: Final = "sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting)"
-"""Prometheus query for the number of running and waiting requests in the pool."""
+"""Prometheus query for the number of running and waiting requests of all pods in the pool."""
 METRIC: Final = "vllm_requests_inflight"
-"""Name under which an adapter must serve the query's value to Kubernetes."""
+"""Name of the external metric under which an adapter must serve the result of `QUERY` to
+Kubernetes.
+"""
 _STABILIZATION_S: Final = 300
 
 
 def autoscaling_manifests(found: AutoscalingSummary) -> str:
-    """Return two documents, of which only one may be applied: both would scale the same
-    Deployment.
+    """Return a YAML text with two manifests, a HorizontalPodAutoscaler and a ScaledObject.
+
+    Only one of them may be applied, because both would scale the same Deployment.
     """
     milli = f"{round(found.target * 1000)}m"
     measured = "kept with 95 % confidence" if found.kept else "not shown to be kept"

@@ -1,9 +1,9 @@
-"""Charts and pages that open offline: inline SVG with one style and one script, without fonts or
-addresses.
+"""Charts and HTML pages that open offline: inline SVG with one style and one script, without
+external fonts or addresses.
 
-A chart is complete as it is written: it prints, and it needs no script. `charts.js`, beside this
-module, makes the chart interactive and reads all values from the drawing. `docs/simulator.md` explains
-why no library is used.
+A chart is complete without its script, so it can be printed. `charts.js`, beside this module, makes
+the chart interactive and reads all values from the drawing. `docs/simulator.md` explains why no
+library is used.
 """
 
 import math
@@ -31,70 +31,78 @@ BOTTOM: Final = 46
 
 
 class Size(Struct, frozen=True):
-    """The size of a drawing in pixels. Smaller charts have their own sizes, because a scaled-down
-    chart is not legible.
+    """The size of a chart in pixels.
+
+    Smaller charts have sizes of their own, because the text of a scaled-down chart is not legible.
     """
 
     width: int
     height: int
 
     def across(self, share: float) -> float:
-        """Return the x coordinate of a share of the plot's width, measured from its left end."""
+        """Return the x coordinate in pixels of a share of the plot's width; share 0 is its left
+        end.
+        """
         return LEFT + share * (self.width - LEFT - RIGHT)
 
     def up(self, share: float) -> float:
-        """Return the y coordinate of a share of the plot's height, measured from its bottom."""
+        """Return the y coordinate in pixels of a share of the plot's height; share 0 is its bottom."""
         return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
 
     @property
     def without_title(self) -> "Size":
-        """The same size without the space for the title of the x axis."""
+        """This size minus the space for the title of the x axis."""
         return Size(self.width, self.height - BOTTOM + 26)
 
 
 FULL: Final = Size(640, 300)
-"""Size of a chart that fills a row."""
+"""Size of a chart that fills the width of the page."""
 HALF: Final = Size(400, 270)
-"""Size of a chart beside another one, and of a chart that fills a row on a phone."""
+"""Size of a chart beside another one, and of a chart that fills the width of a phone."""
 SMALL: Final = Size(300, 170)
-"""Size of one of many charts."""
+"""Size of one of many charts in a grid."""
 
 COLOURS: Final = (
     ("#0f766e", "#2dd4bf"), ("#b45309", "#fbbf24"), ("#1d4ed8", "#60a5fa"), ("#be185d", "#f472b6"),
     ("#4d7c0f", "#a3e635"), ("#7c3aed", "#c4b5fd"), ("#475569", "#cbd5e1"), ("#c2410c", "#fb923c"),
 )  # fmt: skip
-"""Colours of series in their order, repeated if there are more, each for a light page and for a
-dark one."""
+"""Colours of the series of a chart in their order, as (on a light page, on a dark page). They
+repeat if there are more series.
+"""
 
 _CDF_POINTS: Final = 200
 _LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
 _GAP_MIN: Final = 0.11
-"""Minimum distance of two marks as a share of the axis, so that labels do not touch."""
+"""Minimum distance between two marks of an axis, as a share of its length, so that their labels do
+not touch.
+"""
 _BAR_LABEL_PX: Final = 44
 _CODE: Final = re.compile(r"`([^`]+)`")
 _SHADES: Final = (
     ("#fff7ed", "#2b2018"), ("#ffedd5", "#3d2615"), ("#fed7aa", "#572c12"), ("#fdba74", "#6e2f11"),
 )  # fmt: skip
-"""Colours of shaded cells, the lightest first, for a light page and for a dark one. Text on them is
-legible."""
+"""Background colours of shaded table cells, the lightest first, as (on a light page, on a dark
+page). Text on them is legible.
+"""
 
 Points = Sequence[tuple[float, float]]
 Whiskers = Sequence[tuple[float, float, float]]
-"""Intervals as (x, lower end, upper end)."""
+"""Confidence intervals in a chart, as (x, lower end, upper end)."""
 
 
 class Axis(Struct, frozen=True, kw_only=True):
-    """A mapping from values to positions along one side of a chart."""
+    """One axis of a chart: a range of values, and their positions along one side."""
 
     low: float
     high: float
     unit: str = ""
     title: str = ""
-    """Measured quantity. With a title, the unit stands in the title; otherwise it stands at every
-    mark."""
+    """Name of the measured quantity. If it is set, the unit stands behind it; otherwise the unit
+    stands at every mark.
+    """
     logarithmic: bool = False
     whole: bool = False
-    """True if all values are whole numbers, so that only whole numbers get marks."""
+    """True if only whole numbers get marks on the axis."""
 
     @classmethod
     def over(
@@ -106,7 +114,7 @@ class Axis(Struct, frozen=True, kw_only=True):
         logarithmic: bool = False,
         whole: bool = False,
     ) -> "Axis":
-        """Return an axis that contains `values`, starting from 0 unless it is logarithmic."""
+        """Return an axis that contains `values`. It starts at 0 unless it is logarithmic."""
         known = [value for value in values if math.isfinite(value)]
         if logarithmic:
             positive = [value for value in known if value > 0] or [1.0]
@@ -117,14 +125,14 @@ class Axis(Struct, frozen=True, kw_only=True):
         return cls(low=0.0, high=high, unit=unit, title=title, whole=whole)
 
     def share(self, value: float) -> float:
-        """Return the position of a value: 0 at the low end, 1 at the high end."""
+        """Return the position of a value on the axis: 0 at the low end, 1 at the high end."""
         if self.logarithmic:
             value = max(value, self.low)
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def marks(self) -> list[float]:
-        """Return a handful of round values between the ends."""
+        """Return about five round values between the ends of the axis, where it gets marks."""
         if self.logarithmic:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for steps in _LOGARITHMIC_STEPS:
@@ -147,26 +155,28 @@ class Axis(Struct, frozen=True, kw_only=True):
         return self.low <= value <= self.high and (not self.whole or value == round(value))
 
     def label(self, value: float) -> str:
-        """Return a value as text, with its unit unless the title contains it."""
+        """Return the text of a mark of the axis, with the unit unless the title contains it."""
         text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
         return f"{text} {self.unit}" if self.unit and not self.title else text
 
     @property
     def told(self) -> str:
-        """The title with its unit."""
+        """Title of the axis with its unit."""
         return f"{self.title} ({self.unit})" if self.title and self.unit else self.title
 
 
 class Dots(Struct, frozen=True, kw_only=True):
-    """The choice of marked points: all points of all series except those in `bare`."""
+    """Choice of the points of a line chart that get a dot: all points of all series except those in
+    `bare`.
+    """
 
     bare: Collection[str] = ()
     large: Mapping[str, Points] = {}
-    """Points with a larger dot, by series."""
+    """Points that get a larger dot, by series."""
 
 
 def grid_line(y: float, text: str, size: Size = FULL) -> str:
-    """Return a horizontal line with a label to its left."""
+    """Return an SVG horizontal grid line at height `y`, with a label to its left."""
     return (
         f'<line x1="{LEFT}" x2="{size.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
         f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
@@ -174,13 +184,16 @@ def grid_line(y: float, text: str, size: Size = FULL) -> str:
 
 
 def below(x: float, text: str, size: Size = FULL) -> str:
-    """Return a label below the chart."""
+    """Return an SVG label below the plot at the horizontal position `x`."""
     y = size.height - BOTTOM + 18
     return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
 
 
 def chart(parts: Sequence[str], label: str, size: Size = FULL, about: str = "") -> str:
-    """Return the drawing with a label for screen readers. `about` holds further attributes."""
+    """Return an SVG drawing of `parts`, with a label for screen readers.
+
+    `about` is text with further attributes of the element.
+    """
     return (
         f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(label)}"'
         f"{about}>{''.join(parts)}</svg>"
@@ -188,7 +201,7 @@ def chart(parts: Sequence[str], label: str, size: Size = FULL, about: str = "") 
 
 
 def series_group(number: int, parts: Iterable[str], name: str = "") -> str:
-    """Return the elements of series `number` as a group, which the legend can hide."""
+    """Return the SVG elements of series `number` as a group, which a click on the legend can hide."""
     return f'<g data-series="{number}" data-name="{escape(name)}">{"".join(parts)}</g>'
 
 
@@ -203,10 +216,10 @@ def line_chart(
     first_colour: int = 0,
     whiskers: Mapping[str, Whiskers] | None = None,
 ) -> str:
-    """Return a chart with one line per series, in the order of `COLOURS`. `dots` marks all points
-    or some.
+    """Return a chart with one line per series, coloured in the order of `COLOURS`.
 
-    `whiskers` are intervals by series. They are cut off at the ends of the axis.
+    `dots` says which points get a dot. `whiskers` are confidence intervals by series; they are cut
+    off at the ends of the y axis.
     """
     marked = dots if isinstance(dots, Dots) else Dots() if dots else Dots(bare=series)
     groups = []
@@ -228,8 +241,9 @@ def line_chart(
 def wide_line_chart(
     series: Mapping[str, Points], *, x: Axis, y: Axis, label: str, dots: Dots | bool = False
 ) -> str:
-    """Return a chart that fills a row, drawn in two sizes: phones show the narrow one to stay
-    legible.
+    """Return a line chart that fills the width of the page, drawn in two sizes.
+
+    Phones show the narrow one, so that it stays legible.
     """
     wide, narrow = (
         line_chart(series, x=x, y=y, label=label, dots=dots, size=size) for size in (FULL, HALF)
@@ -238,7 +252,7 @@ def wide_line_chart(
 
 
 def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
-    """Return a chart of points without an order."""
+    """Return a chart of unconnected points, one colour per series."""
     groups = [
         series_group(number, _dots(points, x, y, colour_of(number), HALF), name)
         for number, (name, points) in enumerate(series.items())
@@ -247,8 +261,9 @@ def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str)
 
 
 def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = HALF) -> str:
-    """Return one bar per name, with its value above it. If there are very many bars, only some have
-    labels.
+    """Return a chart with one bar per name, and its value above it.
+
+    If there are too many bars for all labels, only every n-th has one.
     """
     bottom = size.up(0.0)
     step = (size.width - 2 * RIGHT) / max(1, len(values))
@@ -272,8 +287,9 @@ def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = 
 
 
 def bars(shares: Mapping[str, float], colours: Sequence[str] = ()) -> str:
-    """Return horizontal bars from 0 to 1 as HTML, so that the text has the same size on any
-    screen.
+    """Return horizontal bars for shares from 0 to 1.
+
+    They are HTML instead of SVG, so that text has the same size on any screen.
     """
     rows = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{share:.1%}</dd>"
@@ -286,8 +302,9 @@ def bars(shares: Mapping[str, float], colours: Sequence[str] = ()) -> str:
 
 
 def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
-    """Return a figure with the cumulative distribution of seconds, one line per series; NaN is left
-    out.
+    """Return a figure with the cumulative distribution of times in seconds, one line per series.
+
+    NaN values are left out.
     """
     lines: dict[str, Points] = {}
     for name, values in series.items():
@@ -305,7 +322,7 @@ def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return the names of series with their colours."""
+    """Return the legend of a chart as HTML: the names of the series with their colours."""
     return "".join(
         f'<span data-series="{number}"><i class="{colour_of(number)}"></i>{escape(name)}</span>'
         for number, name in enumerate(names)
@@ -313,13 +330,13 @@ def legend(names: Sequence[str]) -> str:
 
 
 def figure(caption: str, drawing: str, names: Sequence[str] = ()) -> str:
-    """Return a chart with its caption, and with a legend if `names` are given."""
+    """Return a chart with its caption as an HTML figure, and with a legend if `names` are given."""
     told = f'<div class="legend">{legend(names)}</div>' if names else ""
     return f"<figure><figcaption>{words(caption)}</figcaption>{told}{drawing}</figure>"
 
 
 def card(facts: Sequence[tuple[str, str]], *, title: str = "", colour: str = "") -> str:
-    """Return a box with a few large numbers."""
+    """Return an HTML box with a few large numbers; `facts` are pairs of (name, value)."""
     items = "".join(
         f"<div><dt>{words(name)}</dt><dd>{words(value)}</dd></div>" for name, value in facts
     )
@@ -328,13 +345,13 @@ def card(facts: Sequence[tuple[str, str]], *, title: str = "", colour: str = "")
 
 
 def words(text: str) -> str:
-    """Return `text` as HTML; text between backticks is shown as code, as in Markdown."""
+    """Return `text` as HTML. Text between backticks becomes code, as in Markdown."""
     return _CODE.sub(r"<code>\1</code>", escape(text))
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of numbers. The first row is the head, and the first cell of each row names
-    it.
+    """Return an HTML table of numbers. The first row is the head, and the first cell of each other
+    row is its name.
     """
     head, *body = on_one_line(rows)
     columns = "".join(f'<th scope="col">{words(cell)}</th>' for cell in head)
@@ -345,7 +362,8 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def shaded_table(rows: Sequence[Sequence[str]], shades: Sequence[Sequence[float]]) -> str:
-    """Return a table like `html_table`, with cells that are darker the nearer their shade is to 1.
+    """Return an HTML table like `html_table`, with cells that are darker the nearer their shade is
+    to 1.
 
     `shades` has one row and one column less than `rows`, with values from 0 to 1.
     """
@@ -365,12 +383,14 @@ def shaded_table(rows: Sequence[Sequence[str]], shades: Sequence[Sequence[float]
 
 
 def facts_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of names and their values."""
+    """Return an HTML table of names and their values, without a head."""
     return f'<table class="facts">{_table_rows(rows)}</table>'
 
 
 def scrolling(wide: str) -> str:
-    """Return a box that scrolls its content sideways on narrow screens, also with the keyboard."""
+    """Return an HTML box that scrolls its content `wide` sideways on narrow screens, also with the
+    keyboard.
+    """
     return f'<div class="scroll" tabindex="0">{wide}</div>'
 
 
@@ -383,8 +403,9 @@ def _table_rows(rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
-    """Return a complete HTML document that can load nothing. Each line of `introduction` is a
-    paragraph.
+    """Return a complete HTML document that loads nothing from elsewhere.
+
+    Each line of `introduction` becomes a paragraph.
     """
     paragraphs = "\n".join(f"<p>{words(line)}</p>" for line in introduction.splitlines())
     scripts = [Path(__file__).with_name("charts.js").read_text(encoding="utf-8")]
@@ -403,12 +424,12 @@ def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
 
 
 def _digest(script: str) -> str:
-    """Return the hash of a script in the form of a Content-Security-Policy."""
+    """Return the SHA-256 of a script in base64, as a Content-Security-Policy needs it."""
     return b64encode(sha256(script.encode()).digest()).decode()
 
 
 def colour_of(number: int) -> str:
-    """Return the CSS class of series `number`."""
+    """Return the CSS class that gives series `number` its colour."""
     return f"c{number % len(COLOURS)}"
 
 
@@ -423,8 +444,9 @@ def _axes(x: Axis, y: Axis, size: Size) -> list[str]:
 
 
 def _plot(groups: Sequence[str], x: Axis, y: Axis, label: str, size: Size) -> str:
-    """Return a chart with its axes and their positions as data, from which `charts.js` reads
-    values.
+    """Return a chart with axes.
+
+    Its attribute `data-plot` has the axes and their positions, from which `charts.js` reads values.
     """
     ends = {
         "left": size.across(0),
@@ -438,8 +460,8 @@ def _plot(groups: Sequence[str], x: Axis, y: Axis, label: str, size: Size) -> st
 
 
 def _place(at: float, value: float, x: Axis, y: Axis, size: Size) -> str:
-    """Return coordinates that are precise enough to read values back (`COORDINATE` of
-    charts.js).
+    """Return the coordinates of a point as SVG text, precise enough for `charts.js` to compute the
+    value from them.
     """
     return f"{size.across(x.share(at)):.2f},{size.up(y.share(value)):.2f}"
 
@@ -456,8 +478,9 @@ def _dots(
 
 
 def _colours(dark: int) -> str:
-    """Return CSS rules for the classes of series and shades. `dark` is 1 for a dark page and 0 for
-    a light one.
+    """Return CSS rules for the colours of series and of shaded cells.
+
+    `dark` is 1 for a dark page and 0 for a light one.
     """
     series = (f".c{number} {{ --colour: {pair[dark]}; }}" for number, pair in enumerate(COLOURS))
     shades = (f".s{number} {{ --shade: {pair[dark]}; }}" for number, pair in enumerate(_SHADES, 1))

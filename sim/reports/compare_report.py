@@ -1,4 +1,4 @@
-"""The report of a comparison: a table, report.md, and a page with the distributions of all
+"""The report of `sim compare`: a table, report.md, and a page with the latency distributions of all
 configurations.
 """
 
@@ -35,12 +35,14 @@ LABELS: Final = {
     "pod_hours": "pod-hours",
 }
 HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s", "goodput"})
-"""Measures for which more is better. Less is better for all others."""
+"""Measures for which a higher value is better. For all others a lower value is better."""
 _SHARES: Final = frozenset({"hit_rate", "goodput", "stall_share"})
 
 _MULTIPLE_MIN: Final = 10
 _SHARE_MIN: Final = 0.001
-"""Size of a relative difference below which it is shown with more decimal places."""
+"""Absolute value of a relative difference below which it is shown with three decimal places instead
+of one.
+"""
 
 BETTER: Final = "better"
 WORSE: Final = "worse"
@@ -49,8 +51,8 @@ _UNKNOWN: Final = "not enough data"
 
 
 def verdict(measure: str, found: Estimate) -> str:
-    """Return the verdict on a difference from the reference: better, worse, no difference, or too
-    little data.
+    """Return the verdict on a configuration's difference from the reference: better, worse, no
+    significant difference, or not enough data with the reason.
     """
     if found.lacking:
         return f"{_UNKNOWN}: {found.lacking}"
@@ -72,8 +74,8 @@ def _rows(summary: ComparisonSummary) -> list[list[str]]:
 
 
 def _difference_rows(summary: ComparisonSummary) -> list[list[str]]:
-    """Return the table of differences. A dash is an unknown value; a column without any value is
-    left out.
+    """Return the rows of the table of differences from the first configuration. A dash is an
+    unknown value; columns of intervals and verdicts are left out if all are unknown.
 
     `_basis` gives the reason for unknown values once.
     """
@@ -101,13 +103,13 @@ def _differences(summary: ComparisonSummary) -> list[DifferenceSummary]:
 
 
 def _reason(found: DifferenceSummary) -> str:
-    """Return why there is too little data for a verdict, or "" if there is enough."""
+    """Return the reason why there is too little data for a verdict, or "" if there is enough."""
     word, _, reason = found.verdict.partition(": ")
     return reason if word == _UNKNOWN else ""
 
 
 def shown(measure: str, value: float | None) -> str:
-    """Return a figure as text in the unit of its measure."""
+    """Return the value of a measure as text with its unit; a dash for None."""
     if measure in _SHARES:
         return report.share(value)
     if measure.endswith("_s") and "tokens" not in measure:
@@ -116,7 +118,9 @@ def shown(measure: str, value: float | None) -> str:
 
 
 def signed(measure: str, value: float | None) -> str:
-    """Return a difference as text in the unit of its measure; a share is in percentage points."""
+    """Return a difference in a measure as text with sign and unit; a difference of shares is in
+    percentage points.
+    """
     if value is None:
         return "-"
     told = f"{100 * value:.1f} points" if measure in _SHARES else shown(measure, value)
@@ -124,7 +128,9 @@ def signed(measure: str, value: float | None) -> str:
 
 
 def relative(value: float | None) -> str:
-    """Return a relative difference as a percentage, or as a multiple if it is tenfold or more."""
+    """Return a relative difference as a percentage, or as "N times" if the value is ten times the
+    reference or more.
+    """
     if value is None:
         return "-"
     if value >= _MULTIPLE_MIN - 1:
@@ -133,8 +139,9 @@ def relative(value: float | None) -> str:
 
 
 def _conclusions(summary: ComparisonSummary) -> list[str]:
-    """Return one sentence for each configuration but the first, if something can be concluded about
-    it.
+    """Return one sentence for each configuration but the first that says in which measures it is
+    better or worse. A configuration with too little data has none. Sentences about lost requests
+    follow.
     """
     configs = summary.configs
     first = next(iter(configs))
@@ -148,7 +155,10 @@ def _conclusions(summary: ComparisonSummary) -> list[str]:
 
 
 def _conclusion(name: str, first: str, differences: dict[str, DifferenceSummary]) -> list[str]:
-    """Return at most one sentence. Measures with too little data give no conclusion."""
+    """Return at most one sentence about how a configuration compares with the first.
+
+    Measures with too little data are not mentioned.
+    """
     by_verdict: dict[str, list[str]] = {}
     for measure, found in differences.items():
         word, label = found.verdict, LABELS[measure]
@@ -169,8 +179,8 @@ def _conclusion(name: str, first: str, differences: dict[str, DifferenceSummary]
 
 
 def _lost(configs: dict[str, ComparedConfig]) -> list[str]:
-    """Return a sentence for each configuration that lost requests, because the measures do not
-    cover them.
+    """Return a sentence for each configuration that did not complete some requests, because other
+    measures do not include them.
     """
     sentences = []
     for name, config in configs.items():
@@ -187,18 +197,18 @@ def _lost(configs: dict[str, ComparedConfig]) -> list[str]:
         elif fates:
             sentences.append(
                 f"{name} did not complete {report.share(counts.share_lost)} of its requests ({fates}). "
-                "No other measure counts them."
+                "No other measure includes these requests."
             )
     return sentences
 
 
 def not_complete(requests: Requests) -> str:
-    """Return the number of requests that were not completed, out of all, as text."""
+    """Return the number of requests that were not completed, and of all requests, as text."""
     return f"{requests.sent - requests.complete:,} of {requests.sent:,}"
 
 
 def comparison_table(summary: ComparisonSummary) -> str:
-    """Return the tables and conclusions of a comparison for the terminal."""
+    """Return the tables and conclusions of `sim compare` for the terminal."""
     if not summary.configs:
         return "The comparison was interrupted before every configuration had run once."
     said = "\n".join([_basis(summary), *_conclusions(summary)])
@@ -208,11 +218,15 @@ def comparison_table(summary: ComparisonSummary) -> str:
 
 
 def comparison_report(summary: ComparisonSummary) -> str:
-    """Return report.md of a comparison."""
+    """Return the content of report.md of `sim compare`."""
     heading = f"# {' against '.join(summary.configs) or 'Comparison'}\n\n"
     if not summary.configs:
         return heading + "Not every configuration has run once yet.\n"
-    notes = "" if summary.complete else "**Not complete: only whole seeds are counted.**\n\n"
+    notes = (
+        ""
+        if summary.complete
+        else "**Not complete: the figures cover only the seeds that every configuration has run.**\n\n"
+    )
     notes += "".join(f"**{warning}**\n\n" for warning in report.warnings_of(summary))
     told = [["", ""], *report.condition_rows(summary.conditions)]
     conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
@@ -224,8 +238,9 @@ def comparison_report(summary: ComparisonSummary) -> str:
 
 
 def comparison_page(summary: ComparisonSummary, columns: Sequence[Sequence[Series]]) -> str:
-    """Return report.html. `columns` holds, for each configuration, the requests of the runs of all
-    seeds.
+    """Return the content of report.html of `sim compare`.
+
+    `columns` has, for each configuration, the completed requests of the runs of all seeds.
     """
     names = list(summary.configs)
     if not names:
@@ -245,7 +260,11 @@ def comparison_page(summary: ComparisonSummary, columns: Sequence[Sequence[Serie
         )
     ]
     conditions = report.condition_rows(summary.conditions)
-    note = "" if summary.complete else " Not complete: only whole seeds are counted."
+    note = (
+        ""
+        if summary.complete
+        else " Not complete: the figures cover only the seeds that every configuration has run."
+    )
     return page(
         " against ".join(names),
         "\n".join(

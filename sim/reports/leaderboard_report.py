@@ -1,4 +1,6 @@
-"""The report of a leaderboard: a table, report.md, and a page with the distances from the best."""
+"""The report of `sim leaderboard`: a table, report.md, and a page with the strategies' ratios to
+the best.
+"""
 
 import math
 from collections.abc import Sequence
@@ -68,7 +70,7 @@ _TITLES: Final = {
 }
 _NAMES_MAX: Final = 6
 _FAR: Final = 2.0
-"""Ratio to the best from which a cell has the darkest shade."""
+"""Ratio to the best strategy from which a table cell has the darkest shade."""
 _MARKS: Final = (
     "An asterisk marks the best of its case. An equals sign marks a strategy within its 95 % "
     "confidence interval of the best: on the same requests, the two may not differ."
@@ -76,28 +78,29 @@ _MARKS: Final = (
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """A table with its title and its explanation."""
+    """A section of the leaderboard report: a table with its title and its explanation."""
 
     title: str
     says: str = ""
     rows: list[list[str]] = []
-    """Rows of the table, of which the first is the head. No rows mean that the part has only an
-    explanation."""
+    """Rows of the table, of which the first is the head. If there are no rows, the section has only
+    an explanation.
+    """
 
     def as_markdown(self, level: int = 2) -> str:
-        """Return the part as Markdown below a heading of `level`; level 0 omits the heading."""
+        """Return the section as Markdown below a heading of `level`; level 0 omits the heading."""
         heading = f"{'#' * level} {self.title}" if level else ""
         table_of = markdown_table(self.rows) if self.rows else ""
         return "\n\n".join(part for part in (heading, self.says, table_of) if part)
 
     def as_html(self) -> str:
-        """Return the part as a figure of a page."""
+        """Return the section as an HTML figure."""
         said = _paragraph(self.says) if self.says else ""
         return figure(self.title, said + (html_table(self.rows) if self.rows else ""))
 
 
 def leaderboard_table(summary: LeaderboardSummary) -> str:
-    """Return the rankings and the cases for the terminal."""
+    """Return the rankings, the cases and the conditions of `sim leaderboard` for the terminal."""
     if not summary.rows:
         return "no case has run with every strategy yet"
     told = [f"{part.title}\n{table(part.rows)}" for part in ranking_parts(summary)]
@@ -105,10 +108,10 @@ def leaderboard_table(summary: LeaderboardSummary) -> str:
 
 
 def leaderboard_report(summary: LeaderboardSummary) -> str:
-    """Return report.md of a leaderboard."""
+    """Return the content of report.md of `sim leaderboard`."""
     parts = ["# Leaderboard", basis(summary)]
     if not summary.complete:
-        parts.insert(1, "**Not complete: cells are missing or failed.**")
+        parts.insert(1, "**Not complete: some runs are missing or failed.**")
     parts += [part.as_markdown() for part in board_parts(summary)]
     if summary.rows:
         parts += ["## Cases", _MARKS]
@@ -122,7 +125,7 @@ def leaderboard_report(summary: LeaderboardSummary) -> str:
 
 
 def leaderboard_page(summary: LeaderboardSummary) -> str:
-    """Return report.html of a leaderboard."""
+    """Return the content of report.html of `sim leaderboard`."""
     if not summary.rows:
         return page("Leaderboard", "No case has run with every strategy yet.", "")
     told = [part.as_html() for part in ranking_parts(summary)]
@@ -136,39 +139,42 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
         if rows:
             said = "".join(map(_paragraph, (_conditions(case), *_warnings(rows))))
             told.append(figure(case.name, said + html_table(_measure_rows(rows))))
-    note = "" if summary.complete else "\nNot complete: cells are missing or failed."
+    note = "" if summary.complete else "\nNot complete: some runs are missing or failed."
     return page("Leaderboard", f"{basis(summary)} {_MARKS}{note}", "".join(told))
 
 
 _TIMES_SAY: Final = (
-    "A ratio says how many times as long as the best of each case a strategy takes, or how little "
-    'it outputs, as a geometric mean over the cases. The word "out" counts the cases in which '
-    "it leaves over 1 % more requests unanswered than the best; it counts there as level with the "
-    "best at most."
+    "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case, or "
+    "has 1/1.2 of its throughput. Each ratio is the geometric mean over the cases. The number "
+    'before "out" counts the cases in which the strategy leaves over 1 % more requests unanswered '
+    "than the best; its ratio in these cases counts as 1 or more."
 )
 _LEVEL_SAYS: Final = (
     "The table counts the cases in which a strategy is the best, or within its 95 % interval of "
-    "the best. A strategy whose figures vary between random draws has a wide interval, so it is "
-    "level with others without being near."
+    "the best. A strategy whose figures vary between random draws has a wide interval, so it "
+    "may be level with the best although its mean is far from it."
 )
 _CASES_SAY: Final = (
-    "The order is by mean E2E. A strategy is level with the best if it is within its interval of "
-    "the best."
+    "The best strategy of a case has the lowest mean E2E. Another strategy is level with it if it "
+    "is within its 95 % interval of the best."
 )
 
 
 def board_parts(summary: LeaderboardSummary) -> list[Part]:
-    """Return all tables that cover the whole board, the rankings first."""
+    """Return the sections that cover all cases of the leaderboard, the rankings first."""
     parts = []
     if summary.rows:
         parts += [*ranking_parts(summary), behind_part(summary), cases_part(summary)]
     if summary.failed:
-        parts.append(Part(title="Cells that failed", rows=_failed_rows(summary)))
+        parts.append(Part(title="Runs that failed", rows=_failed_rows(summary)))
     return [*parts, strategies_part(summary)]
 
 
 def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
-    """Return the rankings over the cases of each scope; the scope without adapters comes first."""
+    """Return the rankings of the strategies over the cases of each scope.
+
+    The scope without LoRA adapters comes first.
+    """
     parts: list[Part] = []
     for scope, cases in _scopes(summary).items():
         title, first = _TITLES[scope], not parts
@@ -186,7 +192,9 @@ def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
 
 
 def behind_part(summary: LeaderboardSummary) -> Part:
-    """Return the cases in which the first strategy of the board is behind."""
+    """Return the section with the cases in which the leaderboard's first strategy is behind the
+    best.
+    """
     rows = _behind_rows(summary)
     cases = {row.case for row in summary.rows}
     which = f"not within the 95 % interval of the best and more than {BEHIND - 1:.0%} behind it"
@@ -208,17 +216,22 @@ def behind_part(summary: LeaderboardSummary) -> Part:
 
 
 def cases_part(summary: LeaderboardSummary) -> Part:
-    """Return the best strategies of each case."""
+    """Return the section with the best strategies of each case."""
     return Part(title="The best of each case", says=_CASES_SAY, rows=_case_rows(summary))
 
 
 def strategies_part(summary: LeaderboardSummary) -> Part:
-    """Return the idea of each strategy, and what the strategy omits of it."""
+    """Return the section with the idea of each strategy, and the features of its original that it
+    leaves out.
+    """
     return Part(title="Strategies", says=_STRATEGIES_SAY, rows=_strategy_rows(summary))
 
 
 def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:
-    """Return the cases of each scope that have run; scopes with equal cases are listed once."""
+    """Return the names of the cases of each scope that have run.
+
+    If two scopes have the same cases, only the first is returned.
+    """
     ran = {row.case for row in summary.rows}
     told: dict[str, frozenset[str]] = {}
     for scope, cases in scopes_of(case for case in summary.cases if case.name in ran).items():
@@ -228,7 +241,7 @@ def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:
 
 
 def _ranking(summary: LeaderboardSummary) -> tuple[str, list[TotalSummary]]:
-    """Return the scope by which a board is ranked, and its strategies, the best first."""
+    """Return the first scope of the leaderboard, and the strategies ranked by it, the best first."""
     scope = next(iter(_scopes(summary)))
     return scope, ranked(summary.totals, scope)
 
@@ -262,7 +275,7 @@ def _level_rows(summary: LeaderboardSummary, scope: str) -> list[list[str]]:
 
 
 def _first(summary: LeaderboardSummary) -> str:
-    """Return the name of the first strategy, which the board is about."""
+    """Return the name of the leaderboard's first strategy, whose weak cases the report lists."""
     name: str = summary.strategies[0].name
     return name
 
@@ -308,7 +321,7 @@ def _case_rows(summary: LeaderboardSummary) -> list[list[str]]:
 
 
 def _measure_rows(rows: Sequence[StandingSummary]) -> list[list[str]]:
-    """Return the strategies of one case, the best E2E mean first."""
+    """Return the table rows of one case, one for each strategy, sorted by mean E2E."""
     told = [["strategy", *_LABELS.values(), "not complete"]]
     for row in sorted(rows, key=_e2e_of):
         cells = [_marked(row, measure) for measure in _LABELS]
@@ -320,8 +333,8 @@ def _measure_rows(rows: Sequence[StandingSummary]) -> list[list[str]]:
 
 
 def _marked(row: StandingSummary, measure: str) -> str:
-    """Return the figure with half the width of its interval, and a mark if it is the best or level
-    with it.
+    """Return a figure as text with half the width of its confidence interval, and a mark if it is
+    the best (*) or level with the best (=).
     """
     found = row.figures[measure]
     told = shown(measure, found.value)
@@ -331,7 +344,7 @@ def _marked(row: StandingSummary, measure: str) -> str:
 
 
 _STRATEGIES_SAY: Final = (
-    "The third column lists what a row omits of its original, or does differently; "
+    "The third column lists the features of its original that a strategy leaves out or changes; "
     "a dash means that no difference is known."
 )
 
@@ -365,7 +378,9 @@ def _bars(summary: LeaderboardSummary, measure: str) -> str:
 
 
 def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
-    """Return E2E mean over the steps of a ladder, for as many strategies as there are colours."""
+    """Return a chart of the mean E2E over the steps of a ladder of cases, for as many strategies as
+    there are colours.
+    """
     names = [total.strategy for total in _ranking(summary)[1]][: len(COLOURS)]
     series: dict[str, Points] = {}
     whiskers: dict[str, Whiskers] = {}
@@ -399,7 +414,7 @@ def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
 
 
 def _distances(summary: LeaderboardSummary, measure: str) -> str:
-    """Return the ratio of each strategy to the best in each case, as a shaded table."""
+    """Return a shaded table with the ratio of each strategy to the best in each case."""
     names = [total.strategy for total in _ranking(summary)[1]]
     cells: list[list[str]] = [["case", *names]]
     shades: list[list[float]] = []
@@ -420,7 +435,9 @@ def _shaded_text(row: StandingSummary | None, measure: str) -> str:
 
 
 def _shade(times: float) -> float:
-    """Return the shade of a ratio on a logarithmic scale: 0 for the best, 1 from `_FAR` on."""
+    """Return the shade of a cell from the ratio to the best, on a logarithmic scale: 0 for the
+    best, 1 from `_FAR` on.
+    """
     if math.isnan(times):
         return 0.0
     return min(1.0, max(0.0, math.log(times) / math.log(_FAR)))
@@ -437,14 +454,16 @@ def _is_best(row: StandingSummary, measure: str) -> bool:
 
 
 def _mark(row: StandingSummary, measure: str) -> str:
-    """Return the mark of a figure that is the best or level with it, or nothing."""
+    """Return the mark of a strategy in a case: " *" if it is the best, " =" if it is level with the
+    best, otherwise "".
+    """
     if _is_best(row, measure):
         return " *"
     return " =" if is_level(row, measure) else ""
 
 
 def _marked_case(case: CaseSummary) -> str:
-    """Return the name of a case, marked as hold-out or with LoRA."""
+    """Return the name of a case, with "(hold-out)" or "(LoRA)" if it is one."""
     marks = [*(["hold-out"] if case.hold_out else []), *(["LoRA"] if case.max_loras else [])]
     return f"{case.name} ({', '.join(marks)})" if marks else case.name
 
@@ -469,7 +488,9 @@ def _of_case(summary: LeaderboardSummary, case: str) -> list[StandingSummary]:
 
 
 def _warnings(rows: Sequence[StandingSummary]) -> list[str]:
-    """Return each warning once, with the strategies that it concerns."""
+    """Return each warning of a case once, with the strategies that it concerns unless it concerns
+    all.
+    """
     told: dict[str, list[str]] = {}
     for row in rows:
         for warning in row.warnings:
@@ -493,7 +514,7 @@ def _conditions(case: CaseSummary) -> str:
     if case.scrapes:
         told.append(f"scrapes: {case.scrapes}")
     if case.response_chunks:
-        told.append("pickers see first tokens")
+        told.append("pickers observe first tokens")
     speeds = " or ".join(f"{speed:,.0f}" for speed in case.prefill_tokens_per_s)
     told.append(
         f"prefill at {speeds} tokens/s (pickers assume {case.believed_prefill_tokens_per_s:,.0f})"
@@ -507,9 +528,9 @@ def _conditions(case: CaseSummary) -> str:
 
 
 def basis(summary: LeaderboardSummary) -> str:
-    """Return in one paragraph which cells were run."""
+    """Return a paragraph about the leaderboard's strategies, cases, requests and seeds."""
     first, seeds = summary.first_seed, summary.seeds
-    failed = f" {len(summary.failed):,} cells failed." if summary.failed else ""
+    failed = f" {len(summary.failed):,} runs failed." if summary.failed else ""
     return (
         f"The board has {len(summary.strategies)} strategies on {len(summary.cases)} cases, "
         f"{summary.requests:,} requests each, seeds {first} to {first + seeds - 1}. All "

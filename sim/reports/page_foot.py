@@ -1,4 +1,6 @@
-"""The end of every page: effects that are not modelled, and constants from one set-up."""
+"""The end of every report page: effects that the simulator does not model, and constants that were
+measured on one set-up.
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +11,7 @@ from sim.reports.report import CONSTANTS, assumption_rows
 
 
 def page_foot(assumptions: Sequence[AssumptionSummary]) -> str:
-    """Return the two figures at the end of a page, as HTML."""
+    """Return the end of a report page as HTML: two figures about the limits of the model."""
     left_out = "".join(f"<li>{words(sentence)}</li>" for sentence in NOT_MODELLED)
     rows = [
         [constant, f"{here}; range {between}. Source: {source}."]

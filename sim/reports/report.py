@@ -1,4 +1,6 @@
-"""The report of a run, and the parts that all reports share: tables as text and as Markdown."""
+"""The report of `sim replay`, and the parts that all reports share: tables as text and as Markdown,
+and formats of numbers.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,7 @@ _NOTHING_SAID: Final = {
     "scenario": "none",
     "autoscaler": "none",
 }
-"""Meaning of a condition without a value."""
+"""Text that a report shows for a condition whose value is None or empty, by name of the condition."""
 
 
 _CONDITIONS: Final = {
@@ -52,14 +54,14 @@ _CONDITIONS: Final = {
     "requests_max": "maximum number of requests",
     "jitter_s": "arrivals are spread over",
     "speed": "arrivals are sped up by",
-    "through": "prompts go through",
+    "through": "form of prompts",
     "config_hashes": "hash of the configuration",
     "profiles": "pods by profile",
     "max_loras": "adapter slots per pod",
     "caches": "prompt caches of the pods",
     "engines": "pods by engine features",
     "estimated": "estimated profiles",
-    "engine_evidence": "evidence for these features",
+    "engine_evidence": "evidence for engine features",
     "replicas": "pickers",
     "assignment": "assignment of requests to pickers",
     "peer_delay_s": "delay between pickers",
@@ -69,32 +71,32 @@ _CONDITIONS: Final = {
     "peer_partitions": "pickers partitioned from the others",
     "peer_slow": "pickers with a longer delay to the others",
     "pickers_away": "pickers that stop and restart",
-    "fallback_endpoints_max": "fallback endpoints that pickers name, at most",
+    "fallback_endpoints_max": "maximum number of fallback endpoints that a picker names",
     "scrape_interval_s": "time between scrapes",
     "scrape_delay_s": "age of a scraped page",
     "tokenize_us_per_token": "renderer time per token in µs",
-    "tokenize_timeout_s": "requests wait for the renderer at most",
+    "tokenize_timeout_s": "maximum wait for the renderer",
     "kv_events_delay_s": "delay of KV events",
     "kv_events_loss": "share of lost KV events",
     "network_delay_s": "network delay, one way",
     "discovery_delay_s": "delay of pod changes",
-    "response_chunks": "the picker sees first tokens",
+    "response_chunks": "the picker observes first tokens",
     "abort_share": "share of impatient clients",
-    "abort_after_s": "mean patience of these clients",
+    "abort_after_s": "mean patience of impatient clients",
     "faults_per_hour": "faults per hour",
     "scenario": "scenario of incidents",
     "warm_up_s": "excluded warm-up",
     "check": "invariants are checked",
 }
-"""Labels of conditions for people. A condition whose name is already plain words is missing
-here."""
+"""Labels of a run's conditions in reports, by name of the condition. A condition whose name is
+plain words has no entry.
+"""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as plain text: the first column left-aligned, all others right-aligned.
+    """Return rows as a plain-text table: the first column left-aligned, all others right-aligned.
 
-    The first row is the head. A head cell may have several lines; they end directly above the
-    column.
+    The first row is the head. A head cell may have several lines, which are aligned at the bottom.
     """
     head, *body = rows
     raised = [cell.split("\n")[::-1] for cell in head]
@@ -110,7 +112,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def on_one_line(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the rows with every cell of the head on one line."""
+    """Return the rows of a table with line breaks in the head replaced by spaces."""
     head, *body = rows
     return [[cell.replace("\n", " ") for cell in head], *map(list, body)]
 
@@ -118,7 +120,7 @@ def on_one_line(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 def markdown_table(rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
     """Return a Markdown table; the first row is the head.
 
-    The first `text_columns` columns are aligned as text, the others as numbers.
+    The first `text_columns` columns are left-aligned, the others right-aligned.
     """
     head, *body = on_one_line(rows)
     rule = ["---" if at < text_columns else "---:" for at in range(len(head))]
@@ -126,8 +128,8 @@ def markdown_table(rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> s
 
 
 def seconds(value: float | None) -> str:
-    """Return a measured time with three significant digits, in ms below one second; a dash for
-    None.
+    """Return a measured time as text with three significant digits, in ms below one second and in s
+    from there; a dash for None.
     """
     if value is None:
         return "-"
@@ -138,18 +140,18 @@ def seconds(value: float | None) -> str:
 
 
 def limit(value_s: float) -> str:
-    """Return a configured time, which was not measured, with as few digits as possible."""
+    """Return a configured time in seconds as text with as few digits as possible."""
     return f"{value_s * 1000:g} ms" if 0 < value_s < 1 else f"{value_s:,g} s"
 
 
 def share(value: float | None) -> str:
-    """Return a share as a percentage; a dash for None."""
+    """Return a share (0 to 1) as a percentage; a dash for None."""
     return "-" if value is None else f"{value:.1%}"
 
 
 def number(value: float | None) -> str:
-    """Return a number with four significant digits, without decimals from 1,000 on; a dash for
-    None.
+    """Return a number as text with four significant digits, without decimals from 1,000 on; a dash
+    for None.
     """
     if value is None:
         return "-"
@@ -157,7 +159,7 @@ def number(value: float | None) -> str:
 
 
 def latency_rows(run: RunSummary) -> list[list[str]]:
-    """Return the table of TTFT, TPOT, E2E and queue time, one row each."""
+    """Return the rows of a table with mean and percentiles of TTFT, TPOT, E2E and queue time."""
     ranks = ("mean", "p50", "p90", "p95", "p99")
     rows = [["", *ranks]]
     for label, found in (
@@ -171,8 +173,8 @@ def latency_rows(run: RunSummary) -> list[list[str]]:
 
 
 def itl_row(itl: TokenGapSummary) -> list[str]:
-    """Return the row of the gaps between tokens; its percentiles are over tokens instead of
-    requests.
+    """Return the report row about the gaps between tokens. Its percentiles are over tokens instead
+    of requests.
     """
     told = f"mean {seconds(itl.mean)}, p99 {seconds(itl.p99)}"
     if itl.p50 is not None:
@@ -184,7 +186,9 @@ def itl_row(itl: TokenGapSummary) -> list[str]:
 
 
 def window_row(window: WindowSummary) -> list[str]:
-    """Return the row with the measured part of the run and its excluded parts."""
+    """Return the report row about the part of the run over which throughput is measured, and the
+    parts that are excluded.
+    """
     start, end = seconds(window.start_s), seconds(window.end_s)
     warm_up = window.warm_up_s
     left_out = f"{seconds(warm_up)} of warm-up" if warm_up else "no warm-up"
@@ -195,14 +199,14 @@ def window_row(window: WindowSummary) -> list[str]:
 
 
 def fact_rows(run: RunSummary) -> list[list[str]]:
-    """Return one row for each of the other numbers of a run."""
+    """Return the rows (label, value) of a run's report, except the latencies in `latency_rows`."""
     ended = ", ".join(f"{count:,} {fate}" for fate, count in run.requests.ended.items() if count)
     loads, goodput = run.imbalance, run.goodput
     return [
         ["requests", f"{run.requests.sent:,}: {ended}"],
         *([["refused", _reasons(run.refusals)]] if run.refusals else []),
         *([["failed", _reasons(run.failures)]] if run.failures else []),
-        *([["sent again", f"{run.retries:,} times"]] if run.retries is not UNSET else []),
+        *([["requests sent again", f"{run.retries:,} times"]] if run.retries is not UNSET else []),
         *(
             [["served by another pod than the first named", f"{run.rescheduled:,}"]]
             if run.rescheduled is not UNSET
@@ -223,7 +227,7 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
             (f"{share(goodput.share)} with {targets(goodput)}"),
         ],
         ["requests, most loaded pod over mean", number(loads.requests.max_over_mean)],
-        ["uncached tokens, the same ratio", number(loads.uncached_tokens.max_over_mean)],
+        ["uncached tokens, most loaded pod over mean", number(loads.uncached_tokens.max_over_mean)],
         *_estimate_rows(run.prediction.mean_absolute_error_tokens),
         ["age of metrics at a decision", seconds(run.metrics_age_s)],
         *_peer_rows(run.peers),
@@ -235,14 +239,14 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
 
 
 def targets(goodput: Goodput) -> str:
-    """Return the latency targets of a good request, in words."""
+    """Return the latency targets of goodput in words."""
     ttft, tpot = limit(goodput.ttft_target_s), limit(goodput.tpot_target_s)
     return f"TTFT up to {ttft} and TPOT up to {tpot}"
 
 
 def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
-    """Return the row of the picker's cache estimate, or none for a policy that estimates
-    nothing.
+    """Return the report row about the error of the picker's cache estimates; no row for a policy
+    that estimates nothing.
     """
     if error_tokens is None:
         return []
@@ -255,18 +259,20 @@ def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
 
 
 def _peer_rows(peers: PeerSummary | UnsetType) -> list[list[str]]:
-    """Return the rows of the exchange between pickers, or none if pickers share nothing."""
+    """Return the report rows about the exchange between pickers; no rows if pickers share nothing."""
     if peers is UNSET:
         return []
     told = f"{peers.frames:,} frames, {peers.bytes / 1e6:.3g} MB, {peers.frames_lost:,} lost"
     learnt = f"{peers.records_applied:,}"
     if unknown := peers.records_unknown_chain:
         learnt += f", {unknown:,} continued a lost chain"
-    return [["sent to other pickers", told], ["decisions received from others", learnt]]
+    return [["sent to other pickers", told], ["decisions received from other pickers", learnt]]
 
 
 def _pool_rows(pool: PoolSummary | UnsetType) -> list[list[str]]:
-    """Return the rows of the number of pods, or none if the summary is not that of a whole run."""
+    """Return the report rows about the number of pods; no rows if the summary is not that of a
+    whole run.
+    """
     if pool is UNSET:
         return []
     told = f"{pool.pods_min:,}"
@@ -280,12 +286,14 @@ def _reasons(counts: dict[str, int]) -> str:
 
 
 def _tiers(tokens: Mapping[str, int]) -> str:
-    """Return the number of cached tokens by tier; the tiers have the names of the metrics page."""
+    """Return the number of cached tokens in each cache tier as text. Tiers have their names on the
+    metrics page.
+    """
     return ", ".join(f"{tier} {found:,}" for tier, found in tokens.items())
 
 
 def run_table(run: RunSummary) -> str:
-    """Return the table of a run for the terminal."""
+    """Return the warnings and tables of a run for the terminal."""
     rows = fact_rows(run)
     width = max(len(name) for name, _ in rows)
     facts = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -294,10 +302,10 @@ def run_table(run: RunSummary) -> str:
 
 
 def warnings_of(summary: RepeatedSummary) -> list[str]:
-    """Return each warning of a comparison, a sweep or a sizing once.
+    """Return each warning of a summary with repeated runs once.
 
-    Warnings about estimated profiles come first, including options without a run. All others are
-    those of the first seed.
+    Warnings about estimated profiles come first, including those of options that were not run. All
+    others come from the runs with the first seed.
     """
     estimated: dict[str, str] = summary.conditions.get("estimated", {})
     estimates = [estimate_warning(name, said) for name, said in estimated.items()]
@@ -315,7 +323,7 @@ def warnings_of(summary: RepeatedSummary) -> list[str]:
 
 
 def run_report(summary: ReplaySummary) -> str:
-    """Return report.md of one run."""
+    """Return the content of report.md of `sim replay`."""
     run = summary.run
     notes = (
         ""
@@ -339,7 +347,9 @@ def run_report(summary: ReplaySummary) -> str:
 
 
 def varied_sentences(summary: RepeatedSummary) -> str:
-    """Return what was varied between the seeds, and what the confidence intervals mean."""
+    """Return sentences about what was varied between the seeds, and how the confidence intervals
+    are computed.
+    """
     first, seeds = summary.first_seed, summary.seeds
     alike = "the same for every configuration"
     if seeds == 1:
@@ -363,8 +373,8 @@ def varied_sentences(summary: RepeatedSummary) -> str:
 
 
 def assumption_rows(assumptions: Sequence[AssumptionSummary]) -> list[list[str]]:
-    """Return the table of constants that come from one set-up, with their ranges; the first row is
-    the head.
+    """Return the rows of the table of constants that were measured on one set-up, with their
+    ranges. The first row is the head.
     """
     rows = [["constant", "here", "range", "source"]]
     for one in assumptions:
@@ -376,8 +386,8 @@ def assumption_rows(assumptions: Sequence[AssumptionSummary]) -> list[list[str]]
 
 
 def foot(assumptions: Sequence[AssumptionSummary]) -> str:
-    """Return the end of a report.md: effects that are not modelled, and constants from one
-    set-up.
+    """Return the end of a report.md: effects that the simulator does not model, and constants that
+    were measured on one set-up.
     """
     left_out = "\n".join(f"- {sentence}" for sentence in NOT_MODELLED)
     return (
@@ -387,7 +397,7 @@ def foot(assumptions: Sequence[AssumptionSummary]) -> str:
 
 
 def windows_sentence(runs: Sequence[NamedRun]) -> str:
-    """Return which parts of the runs are excluded from the figures."""
+    """Return sentences about the parts of the runs that the figures exclude (warm-up and drain)."""
     warm_up = max(one.run.window.warm_up_s for one in runs)
     drain = max(one.run.window.drain_s for one in runs)
     first = (
@@ -403,7 +413,7 @@ def windows_sentence(runs: Sequence[NamedRun]) -> str:
 
 
 def condition_rows(conditions: Conditions) -> list[list[str]]:
-    """Return the conditions of a run as rows of label and value."""
+    """Return the conditions of a run as table rows of (label, value)."""
     return [
         [_CONDITIONS.get(name, name), _words(name, value)] for name, value in conditions.items()
     ]

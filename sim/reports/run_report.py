@@ -1,4 +1,4 @@
-"""The page of one run: latencies of clients, states of pods, and the reason for each routing
+"""The report.html page of `sim replay`: latencies, states of pods, and the reason for each routing
 decision.
 """
 
@@ -39,20 +39,25 @@ from sim.reports.report import condition_rows, fact_rows, number, seconds, share
 
 _WINDOWS: Final = 40
 _DECISIONS_SHOWN: Final = 2_000
-"""Maximum number of lines of decisions.jsonl on the page, spread evenly over the run."""
+"""Maximum number of routing decisions (lines of decisions.jsonl) on the page, spread evenly over
+the run.
+"""
 _CANDIDATES_SHOWN: Final = 16
 _PODS_SHOWN: Final = 32
 _SPANS: Final = 36
-"""Parts of a pod's small chart. The chart draws the lowest and the highest point of each part."""
+"""Number of parts into which a pod's small chart is divided. The chart draws the lowest and the
+highest value of each part.
+"""
 _ENDED: Final = {
     Fate.FAILED: ", which could not serve it",
-    Fate.ABORTED: ", and its client left before the end",
+    Fate.ABORTED: ", and its client disconnected before the end",
 }
 
 
 def run_page(summary: ReplaySummary, series: Series, decisions: Path | None) -> str:
-    """Return report.html. `decisions` is the path of decisions.jsonl, or None if it was not
-    written.
+    """Return the content of report.html of `sim replay`.
+
+    `decisions` is the path of decisions.jsonl, or None if it was not written.
     """
     conditions, run = summary.conditions, summary.run
     rows = condition_rows(conditions)
@@ -99,7 +104,7 @@ def _facts(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def _ttft_over_rate(series: Series) -> str:
-    """Return TTFT over the arrival rate in windows of the run, which shows the effect of load."""
+    """Return a chart of TTFT over the arrival rate, with a point for each of 40 windows of the run."""
     caption = "TTFT over the arrival rate, by window of the run"
     if len(series) < _WINDOWS:
         return figure(caption, "<p>Too few requests.</p>")
@@ -155,7 +160,7 @@ def _uncached(run: RunSummary) -> str:
 
 
 def _pod_count(timeline: TimelineSummary) -> str:
-    """Return the number of pods over time, or nothing if it never changed."""
+    """Return a chart of the number of pods over time, or "" if the number never changed."""
     counts = timeline.pod_count
     if len(set(counts)) < 2:
         return ""
@@ -167,7 +172,9 @@ def _pod_count(timeline: TimelineSummary) -> str:
 
 
 def _timelines(timeline: TimelineSummary) -> str:
-    """Return two small charts per pod over time: its requests, and its cache in per cent."""
+    """Return two small charts over time for each pod: running and waiting requests, and KV-cache
+    usage and hit rate in per cent.
+    """
     times = timeline.time_s
     if not times:
         return ""
@@ -203,7 +210,9 @@ def _per_cent(times: Sequence[float], shares: Iterable[float]) -> Points:
 
 
 def thinned(points: Iterable[tuple[float, float]]) -> Points:
-    """Return at most two points per part, so that peaks remain; all points if they are few."""
+    """Return the lowest and the highest point of each of `_SPANS` parts of a line, so that peaks
+    remain; all points if they are few.
+    """
     line = list(points)
     if len(line) <= 2 * _SPANS:
         return line
@@ -215,7 +224,9 @@ def thinned(points: Iterable[tuple[float, float]]) -> Points:
 
 
 def _explorer(decisions: Path | None) -> str:
-    """Return a search field, a table, and the decisions as data of the page."""
+    """Return the page's explorer of routing decisions: a search field, an empty table, and the
+    decisions as JSON. Return "" if there is no decisions file.
+    """
     if decisions is None:
         return ""
     with decisions.open("rb") as file:
@@ -243,11 +254,12 @@ def _explorer(decisions: Path | None) -> str:
 
 
 def explained(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of decisions.jsonl for people, with the keys `request`, `said`, `rows` and
-    `chosen`.
+    """Return a line of decisions.jsonl in the form that the page shows, with the keys `request`,
+    `said`, `rows` and `chosen`.
 
-    `rows` is a table; its first row is the head, and the best candidates come first. `chosen` is
-    the index of the chosen candidate's row, or None.
+    `said` is a sentence about the decision. `rows` is the table of candidates; its first row is the
+    head, and the best candidates come first. `chosen` is the index of the chosen candidate's row,
+    or None.
     """
     scored = sorted(line["candidates"], key=lambda candidate: -candidate["score"])
     rows: list[list[str]] = []
@@ -270,9 +282,9 @@ def _said(line: dict[str, Any]) -> str:
     request = f"Request {line['request']}"
     if line["time_s"] is None:
         why = (
-            "no picker was there"
+            "no picker was running"
             if line["outcome"] == Fate.FAILED
-            else "its client left before that"
+            else "its client disconnected earlier"
         )
         return f"{request} did not reach a picker: {why}."
     request += f" at {line['time_s']:.3f} s"
@@ -282,7 +294,7 @@ def _said(line: dict[str, Any]) -> str:
     ended = _ENDED.get(line["outcome"], f"; {found}")
     expected = f"The picker expected {line['predicted_cached_tokens']:,} cached tokens."
     if not line["candidates"]:
-        expected = "This policy scores no pods, so there is nothing to compare."
+        expected = "This policy scores no pods, so there are no scores to compare."
     where = f"was routed to {line['endpoint']}"
     if line["served"] is not None:
         where = f"was routed to {line['endpoint']} and rerouted to {line['served']}"
@@ -300,7 +312,7 @@ function show() {
     if (Math.abs(one.request - line) < Math.abs(found.request - line)) found = one;
   if (!found) return;
   document.getElementById("missing").textContent = found.request === line ? "" :
-    "Request " + line + " is not on this page; the nearest one that is:";
+    "Request " + line + " is not on this page; this is the nearest one:";
   document.getElementById("said").textContent = found.said;
   table.replaceChildren();
   found.rows.forEach((cells, at) => {

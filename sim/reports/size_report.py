@@ -1,4 +1,6 @@
-"""The report of a sizing: a table, report.md, and a page with the frontier."""
+"""The report of `sim size`: a table, report.md, and a page with the frontier of cost and used
+bounds.
+"""
 
 import math
 from typing import Final
@@ -41,13 +43,15 @@ from sim.reports.report import (
 )
 
 USED_MAX: Final = 50.0
-"""Maximum used share that is shown. Overloaded pools exceed bounds a thousandfold, and the exact
-amount does not matter."""
+"""Maximum used share of a bound that reports show as a number. Overloaded pools exceed bounds a
+thousandfold, and the exact amount does not matter.
+"""
 _USED_MIN: Final = 0.01
-"""Minimum used share in charts, because a logarithmic axis cannot show 0."""
+"""Minimum used share of a bound in charts, because a logarithmic axis cannot show 0."""
 _EVEN_AXIS_MAX: Final = 10.0
-"""Maximum ratio of the highest to the lowest cost for a linear axis. Beyond it, the cheap options
-would overlap."""
+"""Ratio of the highest to the lowest cost up to which the cost axis is linear. Above it, the points
+of the cheap options would overlap.
+"""
 _FRONT: Final = "the front"
 _ALLOWED: Final = "the limit"
 _NOT_COMPLETE: Final = "Not complete: run the same command again to continue."
@@ -55,29 +59,29 @@ _HOUR_S: Final = 3600.0
 
 
 class _Table(Struct, frozen=True, kw_only=True):
-    """A table of the report, with its title and a note."""
+    """A table of the sizing report, with its title and a note."""
 
     title: str
     rows: list[list[str]]
     note: str = ""
-    """Explanation of the heads."""
+    """Explanation of the column heads, or ""."""
     facts: bool = False
-    """True if rows are names and values without a head."""
+    """True if the rows are pairs of name and value without a head."""
 
     def markdown(self) -> str:
-        """Return the table as Markdown, with its title and its note."""
+        """Return the table as Markdown with its title and its note."""
         note = f"{self.note}\n\n" if self.note else ""
         return f"## {self.title}\n\n{note}{markdown_table(self.rows)}"
 
     def figure(self) -> str:
-        """Return the table as a figure of the page."""
+        """Return the table as an HTML figure with its title and its note."""
         note = f"<p>{words(self.note)}</p>" if self.note else ""
         told = facts_table(self.rows[1:]) if self.facts else html_table(self.rows)
         return figure(self.title, note + told)
 
 
 def size_table(summary: SizeSummary) -> str:
-    """Return the tables and conclusions of a sizing for the terminal."""
+    """Return the warnings, tables and conclusions of `sim size` for the terminal."""
     warnings = "".join(f"{warning}\n\n" for warning in _warnings(summary))
     told = (_option_rows(summary), _bound_rows(summary), _headroom_rows(summary))
     parts = [table(rows) for rows in told if len(rows) > 1]
@@ -86,7 +90,7 @@ def size_table(summary: SizeSummary) -> str:
 
 
 def size_report(summary: SizeSummary) -> str:
-    """Return report.md of a sizing."""
+    """Return the content of report.md of `sim size`."""
     notes = "" if summary.complete else f"**{_NOT_COMPLETE}**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in _warnings(summary))
     parts = [f"# Pods for {summary.conditions['trace']}\n\n{notes}{_conclusion(summary)}"]
@@ -100,7 +104,9 @@ def size_report(summary: SizeSummary) -> str:
 
 
 def size_page(summary: SizeSummary) -> str:
-    """Return report.html: the frontier, the trace over time, and all tables."""
+    """Return the content of report.html of `sim size`: the frontier, the trace over time, and all
+    tables.
+    """
     note = [] if summary.complete else [_NOT_COMPLETE]
     introduction = [*_warnings(summary), _conclusion(summary), *note, *_basis(summary)]
     figures = [one.figure() for one in _tables(summary)]
@@ -116,15 +122,13 @@ def size_page(summary: SizeSummary) -> str:
 
 
 def _warnings(summary: SizeSummary) -> list[str]:
-    """Return warnings about results that would mislead a reader; the one about the excluded part
-    comes first.
-    """
+    """Return the warnings of a sizing; the one about the warm-up comes first."""
     told = summary.warm_up.warning
     return [*([f"Warning: {told}"] if told else []), *warnings_of(summary)]
 
 
 def _tables(summary: SizeSummary) -> list[_Table]:
-    """Return all tables that have more rows than their head."""
+    """Return those tables of the sizing report that have rows besides their head."""
     told = [
         _Table(title="Options", rows=_option_rows(summary), note=_options_note(summary)),
         _Table(title="Bounds", rows=_bound_rows(summary), note=_bounds_note(summary)),
@@ -140,7 +144,9 @@ def _options_note(summary: SizeSummary) -> str:
     if _priced(summary):
         told = "Costs are in the currency of the prices"
         told += (
-            "; costs of tokens cover the stretch that was sized for. " if _cut(summary) else ". "
+            "; costs of tokens cover the period for which the pool was sized. "
+            if _cut(summary)
+            else ". "
         )
     if _fronted(summary):
         told += (
@@ -165,18 +171,18 @@ def _headroom_words(summary: SizeSummary) -> str:
 
 
 def number_of_pods(pods: int | None) -> str:
-    """Return a number of pods as text, "none" for None."""
+    """Return a number of pods as text; "none" for None."""
     return "none" if pods is None else f"{pods:,}"
 
 
 def promised(summary: SizeSummary) -> str:
-    """Return the bounds in words."""
+    """Return the SLO bounds of a sizing in words."""
     named = (bound.rpartition("=") for bound in summary.bounds)
     return ", ".join(f"{name} {_limit(name, float(limited))}" for name, _, limited in named)
 
 
 def name_of(option: SizedSummary) -> str:
-    """Return the name of an option, which is unique within a sizing."""
+    """Return the name of an option (profile and configuration), which is unique within a sizing."""
     return f"{option.profile}, {option.config}"
 
 
@@ -211,14 +217,14 @@ def _option_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _fronted(summary: SizeSummary) -> bool:
-    """Return whether a front of options exists: more than one option, and at least one of them on
-    it.
+    """Return whether the report shows the front: there are several options, and at least one of
+    them is on it.
     """
     return len(summary.options) > 1 and any(option.on_front for option in summary.options)
 
 
 def _priced(summary: SizeSummary) -> bool:
-    """Return whether any option has a price."""
+    """Return whether at least one option of the sizing has a price."""
     return any(option.price_per_hour is not None for option in summary.options)
 
 
@@ -250,12 +256,16 @@ def _bound_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _part_of(bound: BoundSummary) -> str:
-    """Return the name of a bound, and the part of the traffic that its figure covers."""
+    """Return the name of a bound, with ", busiest part" if its figure covers only that part of the
+    traffic.
+    """
     return f"{bound.name}, busiest part" if bound.busiest else bound.name
 
 
 def _found(option: SizedSummary) -> CountSummary | None:
-    """Return the result for the number of pods that was found; None if no number was found."""
+    """Return the result for the number of pods that the option needs; None if no number of pods
+    suffices.
+    """
     return next((one for one in option.counts if one.pods == option.pods), None)
 
 
@@ -283,7 +293,10 @@ def _autoscaling_rows(summary: SizeSummary) -> list[list[str]]:
         ["target of HPA or KEDA", f"{number(found.target)} {found.metric} per pod"],
         ["pods allowed", f"{found.pods_min:,} to {found.pods_max:,}"],
         ["start-up time of a new pod", limit(found.startup_s)],
-        ["replayed", "the whole trace" if found.whole_trace else "the stretch that was sized for"],
+        [
+            "replayed",
+            "the whole trace" if found.whole_trace else "the period for which the pool was sized",
+        ],
         ["pods, mean and maximum", f"{number(found.pods_mean)}, {found.pods_highest or '-'}"],
         ["pod-hours", f"{number(found.pod_hours)}, fixed {number(found.fixed_pod_hours)}"],
         ["used more" if saved is not None and saved < 0 else "saved", share(saved and abs(saved))],
@@ -313,7 +326,7 @@ def _count_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _conclusion(summary: SizeSummary) -> str:
-    """Return the answer in one or two sentences."""
+    """Return the answer of the sizing in one or two sentences."""
     if summary.chosen is None:
         told = summary.why_none or "The search of all options is still incomplete."
         return f"{told}{_nearest(summary)}"
@@ -326,7 +339,7 @@ def _conclusion(summary: SizeSummary) -> str:
             money += f" and {number(option.cost_per_million_tokens)} per million tokens"
             if _cut(summary):
                 whole = _over_whole(summary, option.cost_per_million_tokens)
-                money += f" in the stretch that was sized for, {number(whole)} over the whole trace"
+                money += f" in the period for which the pool was sized, {number(whole)} over the whole trace"
     told = (
         f"{pods} of {option.profile} under {option.config} keep{'s' if option.pods == 1 else ''} "
         f"{promised(summary)}, with 95 % confidence{money}."
@@ -340,12 +353,14 @@ def _conclusion(summary: SizeSummary) -> str:
 
 
 def _cut(summary: SizeSummary) -> bool:
-    """Return whether only a part of the trace was sized for."""
+    """Return whether the pool was sized for only a part of the trace."""
     return summary.sized_for.requests < summary.trace.requests
 
 
 def _over_whole(summary: SizeSummary, cost: float) -> float:
-    """Return the cost of a million tokens if the pods for the busiest stretch run all the time."""
+    """Return the cost per million tokens over the whole trace if the pods for its busiest period
+    run all the time. `cost` is that of the busiest period.
+    """
     rates = [
         (one.prompt_tokens + one.output_tokens) / (one.end_s - one.start_s)
         for one in (summary.sized_for, summary.trace)
@@ -354,7 +369,9 @@ def _over_whole(summary: SizeSummary, cost: float) -> float:
 
 
 def _nearest(summary: SizeSummary) -> str:
-    """Return how far the best result is from the bounds, or nothing if some option keeps them."""
+    """Return a sentence about how far the best result is from the SLO bounds, or "" if some option
+    keeps them or the search is incomplete.
+    """
     tried = [
         (one.used, one.pods, name_of(option), one)
         for option in summary.options
@@ -403,7 +420,9 @@ def _autoscaling_sentence(summary: SizeSummary) -> list[str]:
 
 
 def _basis(summary: SizeSummary) -> list[str]:
-    """Return which traffic was replayed, what was varied, and how certain the result is."""
+    """Return paragraphs about the replayed traffic, the varied seeds, and the certainty of the
+    result.
+    """
     told = []
     whole, part = summary.trace, summary.sized_for
     if _cut(summary):
@@ -417,15 +436,17 @@ def _basis(summary: SizeSummary) -> list[str]:
         told.append(f"{varied_sentences(summary)} {windows_sentence(summary.runs)}")
         told.append(_judged(summary))
         told.append(
-            "A bound is kept if its 95 % limit is within the bound. Then 19 of 20 further "
-            "stretches of such traffic keep it. This does not cover traffic that differs from "
-            f"the whole trace, or an engine that differs from its profile. {_neighbours(summary)}"
+            "A bound is kept if its 95 % limit is within the bound. One more replay with "
+            "other traffic of this kind then keeps it 19 times out of 20. This does not cover traffic that "
+            f"differs from the whole trace, or an engine that differs from its profile. {_neighbours(summary)}"
         )
     return told
 
 
 def _judged(summary: SizeSummary) -> str:
-    """Return which part of the traffic each bound is judged on, and why that part begins there."""
+    """Return sentences about the parts of the traffic on which each bound is judged, and about the
+    warm-up.
+    """
     part = summary.warm_up
     length = limit(round(part.busiest_s))
     told = (
@@ -437,7 +458,7 @@ def _judged(summary: SizeSummary) -> str:
 
 
 def _why_excluded(part: WarmUpSummary) -> str:
-    """Return the reason for the length of the warm-up."""
+    """Return a sentence about the reason for the length of the warm-up."""
     if part.given:
         return "The warm-up was set by --warm-up."
     if not part.needed_s:
@@ -452,7 +473,9 @@ def _why_excluded(part: WarmUpSummary) -> str:
 
 
 def _neighbours(summary: SizeSummary) -> str:
-    """Return which neighbouring numbers of pods confirm the answer."""
+    """Return sentences about the next higher and the next lower number of pods, which confirm the
+    answer.
+    """
     pods = None if summary.chosen is None else summary.options[summary.chosen].pods
     above = "" if pods == summary.pods_max else ". The next higher number keeps them too"
     below = "" if pods == 1 else ". The next lower number does not"
@@ -465,8 +488,9 @@ def _rate(stretch: DemandSummary) -> float:
 
 
 def _frontier(summary: SizeSummary) -> str:
-    """Return the used share of the bounds over the cost, one line per option; up to 100 % is within
-    the bounds.
+    """Return a chart of the used share of the bounds over the cost, one line per option.
+
+    Up to 100 % all bounds are kept.
     """
     priced = all(option.price_per_hour is not None for option in summary.options)
 
@@ -523,7 +547,7 @@ def _frontier(summary: SizeSummary) -> str:
 
 
 def _over_time(summary: SizeSummary) -> str:
-    """Return the arriving work over time, and the part of it that was sized for."""
+    """Return a chart of the arriving work over time, and of the part for which the pool was sized."""
     stretches = summary.over_time
     if len(stretches) < 2:
         return ""

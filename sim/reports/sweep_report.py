@@ -1,4 +1,4 @@
-"""The report of a sweep: a table, report.md, and a page with figures over the request rate."""
+"""The report of `sim sweep`: a table, report.md, and a page with figures over the request rate."""
 
 import math
 from collections.abc import Sequence
@@ -30,12 +30,13 @@ from sim.reports.report import (
 )
 
 _REACHED: Final = 0.95
-"""Share of the requested rate from which the rate counts as reached. The last turn of a
-conversation may be late."""
+"""Share of the requested rate from which the sent rate counts as reached. The last turn of a
+conversation may be late.
+"""
 
 
 def sweep_table(summary: SweepSummary) -> str:
-    """Return the tables and the basis of a sweep for the terminal."""
+    """Return the warnings, tables and explanations of `sim sweep` for the terminal."""
     intervals = _interval_rows(summary)
     told = f"{table(intervals)}\n\n" if intervals else ""
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
@@ -43,7 +44,7 @@ def sweep_table(summary: SweepSummary) -> str:
 
 
 def sweep_report(summary: SweepSummary) -> str:
-    """Return report.md of a sweep."""
+    """Return the content of report.md of `sim sweep`."""
     notes = "" if summary.complete else "**Not complete.**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     told = [["", ""], *condition_rows(summary.conditions)]
@@ -57,8 +58,8 @@ def sweep_report(summary: SweepSummary) -> str:
 
 
 def sweep_page(summary: SweepSummary) -> str:
-    """Return report.html: latency, throughput and hit rate over the rate, one line per
-    configuration.
+    """Return the content of report.html of `sim sweep`: latency, throughput and hit rate over the
+    request rate, one line per configuration.
     """
     points = summary.points
     names = list(dict.fromkeys(point.config for point in points))
@@ -121,8 +122,8 @@ def _rows(summary: SweepSummary) -> list[list[str]]:
 
 
 def _interval_rows(summary: SweepSummary) -> list[list[str]]:
-    """Return the table of 95 % confidence intervals, or no rows if there is too little data for
-    any.
+    """Return the rows of the table of confidence intervals; no rows if there is too little data for
+    any interval.
     """
     names = ("ttft_mean_s", "ttft_p90_s", "output_tokens_per_s", "goodput")
     rows = [
@@ -161,7 +162,7 @@ def _basis(summary: SweepSummary) -> str:
         rates = ", ".join(dict.fromkeys(f"{point.rate:g}" for point in missed))
         told += (
             f" The rates {rates} requests/s were not reached, because requests of the trace wait "
-            "for answers to others. Points are drawn at the rate that was sent."
+            "for answers to others. Charts show these points at the rate that was sent."
         )
     told += (
         f" A request is within targets with {targets(points[0].goodput)}. "
@@ -182,8 +183,9 @@ def _over_rate(
     *,
     logarithmic: bool = False,
 ) -> str:
-    """Return a figure with confidence intervals. Values in per cent are shares of 1 in the
-    summary.
+    """Return a chart of one measure over the request rate, with confidence intervals.
+
+    Values in per cent are shares of 1 in the summary.
     """
     factor = 100 if unit == "%" else 1
     series: dict[str, Points] = {}
@@ -217,5 +219,5 @@ def _over_rate(
 
 
 def _sent_per_s(point: SweepPoint) -> float:
-    """Return the sent rate, or the requested rate if all requests came at once."""
+    """Return the rate at which requests were sent; the requested rate if all requests came at once."""
     return float(point.requests_per_s or point.rate)

@@ -1,4 +1,6 @@
-"""The report of a tuning: the conclusion, the judgement on the hold-out half, and all trials."""
+"""The report of `sim tune`: the conclusion, the results on the hold-out half of the trace, and all
+trials.
+"""
 
 import math
 from collections.abc import Sequence
@@ -34,13 +36,15 @@ from sim.reports.report import (
 )
 
 TRIALS_SHOWN: Final = 12
-"""Number of trials in the report: the best of those that ran on the largest share."""
+"""Maximum number of trials in the report: the best of those that ran on the largest share of the
+tuning half.
+"""
 _MARGIN: Final = 1.02
-"""Factor by which an axis that does not begin at 0 extends beyond the points."""
+"""Factor by which an axis extends beyond its points, if it does not begin at 0."""
 
 
 def conclusion(summary: TuneSummary) -> str:
-    """Return the conclusion in one or two sentences."""
+    """Return the conclusion of a tuning in one or two sentences."""
     tried = _tried(summary)
     present = summary.config
     if not summary.complete:
@@ -66,8 +70,8 @@ def conclusion(summary: TuneSummary) -> str:
 
 
 def _stopped(summary: TuneSummary) -> str:
-    """Return which of the best trials a guard stopped; the text ends with a space if there
-    is one.
+    """Return a sentence for each of the best trials that a guard stopped although it gained; "" if
+    there is none. The text ends with a space.
     """
     told = ""
     for one in summary.finalists:
@@ -81,12 +85,12 @@ def _stopped(summary: TuneSummary) -> str:
 
 
 def _broken(judged: JudgedSummary) -> str:
-    """Return the guards that a trial breaks, with their differences."""
+    """Return the guards that a trial breaks, as text with the differences in their measures."""
     return ", ".join(_gain(name, judged.guards[name]) for name in judged.stopped_by)
 
 
 def _guards_told(summary: TuneSummary) -> str:
-    """Return all guards with their allowed losses."""
+    """Return all guards of a tuning as text, with their allowed losses."""
     return ", ".join(
         LABELS[name] + (f" (up to {allowed:.3g} of it)" if allowed else "")
         for name, allowed in summary.guards.items()
@@ -99,7 +103,9 @@ def _tried(summary: TuneSummary) -> str:
 
 
 def _given_up(summary: TuneSummary) -> str:
-    """Return the losses of the chosen trial, all of which are within the tolerance."""
+    """Return a sentence about the losses of the chosen trial, all of which are within the
+    tolerance.
+    """
     at = summary.hold_out
     losses = [
         f"{_gain(name, found)} at {_loads([one])} the load"
@@ -161,8 +167,8 @@ def _loads(judged: Sequence[JudgedSummary]) -> str:
 
 
 def comment(summary: TuneSummary) -> list[str]:
-    """Return paragraphs for a later reader of the configuration: the measurements, and the traffic
-    behind them.
+    """Return comment paragraphs for the tuned configuration: how it was measured, on which traffic,
+    and with which result.
     """
     trace = summary.trace
     conditions = summary.conditions
@@ -200,7 +206,7 @@ def _after(measure: str, found: DifferenceSummary) -> str:
 
 
 def tune_table(summary: TuneSummary) -> str:
-    """Return the tables and the conclusion of a tuning for the terminal."""
+    """Return the warnings, tables and conclusion of `sim tune` for the terminal."""
     parts = [*warnings_of(summary)]
     if len(rows := _judged_rows(summary)) > 1:
         parts.append(table(rows))
@@ -211,7 +217,7 @@ def tune_table(summary: TuneSummary) -> str:
 
 
 def tune_report(summary: TuneSummary) -> str:
-    """Return report.md of a tuning."""
+    """Return the content of report.md of `sim tune`."""
     parts = [f"# Tuning on {summary.trace.name}", conclusion(summary), *_basis(summary)]
     parts += [f"**{warning}**" for warning in warnings_of(summary)]
     for heading, rows in _tables(summary):
@@ -222,7 +228,7 @@ def tune_report(summary: TuneSummary) -> str:
 
 
 def tune_page(summary: TuneSummary) -> str:
-    """Return report.html of a tuning."""
+    """Return the content of report.html of `sim tune`."""
     introduction = [conclusion(summary), *warnings_of(summary), *_basis(summary)]
     return page(
         f"Tuning on {summary.trace.name}",
@@ -235,7 +241,7 @@ def tune_page(summary: TuneSummary) -> str:
 
 
 def _tables(summary: TuneSummary) -> list[tuple[str, list[list[str]]]]:
-    """Return (heading, rows) of each table with more rows than its head."""
+    """Return (heading, rows) of each table of the tuning report that has rows besides its head."""
     tables = [
         ("Results on the hold-out half", _judged_rows(summary)),
         ("What was varied", _value_rows(summary)),
@@ -309,7 +315,9 @@ def _finalist_rows(summary: TuneSummary) -> list[list[str]]:
 
 
 def _trial_rows(summary: TuneSummary) -> list[list[str]]:
-    """Return ratios to the present configuration in the last run of each trial."""
+    """Return the table of the best trials: the ratios of their objectives to the present
+    configuration, in the last run of each trial.
+    """
     names = [one.name for one in summary.space]
     head = ["", "share of the half", *(LABELS[name] for name in summary.objective), *names]
     known = [one for one in summary.trials if one.costs]
@@ -324,7 +332,9 @@ def _trial_rows(summary: TuneSummary) -> list[list[str]]:
 
 
 def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
-    """Return the ratio of each figure to that of the present configuration."""
+    """Return the ratio of each objective of a trial to that of the present configuration, in the
+    trial's last run.
+    """
     return [
         math.exp(-cost if name in summary.higher_is_better else cost)
         for name, cost in zip(summary.objective, trial.costs[-1], strict=True)
@@ -332,7 +342,7 @@ def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
 
 
 def _charts(summary: TuneSummary) -> str:
-    """Return charts of the trials that ran on the whole half; nothing if none has."""
+    """Return charts of the trials that ran on the whole tuning half; "" if there are none."""
     finished = [one for one in summary.trials if len(one.costs) == len(summary.rungs)]
     if not finished:
         return ""
@@ -340,8 +350,8 @@ def _charts(summary: TuneSummary) -> str:
 
 
 def _progress_figure(finished: Sequence[TrialSummary]) -> str:
-    """Return the best ratio so far over the trials. If it stays constant, more trials are of no
-    use.
+    """Return a chart of the best result so far over the trials. If it stays constant, more trials
+    are of no use.
     """
     line = [(0.0, 1.0)]  # the present configuration is known from the start
     best = 1.0
@@ -415,7 +425,9 @@ def _basis(summary: TuneSummary) -> list[str]:
 
 
 def power_sentence(power: PowerSummary) -> str:
-    """Return which gains this traffic can confirm, and which traffic more would need."""
+    """Return sentences about the gains that this traffic can confirm, and about the traffic that
+    the wanted gain would need.
+    """
     if power.lacking:
         return f"With this traffic no gain can be confirmed: {power.lacking}."
     if not power.gains:
@@ -438,5 +450,7 @@ def power_sentence(power: PowerSummary) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a share as a percentage with two digits, because it is an estimate."""
+    """Return a share (0 to 1) as a percentage with two significant digits, because it is an
+    estimate.
+    """
     return f"{float(f'{100 * share:.2g}'):,g}%"

@@ -1,5 +1,5 @@
-"""A tuned configuration for delivery: a document with comments about the measurement, and a
-ConfigMap.
+"""The tuned configuration as files for delivery: a document with comments about the measurement,
+and a ConfigMap.
 """
 
 from collections.abc import Sequence
@@ -7,13 +7,14 @@ from textwrap import fill, indent
 from typing import Final
 
 KEY: Final = "config.yaml"
-"""Key of the document in the chart's ConfigMap."""
+"""Key of the configuration document in the ConfigMap of the Helm chart."""
 _COLUMNS: Final = 100
 
 
 def with_comment(paragraphs: Sequence[str], text: str) -> str:
-    """Return `text`, a YAML document, below comments. `kubectl apply` keeps them, because they are
-    part of the value.
+    """Return `text`, a YAML document, below the paragraphs as comments.
+
+    `kubectl apply` keeps these comments, because they are part of a value in the ConfigMap.
     """
     wrapped = [
         fill(
@@ -30,8 +31,8 @@ def with_comment(paragraphs: Sequence[str], text: str) -> str:
 
 
 def config_map(name: str, text: str) -> str:
-    """Return a ConfigMap manifest with `text`, a document that begins in the first column and ends
-    with a newline.
+    """Return a ConfigMap manifest with the configuration document `text`, which begins in the first
+    column and ends with a newline.
     """
     return (
         f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {name}\ndata:\n"

@@ -21,49 +21,61 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """
 
     index: int
-    """Position in the file, from 0: its line, not counting a header. It identifies the request
-    everywhere.
+    """Number of the request in its trace, from 0, in the order of the lines of the file.
+    `Arrival.after` and the request id refer to it.
     """
     time_s: Seconds
-    """Arrival time from the start of the trace. With `after`, the earliest time, as if answers took
-    no time.
+    """Arrival time of the request since the start of the trace. If `after` is set, it is the
+    earliest possible time, computed as if answers took no time.
     """
     prompt_tokens: int
-    """Prompt length, at least 1."""
+    """Length of the prompt, at least 1."""
     output_tokens: int
-    """Answer length, at least 1. Only the pod that generates the answer knows it."""
+    """Length of the answer, at least 1. The scheduler does not see it."""
     output_tokens_max: int | None = None
-    """Limit that the client sent, if the trace has it; None if it sent none."""
+    """Limit of answer tokens that the client sent with the request; None if the trace has no limit.
+    """
     blocks: tuple[int, ...] = ()
-    """Unsigned 64-bit ids. Tokens after the last block are unique to this request."""
+    """Ids of the blocks of the prompt, unsigned 64-bit. Prompt tokens after the last block are
+    unique to this request.
+    """
     block_tokens: int = 0
-    """Length of every block. A shorter last block is unique to this request."""
+    """Number of tokens in each block of the prompt; 0 if `lengths` has the sizes or there are no
+    blocks. A last block that is not full is unique to this request.
+    """
     lengths: tuple[int, ...] = ()
-    """Tokens of each block if they differ (`block_tokens` is then 0). Two blocks with one id share
-    as many tokens as the shorter one has.
+    """Number of tokens in each block, if blocks differ in length (`block_tokens` is then 0). Two
+    blocks with the same id and different lengths share the tokens of the shorter one.
     """
     answer: int | None = None
-    """Id under which a later prompt contains the answer; None if no prompt contains it."""
+    """Block id under which a later prompt contains the answer of this request; None if no prompt
+    contains it.
+    """
     model: str = ""
     adapter: str = ""
-    """LoRA adapter; "" is the base model."""
+    """Name of the LoRA adapter; "" for the base model."""
     cache_salt: str = ""
     session: str = ""
     turn: int = 0
-    """Position in its session, from 0."""
+    """Position of the request in its session, from 0."""
     priority: int = 0
     headers: tuple[tuple[str, str], ...] = ()
-    """Headers that the picker receives, as (name in lower case, value)."""
+    """Request headers that the picker receives, as (name in lower case, value)."""
     after: int | None = None
-    """Index of the earlier request whose answer this one waits for; None if it does not wait."""
+    """`index` of the earlier request for whose answer this request waits; None if it does not wait.
+    """
     think_s: Seconds = 0.0
-    """Time from the end of that answer to the sending of this request."""
+    """Pause between the end of the answer to request `after` and the sending of this request."""
     path: str = ""
     body: bytes = b""
-    """Raw request as it was sent, together with `path`. If empty, both are made from the blocks."""
+    """Raw body as the client sent it to `path`. If it is empty, `prompts.body_of` makes a body from
+    the blocks.
+    """
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield (id, tokens) of each block that others may share; the remaining tokens are unique."""
+        """Yield (id, tokens) of each prompt block that other requests may share; later prompt
+        tokens are unique to this request.
+        """
         if self.lengths:
             yield from zip(self.blocks, self.lengths, strict=True)
             return
@@ -73,7 +85,7 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
 
     @property
     def shareable_tokens(self) -> int:
-        """Prompt tokens in blocks that others may share."""
+        """Number of prompt tokens in blocks that other requests may share."""
         if self.lengths:
             return sum(self.lengths)
         if not self.block_tokens:
@@ -82,13 +94,15 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
 
 
 class TraceError(ValueError):
-    """A trace or a line of it cannot be read; the sentence says where and what was expected.
+    """An error in a trace file; its text says where the error is and what was expected there.
 
-    `line` counts from 1 and is 0 if the whole file is meant.
+    `line` counts from 1; it is 0 if the error is about the whole file.
     """
 
     def __init__(self, path: str, line: int, field: str, expected: str) -> None:
-        """Create the error. `field` is "" if the whole line is meant."""
+        """Create the error. `field` is the faulty field, or "" if the error is about the whole
+        line.
+        """
         where = f"{path}:{line}" if line else path
         super().__init__(f"{where}: {field}: {expected}" if field else f"{where}: {expected}")
         self.path = path
@@ -98,17 +112,23 @@ class TraceError(ValueError):
 
 
 class FieldError(ValueError):
-    """A field of a line is not as expected; the reader adds file and line."""
+    """An error in one field of a line of a trace; the reader turns it into a `TraceError` with file
+    and line.
+    """
 
     def __init__(self, field: str, expected: str) -> None:
-        """Create the error. `field` is "" if the whole line is meant."""
+        """Create the error. `field` is the faulty field, or "" if the error is about the whole
+        line.
+        """
         super().__init__(f"{field}: {expected}")
         self.field = field
         self.expected = expected
 
 
 def field_error(problem: Exception, kind: Any = None) -> FieldError:
-    """Return msgspec's validation error as a `FieldError`. `kind` is the expected type, if known."""
+    """Return msgspec's validation error as a `FieldError`. `kind` is the type that was decoded, if
+    known.
+    """
     place, what = place_and_sentence(str(problem), kind)
     if missing := _MISSING.fullmatch(what):
         place, what = f"{place}.{missing[1]}", "expected this field, found none"

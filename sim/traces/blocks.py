@@ -1,4 +1,4 @@
-"""Checks of the blocks of a trace."""
+"""Checks of the block ids and block sizes in a trace."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,13 @@ from sim.traces.arrival import FieldError
 from sim.traces.prompts import PICKER_BLOCK_TOKENS
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
-"""Block size of Mooncake's traces, and of other traces that do not state theirs."""
+"""Number of tokens in a block of Mooncake's traces, and of other traces that do not state their
+block size.
+"""
 
 
 def check_ids(ids: Iterable[int], field: str) -> None:
-    """Raise `FieldError` unless all ids are unsigned 64-bit numbers."""
+    """Raise `FieldError` unless all block ids are below 2^64."""
     try:
         array("Q", ids)
     except OverflowError:
@@ -20,8 +22,8 @@ def check_ids(ids: Iterable[int], field: str) -> None:
 
 
 def check_block_tokens(block_tokens: int) -> None:
-    """Raise `FieldError` unless the block size divides, or is a multiple of, the picker's 64
-    tokens.
+    """Raise `FieldError` unless `block_tokens` divides, or is a multiple of, the picker's block
+    size of 64 tokens.
     """
     if PICKER_BLOCK_TOKENS % block_tokens and block_tokens % PICKER_BLOCK_TOKENS:
         raise FieldError(
@@ -32,8 +34,8 @@ def check_block_tokens(block_tokens: int) -> None:
 
 
 def check_blocks(blocks: Sequence[int], prompt_tokens: int, block_tokens: int, field: str) -> None:
-    """Raise `FieldError` unless there is an id for every whole block, and optionally one for the
-    rest.
+    """Raise `FieldError` unless there is an id for every full block of the prompt, and optionally
+    one for a partial last block.
     """
     check_ids(blocks, field)
     whole, rest = divmod(prompt_tokens, block_tokens)

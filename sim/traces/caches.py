@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 
 class LruCache:
-    """A cache of the most recently used parts, `tokens_max` tokens in total; tails are evicted
-    first.
+    """A simulated cache of prompt parts that evicts the least recently used part above `tokens_max`
+    tokens in total. The end of a prompt is evicted before its beginning.
     """
 
     __slots__ = ("_held_tokens", "_parts", "tokens_max")
@@ -16,10 +16,15 @@ class LruCache:
         self.tokens_max = tokens_max
         self._held_tokens = 0
         self._parts: OrderedDict[int, int] = OrderedDict()
-        """Cached tokens by hash of the part; least recently used first."""
+        """Number of cached tokens of each part, by the part's hash; the least recently used part is
+        first.
+        """
 
     def match(self, parts: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return the length in tokens of the longest cached prefix of a prompt."""
+        """Return how many tokens of the prompt, from its beginning, are cached.
+
+        `tokens` are the lengths of `parts`.
+        """
         held, matched = self._parts, 0
         for part, wanted in zip(parts, tokens, strict=True):
             found = held.get(part, 0)
@@ -29,7 +34,10 @@ class LruCache:
         return matched
 
     def insert(self, parts: Sequence[int], tokens: Sequence[int]) -> None:
-        """Add a prompt to the cache; its head becomes the most recently used part."""
+        """Add the parts of a prompt, and evict other parts if the cache is then too large.
+
+        The first part of the prompt becomes the most recently used one.
+        """
         held, held_tokens = self._parts, self._held_tokens
         get, move_to_end = held.get, held.move_to_end
         for part, wanted in zip(reversed(parts), reversed(tokens), strict=True):

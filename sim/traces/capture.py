@@ -1,7 +1,7 @@
-"""Homing's own capture format: which requests share text with which, without the text.
+"""Homing's own capture format: requests with the ids of shared text, without the text itself.
 
-The file has JSON lines: a header with format, version and block size, then one object for each
-request. docs/capture-format.md describes it.
+A capture file has JSON lines: a header with format, version and block size, then one object for
+each request. docs/capture-format.md describes the format.
 """
 
 import sys
@@ -29,14 +29,17 @@ from sim.traces.workloads import Generated
 
 
 class GeneratedHeader(CaptureHeader, kw_only=True, omit_defaults=True):
-    """The first line of a capture, which may have been generated."""
+    """The first line of a capture file, with the parameters of generated traffic."""
 
     workload: Drawing | None = None
-    """Parameters that the requests were drawn from; None if they were recorded."""
+    """Parameters from which the requests were generated; None if the requests were recorded."""
 
 
 def unpack_blocks(packed: bytes) -> tuple[int, ...]:
-    """Return the ids. Raises `FieldError` if the bytes are not whole ids."""
+    """Return the block ids in the bytes of a capture line.
+
+    Raises `FieldError` if the length is not a multiple of 8 bytes.
+    """
     if len(packed) % HASH_BYTES:
         raise FieldError(
             "blocks", f"Expected {HASH_BYTES} bytes for each block, got {len(packed)} bytes"
@@ -48,7 +51,7 @@ def unpack_blocks(packed: bytes) -> tuple[int, ...]:
 
 
 class CaptureWriter:
-    """A writer that appends a capture line by line; the caller closes the file."""
+    """A writer of a capture file, line by line. The caller closes the file."""
 
     def __init__(
         self,
@@ -58,12 +61,14 @@ class CaptureWriter:
         source: str = "",
         workload: Drawing | None = None,
     ) -> None:
-        """Create the writer and write the header."""
+        """Create the writer of a capture, and write the header line to `file`."""
         self._file = file
         self._encode = msgspec.json.Encoder().encode
         self._block_tokens = block_tokens
         self._places = array("q")
-        """Position in this file by index of the arrival; -1 if it is not in the file."""
+        """Number of the line in the new capture, by index of the arrival in the original trace; -1
+        if it was not written.
+        """
         self.lines = 0
         header = GeneratedHeader(
             format=FORMAT_NAME,
@@ -76,12 +81,15 @@ class CaptureWriter:
         self._file.write(self._encode(header) + b"\n")
 
     def write(self, line: CaptureLine) -> None:
-        """Append one line."""
+        """Append one line to the capture."""
         self._file.write(self._encode(line) + b"\n")
         self.lines += 1
 
     def write_arrival(self, arrival: Arrival, salt: Salt | None = None) -> None:
-        """Append an arrival under its position in this file."""
+        """Append an arrival to the capture.
+
+        `after` becomes a line number of the new capture, and `salt` hides ids and names.
+        """
         blocks: Iterable[int] = arrival.blocks
         answer = arrival.answer
         if salt is not None:

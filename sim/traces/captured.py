@@ -1,4 +1,4 @@
-"""The folder of a live capture read as one file: the requests of all its processes in order of
+"""Reading of a folder of live captures as one file: requests of all captured processes in order of
 time.
 """
 
@@ -29,9 +29,10 @@ _time_of = msgspec.json.Decoder(_Timed).decode
 
 
 def captured(folder: Path) -> BinaryIO:
-    """Return the header and one line for each request. Raises `TraceError`.
+    """Return a file with the header line and one line for each captured request.
 
-    A malformed line keeps its place, and the parser of lines reports it.
+    Raises `TraceError` if the folder cannot be read or its block sizes differ. A malformed line
+    keeps its place among the others, so that the parser of lines reports it.
     """
     try:
         processes = journals(folder, Level.INPUTS)

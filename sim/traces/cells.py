@@ -1,4 +1,4 @@
-"""Parsing of CSV and TSV lines into cells, and of the whole numbers in them."""
+"""Parsing of lines of CSV and TSV files into cells, and of whole numbers in cells."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ _TOKENS_MAX: Final = 10_000_000
 
 
 class Table:
-    """A table with a header; its columns are found by name."""
+    """The header of a CSV or TSV file, with which its lines are parsed into cells by column name."""
 
     def __init__(self, header: bytes, needed: Sequence[str] = ()) -> None:
-        """Read the header; its most frequent delimiter is that of the file.
+        """Read the header. The delimiter that is most frequent in it is that of the file.
 
         Raises `FieldError` if a column in `needed` is missing.
         """
@@ -26,7 +26,10 @@ class Table:
             raise FieldError("", f"Expected columns {', '.join(needed)}, missing {missing[0]}")
 
     def row(self, line: bytes) -> dict[str, str]:
-        """Return the cells of a line by column. Raises `FieldError` if there are too few or too many."""
+        """Return the cells of a line by column name.
+
+        Raises `FieldError` if their number differs from that of the header.
+        """
         found = _cells(line, self._delimiter)
         if len(found) != len(self.names):
             raise FieldError("", f"Expected {len(self.names)} columns, got {len(found)}")
@@ -34,7 +37,9 @@ class Table:
 
 
 def is_header(line: bytes) -> bool:
-    """Return whether a line could be a header: it has several short texts, and none is a number."""
+    """Return whether a line could be the header of a table: several short texts, of which none is a
+    number.
+    """
     if line.lstrip().startswith((b"{", b"[")):
         return False
     try:
@@ -45,9 +50,10 @@ def is_header(line: bytes) -> bool:
 
 
 def count(row: Mapping[str, Any], name: str, lowest: int) -> int:
-    """Return the whole number in a column, which may be written as `600.0` or as a text.
+    """Return the whole number in the column `name` of a row; `600.0` and texts of numbers are
+    accepted.
 
-    Raises `FieldError` if it is no whole number or is less than `lowest`.
+    Raises `FieldError` if the value is not a whole number from `lowest` to 10 million.
     """
     value = row.get(name)
     number = -1.0

@@ -1,4 +1,6 @@
-"""Detection of what the columns of a trace contain, by their names or by `--columns`."""
+"""Detection of the roles of a trace's columns (time, prompt tokens, ...), by name or by
+`--columns`.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -41,41 +43,48 @@ ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "answer": ("completion", "response", "answer", "output"),
 }
-"""Each role of a column maps to the names it is known by, the likeliest first.
+"""Column names by which each role is recognised, the likeliest first.
 
-Names are written in small letters and digits alone.
+Names are written with lower-case letters and digits only.
 """
 NEEDED: Final[Mapping[str, str]] = {
     "timestamp": "arrival times",
     "prompt_tokens": "prompt tokens",
     "output_tokens": "output tokens",
 }
-"""Every row needs these roles, unless its prompt is a text; the values name them in errors."""
+"""Roles that every row needs unless its prompt is a text. The values name the roles in errors."""
 _IN_MILLISECONDS: Final = frozenset({"textinput", "outputlength", "inputlength", "delay"})
-"""A row of prompts with one of these names comes from AIPerf, whose times are milliseconds."""
+"""Column names of AIPerf. If a trace with prompts as text has one of them, its times are
+milliseconds.
+"""
 _NAMES_LISTED_MAX: Final = 20
 _NAME_CHARACTERS_MAX: Final = 64
 _NOT_IN_A_NAME: Final = re.compile(r"[^a-z0-9]+")
 
 
 class Meaning(Struct, frozen=True, kw_only=True):
-    """The role of each column of a trace, and the units of its times."""
+    """The role of each column of a trace, and the units of its times and delays."""
 
     names: Mapping[str, str]
-    """Each role that was found, a key of `ROLES`, maps to the name of its column."""
+    """Name of the column of each role that was found; roles are keys of `ROLES`."""
     time_unit: str
-    """The unit that the name of the time has at its end, a key of `moments.UNITS_S`, or ""."""
+    """Time unit at the end of the name of the time column, a key of `moments.UNITS_S`, or "" if the
+    name has none.
+    """
     usual_time_unit: str
-    """The unit of times if neither the user, their column nor their size tells it."""
+    """Time unit if neither the user, nor the name of the column, nor the size of the numbers shows
+    it.
+    """
     delay_unit: str
 
 
 def meaning_of(names: Sequence[str], told: Mapping[str, str]) -> Meaning:
-    """Find the role of each column in `names`; `told` maps roles to the names that the user gave.
+    """Find the column of each role. `names` are the columns of the trace; `told` maps roles to the
+    columns that the user named.
 
-    A path such as `a.b.c` is known by its last part, or by the part before it if the last is `value`. If
-    several columns have one role, the one with the fewest parts is taken. Raises `FieldError` if a name
-    that the user gave is not in `names`.
+    A nested name such as `a.b.c` is compared by its last part, or by the part before it if the last
+    is `value`. If several columns match a role, the first name in `ROLES` wins, then the name with
+    the fewest dots. Raises `FieldError` if a column that the user named is not in `names`.
     """
     for what, name in told.items():
         if name not in names:
@@ -105,7 +114,11 @@ def meaning_of(names: Sequence[str], told: Mapping[str, str]) -> Meaning:
 
 
 def check_meaning(meaning: Meaning, names: Sequence[str], *, times_needed: bool) -> None:
-    """Raise `FieldError` if `names` do not hold what a request needs."""
+    """Raise `FieldError` if no column has the times, the prompt tokens or the output tokens.
+
+    Traces with prompts as text need none of them, and `times_needed` is False if requests are sent
+    at a constant rate.
+    """
     if "prompt" in meaning.names:
         # Its tokens can be counted, and a list of prompts seldom has times.
         return
@@ -123,7 +136,7 @@ def check_meaning(meaning: Meaning, names: Sequence[str], *, times_needed: bool)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names for a sentence; many names and long names are cut."""
+    """Join column names for an error: at most 20 names, each cut to 64 characters."""
     if not names:
         return "none"
     shown = [name[:_NAME_CHARACTERS_MAX] for name in names[:_NAMES_LISTED_MAX]]

@@ -1,7 +1,9 @@
-"""Formats with a column for each fact: CSV, TSV, JSON Lines, JSON arrays and Parquet.
+"""Trace formats with one column for each property of a request: CSV, TSV, JSON Lines, JSON arrays
+and Parquet.
 
-The role of a column follows from `--columns` or from its name; `docs/own-trace.md` lists which
-tools use which names. A prompt may be a text, messages or a request instead of a number of tokens.
+The role of a column follows from `--columns` or from its name; `docs/own-trace.md` lists the names
+that other tools use. A prompt may be a text, messages or a whole request instead of a number of
+tokens.
 """
 
 import re
@@ -23,26 +25,29 @@ from sim.traces.texts import prompt_in, tokenizer_at, tokens_in
 from sim.traces.turns import Turns
 
 _DEPTH_MAX: Final = 4
-"""Depth down to which objects are searched."""
+"""Maximum depth of nested JSON objects whose members are treated as columns."""
 _SHAPES_MAX: Final = 256
-"""Maximum number of sets of names whose meaning is stored."""
+"""Maximum number of different sets of column names whose roles are cached."""
 _PREFIXES_MAX: Final = 2**24
-"""Maximum number of prefixes of a trace, because the text of one token cannot distinguish more ids.
+"""Maximum number of different prefixes in a trace, because one token of generated text cannot
+encode larger ids.
 """
 _WHOLE_REQUEST: Final = "payload"
-"""Name of a member that is a whole request and not a group of columns."""
+"""Name of a member that holds a whole request; its own members are not treated as columns."""
 _TAKES: Final = frozenset({"columns", "time_unit", "tokenizer"})
 _MEMBER: Final = re.compile(rb'"(\w{1,64})"\s*:')
 
 
 class _Row(Struct, frozen=True):
-    """The values of one row's cells, by the roles of their columns."""
+    """The cells of one row of a trace, accessible by the roles of their columns."""
 
     cells: Mapping[str, Any]
     meaning: Meaning
 
     def value(self, what: str) -> Any:
-        """Return the value in the column of role `what`; None if there is no such column or value."""
+        """Return the cell in the column of role `what`; None if the trace has no such column or the
+        cell is empty.
+        """
         name = self.meaning.names.get(what)
         told = None if name is None else self.cells.get(name)
         return None if told == "" else told
@@ -61,10 +66,10 @@ class _Row(Struct, frozen=True):
 
 
 class RowParser:
-    """A parser that converts the rows of one trace to arrivals; a row maps column names to values."""
+    """A parser of the rows of one trace into arrivals. A row maps column names to values."""
 
     def __init__(self, options: ReadOptions) -> None:
-        """Load the tokenizer, if one is named. Raises what `tokenizer_at` raises."""
+        """Load the tokenizer, if the options name one. Raises the errors of `tokenizer_at`."""
         self._options = options
         self._told = dict(options.columns)
         self._shapes: dict[tuple[str, ...], Meaning] = {}
@@ -73,9 +78,9 @@ class RowParser:
         self._tokenize = tokenizer_at(options.tokenizer)
 
     def meaning(self, names: Sequence[str]) -> Meaning:
-        """Return the roles of columns with these names.
+        """Return the roles of the columns `names`.
 
-        Raises `FieldError` if they lack what a request needs.
+        Raises `FieldError` if no column has a property that every request needs.
         """
         shape = tuple(names)
         known = self._shapes.get(shape)
@@ -91,7 +96,8 @@ class RowParser:
         return known
 
     def arrival(self, index: int, cells: Mapping[str, Any]) -> Arrival | None:
-        """Return the request of a row, or None if the row has none.
+        """Return the request in a row, or None if the row is a conversation without question or
+        answer.
 
         Raises the exceptions in `MALFORMED`.
         """
@@ -121,7 +127,10 @@ class RowParser:
         )
 
     def _asked(self, index: int, row: _Row) -> Arrival | None:
-        """Make a request with its text, at time 0, or None for a conversation without an answer."""
+        """Return the request of a row whose prompt is a text, at time 0.
+
+        Return None if the row is a conversation without question or answer.
+        """
         prompt = prompt_in(row.cells, row.name("prompt"), row.text("model"))
         if prompt is None:
             return None
@@ -145,7 +154,7 @@ class RowParser:
         )
 
     def _counted(self, index: int, row: _Row) -> Arrival:
-        """Make a request from the numbers of tokens in a row, at time 0."""
+        """Return the request of a row that has token counts instead of a text, at time 0."""
         prompt_tokens = row.count("prompt_tokens", 1)
         asked = Arrival(
             index=index,
@@ -174,7 +183,9 @@ class RowParser:
         return structs.replace(asked, blocks=(known,), lengths=(shared_tokens,))
 
     def _prefix_tokens(self, row: _Row, prompt_tokens: int) -> int:
-        """Return the maximum number of tokens that a prompt shares with others of its prefix."""
+        """Return the number of prompt tokens that a request shares with others of the same prefix
+        name; 0 if the trace does not say and the user did not name the prefix column.
+        """
         if row.value("prefix_tokens") is not None:
             return min(prompt_tokens, row.count("prefix_tokens", 0))
         # The name of a column alone does not imply that prompts share as much as possible.
@@ -194,7 +205,7 @@ def _ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
 
 
 def flat(row: Mapping[str, Any], depth: int = _DEPTH_MAX) -> Mapping[str, Any]:
-    """Return the row with the members of its objects as `object.member`."""
+    """Return the row with the members of nested objects as separate columns named `object.member`."""
     if not any(isinstance(value, dict) for value in row.values()):
         return row
     flattened: dict[str, Any] = {}
@@ -225,8 +236,9 @@ def _is_object(line: bytes) -> bool:
 
 
 def _has_prompt(line: bytes) -> bool:
-    """Return whether a line is an object with a prompt as text; a long line is judged by its
-    beginning.
+    """Return whether a line is a JSON object with a prompt as text or messages.
+
+    An incomplete line is judged by the member names in it.
     """
     if not _is_object(line):
         return False
@@ -257,7 +269,7 @@ PROMPTS: Final = LineFormat(
 )
 OBJECTS: Final = LineFormat(
     name="json",
-    says="JSON Lines, a JSON array or Parquet with such columns",
+    says="JSON Lines, a JSON array or Parquet: columns for time, prompt tokens and output tokens",
     recognises=_is_object,
     parser=_objects,
     takes=_TAKES,

@@ -37,15 +37,18 @@ _ESTIMATES: Final = (
     *("ceilings.per_pod", "ceilings.one_cache_at_capacity", "ceilings.per_pod_at_capacity"),
     *("ceilings.affinity_load_max_over_mean", "place"),
 )
-"""Fields of the inspection that are estimates; all others are counted."""
+"""Fields in the JSON output of `sim trace inspect` that are estimates. All others are exact counts.
+"""
 _TOKEN_ESTIMATES: Final = (
     *("prompt_tokens", "output_tokens", "prompt_tokens_total", "output_tokens_total"),
 )
-"""Further fields that are estimates if the trace has text instead of token counts."""
+"""Fields of the inspection that are estimates too if the trace has prompts as text instead of token
+counts.
+"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `trace` with its three subcommands."""
+    """Add the command `sim trace` with its subcommands inspect, generate and convert."""
     trace = commands.add_parser(
         "trace", help="inspect, generate and convert traces", allow_abbrev=False
     )
@@ -64,15 +67,22 @@ def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE")
     add_reading_flags(parser, "--format", "--trace-format")
-    add("--pods", type=_pods, default=8, metavar="N", help="pods of the pool (default: 8)")
+    add(
+        "--pods", type=_pods, default=8, metavar="N", help="number of pods in the pool (default: 8)"
+    )
     add(
         "--profile",
         type=profile_named,
         default=DEFAULT_PROFILE,
         metavar="NAME|FILE.toml",
-        help=f"model and GPU (default: {DEFAULT_PROFILE})",
+        help=f"engine profile: model and GPU (default: {DEFAULT_PROFILE})",
     )
-    add("--kv-tokens", type=_positive, metavar="N", help="KV cache of a pod (default: profile)")
+    add(
+        "--kv-tokens",
+        type=_positive,
+        metavar="N",
+        help="KV cache size of each pod in tokens (default: the profile's)",
+    )
     add("--seed", type=int, default=1, help="seed of the random placement (default: 1)")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run(_inspect))
@@ -87,14 +97,21 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add = parser.add_argument
     add("kind", choices=sorted(STANDARD), metavar="KIND")
-    add("--out", type=Path, required=True, metavar="FILE", help="output, gzip if it ends in .gz")
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="output file; compressed if the name ends in .gz",
+    )
     add("--force", action="store_true", help="replace FILE if it exists")
     add("--requests", type=_positive, metavar="N", help="stop after N requests")
     add(
         "--rate",
         type=_rate,
         metavar="R",
-        help="sessions or requests a second, instead of the workload's own stages",
+        help="arrival rate in sessions or requests a second, depending on the workload; replaces the "
+        "workload's own rates",
     )
     add(
         "--burstiness",
@@ -102,10 +119,15 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="CV",
         help="coefficient of variation of the gaps between arrivals: 0 even, 1 Poisson, above 1 bursts",
     )
-    add("--duration", type=_rate, metavar="S", help="seconds, with --rate (default: 300)")
-    add("--steady", action="store_true", help="constant traffic: sessions are under way at the "
-        "start, and no request arrives after the end; needs a workload with one rate, or --rate")  # fmt: skip
-    add("--seed", type=int, default=1)
+    add(
+        "--duration",
+        type=_rate,
+        metavar="S",
+        help="duration of the traffic of --rate in seconds (default: 300, or until --requests is reached)",
+    )
+    add("--steady", action="store_true", help="generate constant traffic: sessions are already "
+        "running at the start, and no request arrives after the end; needs a workload with one rate, or --rate")  # fmt: skip
+    add("--seed", type=int, default=1, help="seed of the random draw (default: 1)")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run(_generate))
 
@@ -116,31 +138,36 @@ def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     add = parser.add_argument
     add("trace", type=Path, metavar="IN")
-    add("out", type=Path, metavar="OUT", help="output, gzip if it ends in .gz")
+    add("out", type=Path, metavar="OUT", help="output file; compressed if the name ends in .gz")
     add_reading_flags(parser, "--format", "--trace-format")
-    add("--to", choices=("capture", "mooncake"), required=True)
+    add("--to", choices=("capture", "mooncake"), required=True, help="format of OUT")
     add("--limit", type=_positive, metavar="N", help="stop after N requests")
     add(
         "--salt-file",
         type=Path,
         metavar="FILE",
-        help="file with a secret of up to 64 bytes that hides ids and names in a capture; without it, "
-        "a random secret hides those of raw requests",
+        help="file with a secret of up to 64 bytes, with which block ids, sessions and header values are "
+        "hashed in the capture (default: a random secret for raw requests, no hashing for other formats)",
     )
-    add("--seed", type=int, default=1, help="seed of workloads that define none (default: 1)")
+    add(
+        "--seed",
+        type=int,
+        default=1,
+        help="random seed of a workload file that defines none (default: 1)",
+    )
     add("--force", action="store_true", help="replace OUT if it exists")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run(_convert))
 
 
 class _OptionsError(ValueError):
-    """The options contradict each other."""
+    """An error about options that contradict each other; the exit code is 2."""
 
 
 def _run(
     command: Callable[[argparse.Namespace, Console], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Wrap a command so that errors become one sentence on stderr.
+    """Wrap a subcommand of `sim trace` so that it prints an error as one sentence on stderr.
 
     The exit code is then 1, or 2 if options contradict each other.
     """
@@ -209,7 +236,9 @@ def _drawing(options: argparse.Namespace) -> Drawing:
         raise _OptionsError("--duration needs --rate.")
     waits = isinstance(STANDARD[options.kind].load, ClosedLoad)
     if options.burstiness is not None and waits and not options.rate:
-        raise _OptionsError(f"--burstiness needs --rate: {options.kind} waits for its answers.")
+        raise _OptionsError(
+            f"--burstiness needs --rate: requests of {options.kind} wait for earlier answers."
+        )
     drawing = Drawing(
         kind=options.kind,
         seed=options.seed,
@@ -298,7 +327,9 @@ def _peek(stream: Iterable[Arrival]) -> tuple[Arrival | None, Iterator[Arrival]]
 
 @contextlib.contextmanager
 def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
-    """Yield a file that gets its name only when it is complete, and is removed otherwise."""
+    """Yield a temporary file that is renamed to `path` after the block, or deleted if the block
+    fails. Raises `ValueError` if `path` exists and `replace` is False.
+    """
     if path.exists() and not replace:
         raise ValueError(f"{path} exists; --force replaces it.")
     partial = path.with_name(path.name + ".partial")
@@ -325,7 +356,10 @@ def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
 def _shown(
     stream: Iterable[Arrival], what: str, requests: Callable[[], int | None]
 ) -> Iterable[Arrival]:
-    """Return the stream, with a progress bar on a terminal. Only then is `requests` called."""
+    """Return the stream of requests, wrapped in a progress bar if stderr is a terminal.
+
+    `requests` returns the expected total and is called only for the bar.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         return stream
@@ -333,7 +367,7 @@ def _shown(
 
 
 def _say_seed(console: Console, options: argparse.Namespace) -> None:
-    """Print the seed first; JSON output has it as a member instead."""
+    """Print the line `seed N`, unless the output is JSON, which has the seed as a member."""
     if not options.json:
         console.print(f"seed {options.seed}", highlight=False, markup=False)
 
@@ -350,7 +384,7 @@ def _say_written(
 def _say_problems(console: Console, trace: Trace, *, quiet: bool) -> None:
     if quiet or not trace.bad_lines:
         return
-    console.print(f"{trace.bad_lines:,} malformed lines skipped, of which:", markup=False)
+    console.print(f"{trace.bad_lines:,} malformed lines skipped. The first ones:", markup=False)
     for problem in trace.problems:
         console.print(f"  {problem}", markup=False, highlight=False)
 
@@ -371,7 +405,7 @@ def _print(console: Console, trace: Trace, pool: Pool, found: Inspection) -> Non
     if token_estimate:
         console.print(token_estimate, markup=False, highlight=False)
     console.print(_ceilings_table(pool, found))
-    console.print("What follows from these estimates, by rules of thumb:")
+    console.print("Conclusions from these estimates, by rules of thumb:")
     for sentence in found.place.sentences:
         console.print(sentence, markup=False, highlight=False)
     _say_problems(console, trace, quiet=False)
@@ -389,14 +423,17 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.waiting_for_answers:
         yield (
             "closed loop",
-            (f"{found.waiting_for_answers:,} wait for an answer; times are without that wait"),
+            (
+                f"{found.waiting_for_answers:,} requests wait for an earlier answer; arrival times "
+                "do not include that wait"
+            ),
         )
     if found.duration_s:
         yield (
             "bursts",
             (
-                f"gaps vary by {found.gap_cv:.2f} (1 is Poisson), busiest 10 s "
-                f"{found.peak_over_mean:.1f} times the mean"
+                f"coefficient of variation of gaps {found.gap_cv:.2f} (1 is Poisson), rate of the "
+                f"busiest 10 s {found.peak_over_mean:.1f} times the mean"
             ),
         )
     yield "names", f"{found.models} models, {found.adapters} adapters, {found.sessions} sessions"
@@ -407,11 +444,14 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     yield (
         "blocks",
         (
-            f"{reuse.references:,} used, {reuse.distinct:,} distinct, {reuse.used_once:.1%} of them "
-            f"once; prompts begin with {reuse.distinct_first:,}"
+            f"{reuse.references:,} uses of {reuse.distinct:,} distinct blocks, {reuse.used_once:.1%} of "
+            f"which are used once; {reuse.distinct_first:,} distinct first blocks"
         ),
     )
-    yield "used again after", f"p50 {_figure(reuse.gap_s.p50)} s, p90 {_figure(reuse.gap_s.p90)} s"
+    yield (
+        "time to next use of a block",
+        f"p50 {_figure(reuse.gap_s.p50)} s, p90 {_figure(reuse.gap_s.p90)} s",
+    )
     yield (
         "working set",
         (f"{reuse.live_tokens_max:,} tokens, {_figure(found.place.working_set_over_pod)} pods"),
@@ -422,7 +462,7 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _figure(value: float) -> str:
-    """Format a number with three significant digits, or all digits from 100 on."""
+    """Format a number with three significant digits, or as a whole number from 100 on."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
@@ -443,7 +483,7 @@ def _lengths_table(found: Inspection, *, estimated: bool) -> Table:
 def _ceilings_table(pool: Pool, found: Inspection) -> Table:
     ceilings = found.ceilings
     table = Table(
-        title="Hit ceiling, and estimates for placements: shares of prompt tokens",
+        title="Hit ratios, as shares of prompt tokens: upper bound, and estimates for placements",
         caption="Only 'one cache' with unlimited room is an upper bound for every run. The others are "
         "estimates of the hit rate if requests are placed at random, by round robin, or by a hash of "
         "the first uncommon part of their prompt (affinity); a scheduler may do better.",
@@ -457,9 +497,9 @@ def _ceilings_table(pool: Pool, found: Inspection) -> Table:
         ratios = (one, pods.random, pods.round_robin, pods.affinity)
         table.add_row(name, *(f"{ratio:.1%}" for ratio in ratios))
 
-    row(f"room for all, {pool.pods} pods", ceilings.one_cache, ceilings.per_pod)
+    row(f"unlimited caches, {pool.pods} pods", ceilings.one_cache, ceilings.per_pod)
     row(
-        f"{pool.pods} x {pool.kv_tokens:,} tokens",
+        f"{pool.kv_tokens:,} tokens per pod, {pool.pods} pods",
         ceilings.one_cache_at_capacity,
         ceilings.per_pod_at_capacity,
     )

@@ -1,6 +1,6 @@
-"""Reading of every kind of file as lines, so that the parsers of formats see only lines.
+"""Reading of every kind of trace file as lines, so that the parsers of formats see only lines.
 
-A gzip file is unpacked. A JSON array gives one line for each element, a Parquet file one JSON
+A gzip file is decompressed. A JSON array gives one line for each element, a Parquet file one JSON
 object for each row, the detailed result of a serving benchmark one object for each request, and the
 folder of a live capture the requests of all its processes. The first bytes of a file determine its
 kind; its name does not.
@@ -27,7 +27,7 @@ from sim.traces.captured import captured
 from sim.traces.line_stream import stream_of
 
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Maximum length of a line and of an element of a JSON array."""
+"""Maximum number of bytes in one line of a trace, and in one element of a JSON array."""
 HEAD_BYTES: Final = 65_536
 _GZIP: Final = b"\x1f\x8b"
 _PARQUET: Final = b"PAR1"
@@ -35,14 +35,14 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _READ_BYTES: Final = 1024 * 1024
 _NOT_BLANK: Final = re.compile(r"[^ \t\r\n]")
 _ROWS: Final = 4096
-"""Rows of a Parquet file that are in memory at once."""
+"""Maximum number of rows of a Parquet file that are in memory at once."""
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open the file or folder `path` as lines.
+    """Open the trace file or folder `path` as a file of lines.
 
-    Raises `TraceError` and `OSError`; reading in the block raises them too.
+    Raises `TraceError` and `OSError`; reading the file inside the `with` block raises them too.
     """
     with contextlib.ExitStack() as files:
         try:
@@ -52,12 +52,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_packed(path: Path) -> bool:
-    """Return whether the file is a gzip file."""
+    """Return whether `path` is a gzip file."""
     return not path.is_dir() and _begins_with(path, _GZIP)
 
 
 def lines_in(path: Path) -> int:
-    """Count the lines of the trace, including a last line without its end.
+    """Return the number of lines of the trace, including a last line without line end.
 
     Raises `TraceError` and `OSError`.
     """
@@ -97,7 +97,7 @@ def _begins_with(path: Path, mark: bytes) -> bool:
 
 
 def _rows(path: Path) -> Iterator[bytes]:
-    """Yield a line of JSON for each row of a Parquet file."""
+    """Yield each row of a Parquet file as one line of JSON."""
     # The import takes longer than reading most traces.
     import pyarrow as pa  # noqa: PLC0415
     import pyarrow.parquet as pq  # noqa: PLC0415
@@ -116,7 +116,10 @@ def _rows(path: Path) -> Iterator[bytes]:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a date as text, because JSON has no type for it. Raises `TypeError` for other values."""
+    """Return a date or time as text, because JSON has no type for it.
+
+    Raises `TypeError` for a value of another type.
+    """
     plain = getattr(value, "isoformat", None)
     if plain is None:
         raise TypeError(f"{type(value).__name__} is no number, text, time, list or object")
@@ -124,7 +127,7 @@ def _as_json(value: Any) -> Any:
 
 
 class _Text:
-    """The text of a file from the current position on."""
+    """A scanner of the JSON values in a UTF-8 file, from the file's current position on."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -135,7 +138,7 @@ class _Text:
         self._decode = json.JSONDecoder(parse_int=float).raw_decode
 
     def next_character(self) -> str:
-        """Return the next non-blank character without consuming it, or "" at the end."""
+        """Return the next non-blank character without consuming it; "" at the end of the file."""
         while True:
             found = _NOT_BLANK.search(self._text, self._at)
             if found is not None:
@@ -146,12 +149,13 @@ class _Text:
                 return ""
 
     def take(self) -> None:
-        """Consume the next character."""
+        """Consume the character that `next_character` returned."""
         self._at += 1
 
     def value(self) -> str:
-        """Consume the JSON value at the current position and return it on one line. Raises
-        `ValueError`.
+        """Consume the JSON value at the current position, and return its text on one line.
+
+        Raises `ValueError` if it is malformed.
         """
         while True:
             try:
@@ -174,7 +178,7 @@ class _Text:
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield a line for each element of a JSON array; one element is in memory at a time."""
+    """Yield each element of a JSON array as one line; only one element is in memory at a time."""
     number = 0
     try:
         text = _Text(file)
@@ -201,7 +205,9 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 class _Results(Struct, kw_only=True):
-    """Members that `vllm bench serve --save-detailed` and SGLang's `bench_serving` write."""
+    """Members of a benchmark result of `vllm bench serve --save-detailed` or SGLang's
+    `bench_serving`, from which requests are read.
+    """
 
     input_lens: list[int]
     output_lens: list[int]
@@ -210,7 +216,9 @@ class _Results(Struct, kw_only=True):
 
 
 def _requests_of_results(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield a line for each request of each result; a file has one result on a line."""
+    """Yield a line for each successful request in a file of benchmark results, which has one result
+    on each line.
+    """
     decode = msgspec.json.Decoder(_Results).decode
     for number in itertools.count(1):
         line = file.readline(LINE_BYTES_MAX)

@@ -1,4 +1,4 @@
-"""List of the readable formats, and opening of a trace."""
+"""The list of readable trace formats, and `open_trace`, which detects the format of a file."""
 
 from pathlib import Path
 from typing import Final
@@ -25,16 +25,18 @@ FORMATS: Final[tuple[Format, ...]] = (
     *(CAPTURE, MOONCAKE, BAILIAN, AZURE, BURSTGPT),
     *(LITELLM, OPENAI, INFERENCE_PERF, TABLE, PROMPTS, OBJECTS),
 )
-"""Formats in the order in which they are tried."""
+"""All trace formats, in the order in which they are tried on a file."""
 _BY_COLUMNS: Final = (PROMPTS, TABLE, OBJECTS)
-"""Formats that are tried last, because they recognise so many lines."""
+"""Formats that are tried after all others, because they recognise almost any table or JSON object.
+"""
 
 
 def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
-    """Open a trace in the given format, or in the one that its beginning shows.
+    """Open a trace file in the format that the options name, or in the one that its beginning
+    shows.
 
-    Lines before the first recognised one count as malformed. Raises `OSError`, and `TraceError` if
-    the file is empty or no format fits.
+    Reading counts lines before the first recognised one as malformed. Raises `OSError`, and
+    `TraceError` if the file is empty or no format fits.
     """
     options = options or ReadOptions()
     first = next((number for number, _ in first_lines(path)), None)
@@ -53,20 +55,23 @@ def _named(name: str) -> Format | None:
 
 
 def _check(path: Path, known: Format, options: ReadOptions) -> None:
-    """Raise `TraceError` if an option was given that the format would ignore."""
+    """Raise `TraceError` if the options contain `columns`, `time_unit` or `tokenizer` and the
+    format would ignore it.
+    """
     takes = known.takes if isinstance(known, LineFormat) else frozenset()
     for name in ("columns", "time_unit", "tokenizer"):
         if getattr(options, name) and name not in takes:
             flag = f"--{name.replace('_', '-')}"
             raise TraceError(
-                str(path), 0, "", f"Expected no {flag}: the format {known.name} tells this itself"
+                str(path), 0, "", f"Expected no {flag}: the format {known.name} defines it"
             )
 
 
 def _found(path: Path, options: ReadOptions) -> Format | None:
-    """Return the format of a document, or of the first line that some format recognises, or None.
+    """Return the format that recognises the file's beginning or one of its first lines; None if
+    there is none.
 
-    If the user names columns, only formats with columns are tried.
+    If the user names columns, only formats with named columns are tried for lines.
     """
     beginning = head(path)
     for known in FORMATS:

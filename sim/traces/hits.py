@@ -1,6 +1,6 @@
-"""Estimates of cache contents and hits for simple placements of requests.
+"""Estimates of cache hits for simple placements of requests: random, round robin, and by affinity.
 
-`sim/traces/inspection` explains the ratios.
+`sim/traces/inspection` explains the hit ratios.
 """
 
 import math
@@ -22,19 +22,20 @@ AFFINITY: Final = "affinity"
 PLACEMENTS: Final = (RANDOM, ROUND_ROBIN, AFFINITY)
 
 _COMMON_MIN: Final = 16
-"""Minimum number of uses before a part may count as common."""
+"""Number of earlier uses up to which a part of a prompt never counts as common text."""
 
 
 class Parts(Struct, frozen=True):
-    """Stretches of text: their identities and their lengths in tokens."""
+    """Consecutive parts of a prompt: their hashes and their lengths in tokens."""
 
     hashes: list[int]
     tokens: list[int]
 
 
 def parts_of(arrival: Arrival) -> tuple[Parts, Parts]:
-    """Return the part of the prompt that others may share, and all that a cache stores of the
-    request.
+    """Return the parts of the prompt that other requests may share, and all parts that a cache
+    stores for the request. The second adds the unique rest of the prompt, in whole blocks, and the
+    answer if a later prompt contains it.
     """
     bases = PromptHashes(arrival).bases
     tokens = [size for _, size in arrival.spans()]
@@ -53,7 +54,7 @@ def parts_of(arrival: Arrival) -> tuple[Parts, Parts]:
 
 
 class Hits:
-    """Counters that take request by request; they count prompt tokens."""
+    """Counters of the prompt tokens that caches hit under each placement, request by request."""
 
     def __init__(
         self,
@@ -64,29 +65,35 @@ class Hits:
         placements: Collection[str] = PLACEMENTS,
         together: bool = True,
     ) -> None:
-        """Create the counters. `kv_tokens` is the cache size of each pod.
+        """Create the counters for a pool of `pods`, each with a cache of `kv_tokens`.
 
-        Placements that are not in `placements` are not counted; without `together`, neither is the
-        joint cache.
+        Only the placements in `placements` are counted. If `together` is False, the hits of one
+        cache with the size of all pods together are not counted.
         """
         self._pods = pods
         self._random = Random(f"{seed}:placement")
         self._slot_of: dict[int, int] = {}
         self.tokens, self.uses = array("I"), array("I")
-        """Longest length and number of uses of each distinct part, by its slot."""
+        """Largest length in tokens, and number of uses, of each distinct part of prompts, by its
+        slot.
+        """
         self.requests = 0
         self.load = [0] * pods
-        """Requests of each pod when placed by affinity."""
+        """Number of requests that each pod receives under placement by affinity."""
         self.one_cache_tokens = 0
-        """Tokens that one unlimited cache hits."""
+        """Number of prompt tokens that one unlimited cache would hit."""
         self.together_tokens = 0
-        """Tokens that one cache with the room of all pods hits."""
+        """Number of prompt tokens that one cache with the size of all pods' caches together would
+        hit.
+        """
         self.placements = {name: Placement(pods, kv_tokens) for name in placements}
         self._together = LruCache(kv_tokens * pods) if together else None
 
     def add(self, arrival: Arrival) -> list[int]:
-        """Place the request. Return the slots of its prompt's parts, and of an answer that is used
-        later.
+        """Count the hits of a request under each placement, and add it to the caches.
+
+        Return the slots (numbers) of the parts of its prompt, then that of its answer if a later
+        prompt contains it.
         """
         prompt, held = parts_of(arrival)
         slots = self._slots(prompt.hashes)
@@ -133,8 +140,9 @@ class Hits:
         return slots
 
     def _key(self, slots: Sequence[int], prompt: Parts, index: int) -> int:
-        """Return the first part that is not shared by more requests than half of a pod's fair
-        share.
+        """Return the hash by which affinity places a request: the first part of its prompt that is
+        not common. A part is common above 16 earlier uses and above half of a pod's fair share of
+        the requests. If all parts are common, it is a hash of the request's index.
         """
         common = max(_COMMON_MIN, self.requests / (2 * self._pods))
         for slot, part in zip(slots, prompt.hashes, strict=True):
@@ -144,17 +152,21 @@ class Hits:
 
 
 class Placement:
-    """The pods under one placement: unlimited caches, and caches of their real size."""
+    """The pods' caches under one placement of requests, once unlimited and once with their real
+    size.
+    """
 
     def __init__(self, pods: int, kv_tokens: int) -> None:
         self.masks: list[int] = []
-        """Pods that have seen the part, as bits, by slot."""
+        """Bit mask of the pods that have received the part, by slot of the part."""
         self.hit_tokens = 0
         self.lru_hit_tokens = 0
         self._lru = [LruCache(kv_tokens) for _ in range(pods)]
 
     def match(self, pod: int, slots: Sequence[int], prompt: Parts, known: Sequence[int]) -> None:
-        """Count the hit tokens at `pod`. A pod that has a part has `known` tokens of it."""
+        """Count the prompt tokens that the caches of `pod` hit. `known` is the longest length of
+        each part so far.
+        """
         masks, bit = self.masks, 1 << pod
         for slot, size in zip(slots, prompt.tokens, strict=True):
             have = known[slot] if masks[slot] & bit else 0
@@ -165,7 +177,7 @@ class Placement:
         self.lru_hit_tokens += self._lru[pod].match(prompt.hashes, prompt.tokens)
 
     def hold(self, pod: int, slots: Sequence[int], held: Parts) -> None:
-        """Add the parts to the caches of `pod`."""
+        """Add the parts of a request to the caches of `pod`."""
         masks, bit = self.masks, 1 << pod
         for slot in slots:
             masks[slot] |= bit

@@ -1,10 +1,10 @@
-"""Workload files of kubernetes-sigs/inference-perf (YAML), from whose parameters requests are
-drawn.
+"""Reader of workload files of kubernetes-sigs/inference-perf (YAML), from which requests are
+generated.
 
 Supported are `data` of the types shared_prefix (also with `enable_multi_turn_chat`),
 conversation_replay, synthetic and random, and `load` of the types constant, poisson and concurrent
-with stages. Other types, sweeps and media are refused by the name of the field. Texts are
-generated: lengths and sharing are the file's, the words are not.
+with stages. Other types, sweeps and media raise an error that names the field. Lengths and sharing
+of the generated prompts follow the file; their words do not.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -19,8 +19,8 @@ from sim.traces.lengths import Kind, Spread, fixed
 from sim.traces.reading import DocumentFormat
 
 _NUMBER_MAX: Final = 1_000_000_000
-"""Upper bound of all counts, lengths, rates, seconds and weights. YAML has an infinity, which
-workloads cannot use.
+"""Maximum of every count, length, rate, duration and weight in a workload file. It excludes the
+infinity of YAML.
 """
 _Positive = Annotated[int, Meta(ge=1, le=_NUMBER_MAX)]
 _Count = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
@@ -45,7 +45,7 @@ class _SharedPrefix(Struct):
     num_groups: _Positive = field(default=10)
     num_prompts_per_group: _Positive = 10
     num_unique_system_prompts: _Positive | None = None
-    """Alternative names of `num_groups` and `num_prompts_per_group`."""
+    """This field and the next are alternative names of `num_groups` and `num_prompts_per_group`."""
     num_users_per_system_prompt: _Positive | None = None
     system_prompt_len: _Count | _Distribution = 100
     question_len: _Positive = 50
@@ -92,7 +92,7 @@ class _Split(Struct):
 class _Load(Struct):
     type: Literal["constant", "poisson", "concurrent"] = "constant"
     interval: _From0 = 1.0
-    """Seconds between two stages."""
+    """Pause in seconds between two stages of the load."""
     stages: list[_Stage] = []
     sweep: Any = None
     base_seed: int | None = None
@@ -105,7 +105,9 @@ class _Document(Struct):
 
 
 def workload_of(document: bytes) -> workloads.Generated:
-    """Return the workload of a file, with the seed that it defines. Raises `FieldError`."""
+    """Return the workload of an inference-perf file, and the seed that the file defines. Raises
+    `FieldError`.
+    """
     try:
         tree = yaml.safe_load(document)
     except (yaml.YAMLError, ValueError) as problem:  # ValueError: a date that does not exist

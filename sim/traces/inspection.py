@@ -3,16 +3,16 @@
 The trace is read once. Memory holds eight bytes for each request, about 250 bytes for each distinct
 part of a prompt, the names of sessions, and caches no larger than the pool's.
 
-Hits are shares of all prompt tokens:
+Hit ratios are shares of all prompt tokens:
 
-- *One cache*: an unlimited cache for all requests. It is the ceiling that no run can exceed. All
-  other ratios are what a simple scheme reaches, and a scheduler may do better.
+- *One cache*: an unlimited cache for all requests. No run can exceed its hit ratio. All other
+  ratios are those of simple placements, and a scheduler may do better.
 - *Per pod*: unlimited caches, with requests placed at random, by round robin, or by affinity.
   Affinity uses the hash of the first part of a prompt that not too many prompts share. This is our
   rule of thumb and looks at no cache.
-- *At this capacity*: the same, and one cache, with least-recently-used eviction and the pool's
-  size. A partial last block takes the room of a whole one. Answers take room only if a later prompt
-  contains them.
+- *At this capacity*: caches of the pods' real size with least-recently-used eviction, for the same
+  placements and for one cache of the pool's total size. A partial last block takes the room of a
+  whole one. Answers take room only if a later prompt contains them.
 """
 
 import math
@@ -33,26 +33,28 @@ from sim.traces.hits import Hits
 _GAPS_MAX = 1_000_000
 _WINDOW_S = 10.0
 _DECODE_BATCH = 64
-"""Requests that decode together, for the estimate of decode time."""
+"""Number of requests in a decode batch, assumed by the estimate of decode time."""
 _NO_SHARING = 0.05
 _NEAR = 0.05
-"""Difference below which hit ratios count as equal."""
+"""Difference below which two hit ratios count as equal."""
 _MOSTLY = 0.6
 _SATURATED = 0.9
 _IDLE = 0.3
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """The pods that would serve the trace."""
+    """The pool of pods for which a trace is inspected."""
 
     pods: int
     profile: Profile
     kv_tokens: int
-    """KV cache of each pod."""
+    """KV-cache size of each pod in tokens."""
 
 
 class Quantiles(Struct, frozen=True, kw_only=True):
-    """Quantiles of tokens or seconds; all 0 if there are no values."""
+    """Mean, quantiles and maximum of a quantity in tokens or seconds; all are 0 if there are no
+    values.
+    """
 
     mean: float
     p50: float
@@ -62,8 +64,9 @@ class Quantiles(Struct, frozen=True, kw_only=True):
 
 
 class PodCeilings(Struct, frozen=True, kw_only=True):
-    """Token hit ratios with one cache for each pod, by placement of requests. They are no upper
-    bounds.
+    """Token hit ratios under three placements of requests, if each pod has its own cache.
+
+    They are estimates and no upper bounds.
     """
 
     random: float
@@ -72,64 +75,80 @@ class PodCeilings(Struct, frozen=True, kw_only=True):
 
 
 class Reuse(Struct, frozen=True, kw_only=True):
-    """Reuse of the parts of prompts. A part is a block of the trace."""
+    """Statistics of how often and when the trace uses the same part of a prompt. A part is a block
+    of the trace.
+    """
 
     references: int
     distinct: int
     used_once: float
-    """Share of the distinct parts that are used once."""
+    """Share of the distinct parts that the trace uses only once, from 0 to 1."""
     distinct_first: int
-    """Distinct first parts of prompts. If they are few, the longest prefix alone decides nothing.
+    """Number of distinct first parts of prompts. If they are few, most prompts begin with the same
+    text.
     """
     gap_s: Quantiles
-    """Time between two uses of one part."""
+    """Time between two consecutive uses of the same part."""
     live_tokens_max: int
-    """Working set: the maximum number of tokens in parts between their first and their last use."""
+    """Working set of the trace: maximum over time of the tokens in parts that were used before and
+    will be used again.
+    """
 
 
 class Ceilings(Struct, frozen=True, kw_only=True):
-    """Token hit ratios, as the module explains them."""
+    """Token hit ratios of the trace; the docstring of this module explains them."""
 
     one_cache: float
-    """Hit ratio of an unlimited cache; no run exceeds it, but runs may exceed all others."""
+    """Hit ratio of one unlimited cache. No run exceeds it; a run may exceed all other ratios of
+    this class.
+    """
     per_pod: PodCeilings
     one_cache_at_capacity: float
-    """Hit ratio of one cache with the room of all pods together."""
+    """Hit ratio of one cache with the size of all pods' caches together."""
     per_pod_at_capacity: PodCeilings
     affinity_load_max_over_mean: float
-    """Requests of the busiest pod / mean requests of a pod when placed by affinity."""
+    """Requests of the busiest pod divided by the mean number of requests per pod, under placement
+    by affinity.
+    """
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Classification of the trace for this pool, as estimates."""
+    """Estimates that classify the trace for a pool: its working set, GPU time and load."""
 
     regime: str
-    """Relation of working set and pool: no-sharing, fits-a-pod, fits-the-pool or exceeds-the-pool.
+    """Size of the working set relative to the pool: no-sharing, fits-a-pod, fits-the-pool or
+    exceeds-the-pool.
     """
     working_set_over_pod: float
     working_set_over_pool: float
     prefill_share: float
-    """Prefill's share of GPU time, when placed by affinity."""
+    """Share of prefill in the GPU time of all requests, from 0 to 1, under placement by affinity.
+    """
     utilisation: float
-    """Needed GPU time / available GPU time; above 1 the pool cannot keep up."""
+    """GPU time that the trace needs divided by GPU time of the pool during the trace; above 1 the
+    pool is overloaded.
+    """
     sentences: tuple[str, ...]
 
 
 class Inspection(Struct, frozen=True, kw_only=True):
-    """All results of an inspection."""
+    """All results of `sim trace inspect` for one trace and pool."""
 
     requests: int
     duration_s: Seconds
     rate_per_s: float
     waiting_for_answers: int
-    """Requests that wait for an answer; their times do not include that wait."""
+    """Number of requests that wait for the answer of an earlier request; their arrival times do not
+    include that wait.
+    """
     models: int
     adapters: int
     sessions: int
     gap_cv: float
-    """Coefficient of variation of the gaps between arrivals: 1 is Poisson."""
+    """Coefficient of variation of the gaps between arrivals; it is 1 for Poisson arrivals."""
     peak_over_mean: float
-    """Arrival rate of the busiest 10 seconds / mean arrival rate."""
+    """Arrival rate of the busiest 10 s divided by the mean arrival rate; 1 for traces below 10 s.
+    """
     prompt_tokens: Quantiles
     output_tokens: Quantiles
     prompt_tokens_total: int
@@ -140,8 +159,9 @@ class Inspection(Struct, frozen=True, kw_only=True):
 
 
 def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspection:
-    """Read the trace to its end and return its properties. Raises `ValueError` if it has no
-    requests.
+    """Read the trace to its end and return its statistics for `pool`.
+
+    `seed` decides the random placement. Raises `ValueError` if the trace has no requests.
     """
     hits = Hits(pods=pool.pods, kv_tokens=pool.kv_tokens, seed=seed)
     uses = _Uses(seed)
@@ -193,7 +213,7 @@ def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspectio
 
 
 def quantiles(values: npt.NDArray[Any]) -> Quantiles:
-    """Return the quantiles by nearest rank."""
+    """Return mean, maximum and quantiles by nearest rank; all are 0 if there are no values."""
     if not len(values):
         return Quantiles(mean=0, p50=0, p90=0, p99=0, max=0)
     p50, p90, p99 = np.percentile(values, (50, 90, 99), method="inverted_cdf").tolist()
@@ -202,7 +222,7 @@ def quantiles(values: npt.NDArray[Any]) -> Quantiles:
 
 
 class _Timing:
-    """Statistics of the gaps between arrivals, and of the busiest window."""
+    """Statistics of the gaps between arrivals, and of the busiest window of 10 s."""
 
     def __init__(self) -> None:
         self.latest_s: Seconds = 0.0
@@ -235,7 +255,7 @@ class _Timing:
 
 
 class _Uses:
-    """Times at which each distinct part was used."""
+    """First and last time at which the trace used each distinct part, and the gaps between uses."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(f"{seed}:gaps")
@@ -245,7 +265,9 @@ class _Uses:
         self._gaps_s, self._gaps_seen = array("f"), 0
 
     def add(self, arrival: Arrival, slots: Sequence[int]) -> None:
-        """Record the uses of an arrival's parts; `slots` are those of `Hits.add`."""
+        """Record the uses of the parts of an arrival. `slots` are the numbers of the parts from
+        `Hits.add`.
+        """
         answers = arrival.answer is not None
         self._references += len(slots) - answers
         self._first_parts.update(slots[: min(1, len(slots) - answers)])
@@ -260,7 +282,10 @@ class _Uses:
             self._last_s[slot] = now
 
     def _gap(self, gap_s: Seconds) -> None:
-        """Record a gap in a fair sample (reservoir sampling)."""
+        """Record the time between two uses of a part.
+
+        Above a million gaps, a random sample is kept (reservoir sampling).
+        """
         self._gaps_seen += 1
         if len(self._gaps_s) < _GAPS_MAX:
             self._gaps_s.append(gap_s)
@@ -341,14 +366,16 @@ def _regime(over_pod: float, pool: Pool) -> str:
 def _sharing_sentence(
     regime: str, reuse: Reuse, ceilings: Ceilings, over_pod: float, pool: Pool
 ) -> str:
-    """Return the sentence about the working set, the consequence of the hit ratios, and the ratios."""
+    """Return the sentence that compares the working set with the cache sizes, and gives conclusion
+    and hit ratios.
+    """
     best, pods = ceilings.one_cache, f"{pool.pods} pods"
     if not reuse.references:
         return "The trace does not say what prompts share: it can compare load policies only."
     if regime == "no-sharing":
         return (
             f"Prompts share almost nothing ({best:.1%} at most): route by load; a prefix policy "
-            "can only unbalance it."
+            "can only unbalance the load."
         )
     size = {
         "fits-a-pod": "fits into each pod's cache",
@@ -365,38 +392,42 @@ def _sharing_sentence(
 
 
 def _conclusion(regime: str, ceilings: Ceilings) -> str:
-    """Return the effect of routing and of cache size on the hit ratio, independent of the regime."""
+    """Return the effect of routing and of cache size on the hit ratio, as part of a sentence."""
     affinity = ceilings.per_pod_at_capacity.affinity
     chance = ceilings.per_pod_at_capacity.random
     room_pays = ceilings.per_pod.affinity - affinity >= _NEAR
     if affinity - chance >= _NEAR:
         if room_pays:
-            return "prefix routing pays, and so would more room"
+            return "prefix routing pays, and so would larger caches"
         if regime == "fits-a-pod":
-            return "prefix routing still pays, as a pod hits only what it has met before"
+            return "prefix routing still pays, because a pod hits only what it has processed before"
         return "prefix routing pays"
     if chance - affinity >= _NEAR:
-        return "placing by a hash of the prefix loses to chance"
+        return "routing by a hash of the prefix hits less than random routing"
     if ceilings.one_cache - min(affinity, chance) < _NEAR:
         return "any routing comes near the best hit rate"
-    return "capacity decides" if room_pays else "a hash of the prefix gains little"
+    if room_pays:
+        return "the cache size decides the hit ratio"
+    return "routing by a hash of the prefix gains little"
 
 
 def _prefill_sentence(prefill_share: float, *, shares: bool) -> str:
     where, gain = "Prefill and decode take about the same GPU time", "add some throughput"
     if prefill_share >= _MOSTLY:
-        where, gain = "Most GPU time is prefill", "turn into throughput"
+        where, gain = "Most GPU time is prefill", "raise throughput"
     elif prefill_share <= 1 - _MOSTLY:
         where, gain = "Most GPU time is decode", "shorten TTFT more than they add throughput"
-    return f"{where}: hits {gain}." if shares else f"{where}."
+    return f"{where}: cache hits {gain}." if shares else f"{where}."
 
 
 def _load_sentences(work: _Work, utilisation: float, ceilings: Ceilings) -> list[str]:
-    """Return at most one sentence about the load."""
+    """Return the sentence about the load of the pool, as a list of at most one."""
     at_capacity = ceilings.per_pod_at_capacity
     if utilisation < _IDLE:
         if at_capacity.affinity - at_capacity.random >= _NEAR:
-            return ["The pool is lightly loaded: policies differ by hits, hardly by queues."]
+            return [
+                "The pool is lightly loaded: policies differ in cache hits, hardly in queueing."
+            ]
         return ["The pool is lightly loaded: differences between policies will be small."]
     if 2 * work.waiting > work.requests:
         return ["Most requests wait for an answer: the load adapts to what the pool can serve."]
@@ -408,8 +439,10 @@ def _load_sentences(work: _Work, utilisation: float, ceilings: Ceilings) -> list
 
 
 def _gpu_s(work: _Work, hit: float, profile: Profile) -> tuple[Seconds, Seconds]:
-    """Return estimates of (prefill, decode) time. Prompts are average and in full chunks; decodes
-    are in a fixed batch.
+    """Return estimates of the GPU time in seconds of (prefill, decode) for all requests.
+
+    All prompts are assumed to have the mean length, prefill to run in full chunks, and decode in
+    batches of 64.
     """
     context = work.prompt_tokens / work.requests
     new = max(1.0, context * (1 - hit))

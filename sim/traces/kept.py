@@ -1,9 +1,9 @@
-"""A cache on disk of big traces in parsed form: reading one again takes an eighth of the time.
+"""A cache on disk for parsed traces; reading a big trace from it takes an eighth of the time.
 
-An entry is identified by the bytes of the trace file, the reading options and the code that reads,
-so that it is never stale. An entry is written to a temporary file and then moved to its place, so
-several processes may write the same one. A damaged entry is ignored, and the trace is read again.
-If the folder grows too large, the least recently used entries are deleted.
+The name of an entry is a hash of the trace file, the reading options and the source code of the
+parsers, so an entry is never stale. An entry is written to a temporary file and then renamed, so
+several processes may write the same one. A damaged entry is ignored, and the trace file is read
+again. If the folder grows too large, the least recently used entries are deleted.
 
 An entry consists of MessagePack frames, each a list of `Arrival`, then a frame of length 0 and the
 XXH3-128 of all bytes before it. msgspec turns the rows into checked arrivals without further code.
@@ -28,7 +28,7 @@ from sim.sentences import sentence_of
 from sim.traces.arrival import Arrival
 
 KEPT_BYTES_MAX: Final = 2 * 1024**3
-"""Maximum size of all entries together, and of one."""
+"""Maximum size in bytes of all cached traces together, and of one cached trace."""
 FRAME_ARRIVALS_MAX: Final = 4096
 _FRAME_BLOCKS_MAX: Final = 1_000_000
 _LENGTH: Final = Struct("<Q")
@@ -37,17 +37,20 @@ _READ_BYTES: Final = 1024 * 1024
 _ENDING: Final = ".arrivals"
 _UNFINISHED: Final = ".part"
 _UNFINISHED_S_MAX: Final = 3600.0
-"""Age, relative to a new entry, from which an unfinished file counts as left by a dead process."""
+"""Age in seconds above which an unfinished cache file is deleted, because its process must have
+died.
+"""
 
 
-class NotKept(Exception):  # noqa: N818  an answer, not an error
-    """The entry does not exist or is damaged."""
+class NotCached(Exception):  # noqa: N818  an answer, not an error
+    """The requested trace is not in the cache on disk, or its entry is damaged."""
 
 
 def kept_folder() -> str:
-    """Return this user's folder for cached traces, or "" if there is none.
+    """Return the path of this user's folder for cached traces, or "" if the home directory is
+    unknown.
 
-    The place follows the XDG base directory specification.
+    The path follows the XDG base directory specification.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     if Path(named).is_absolute():
@@ -59,22 +62,29 @@ def kept_folder() -> str:
         return ""
 
 
-class KeptTraces:
-    """The cached traces in one folder. Only this user may read it, because session names are in it."""
+class CachedTraces:
+    """The traces that are cached in one folder.
+
+    Only this user may read the folder, because traces contain session names.
+    """
 
     def __init__(self, folder: Path, *, bytes_max: int = KEPT_BYTES_MAX) -> None:
-        """Use `folder`, which is created together with the first entry."""
+        """Use `folder`, which is created when the first trace is cached.
+
+        `bytes_max` limits the size of all entries together.
+        """
         self._folder = folder
         self._bytes_max = bytes_max
 
     def name_of(self, path: Path, how: Sequence[object]) -> str:
-        """Return the name of the entry for the trace file `path`, read with the options `how`.
+        """Return the name of the cache entry for the trace file `path`, read with the options
+        `how`.
 
-        Raises `OSError`, and `NotKept` if the version of the reading code is unknown.
+        Raises `OSError`, and `NotCached` if the source code of the parsers cannot be read.
         """
         version = _version_of_reading()
         if not version:
-            raise NotKept
+            raise NotCached
         digest = xxhash.xxh3_128(repr((version, *how)).encode())
         with path.open("rb") as file:
             while part := file.read(_READ_BYTES):
@@ -82,11 +92,14 @@ class KeptTraces:
         return digest.hexdigest()
 
     def holds(self, name: str) -> bool:
-        """Return whether there is such an entry, intact or not."""
+        """Return whether the cache has an entry called `name`; the entry may be damaged."""
         return self._path(name).is_file()
 
     def read(self, name: str) -> Iterator[Arrival]:
-        """Yield the arrivals of an entry. Raises `NotKept`, possibly after some of them."""
+        """Yield the arrivals of a cached trace.
+
+        Raises `NotCached` if the entry is missing or damaged, possibly after some arrivals.
+        """
         path = self._path(name)
         try:
             with path.open("rb") as file:
@@ -99,17 +112,17 @@ class KeptTraces:
                     yield from decode(file.read(length))
         except (OSError, msgspec.DecodeError, error) as problem:
             if not isinstance(problem, FileNotFoundError | NotADirectoryError):
-                _tell(path, f"{sentence_of(problem)}; it is read anew")
-            raise NotKept from problem
+                _tell(path, f"{sentence_of(problem)}; the trace file is read instead")
+            raise NotCached from problem
 
     def keeping(
         self, name: str, arrivals: Iterator[Arrival], as_named: Callable[[], bool]
     ) -> Iterator[Arrival]:
-        """Yield the same arrivals, and store them as an entry after the last one.
+        """Yield `arrivals` unchanged, and store them as the cache entry `name` after the last one.
 
-        Nothing is stored in three cases: an arrival has a body, because no one asked for copies of
-        users' texts; the arrivals exceed the size limit; `as_named` returns False at the end. Write
-        errors are reported on stderr and have no other effect.
+        Nothing is stored if an arrival has a body (users' texts are not copied), if the entry would
+        exceed the size limit, or if `as_named` returns False at the end. Write errors are reported
+        on stderr and have no other effect.
         """
         with contextlib.ExitStack() as files:
             writer: _Writer | None = None
@@ -131,8 +144,8 @@ class KeptTraces:
         return self._folder / f"{name}{_ENDING}"
 
     def _evict(self, last: Path) -> None:
-        """Delete the oldest entries until all fit, including `last`, which is new. Other processes
-        may do so too.
+        """Delete the least recently used entries until the folder is within its size limit, but
+        never `last`, the new one. Other processes may delete entries at the same time.
         """
         entries: list[tuple[float, int, Path]] = []
         with contextlib.suppress(OSError):
@@ -156,10 +169,10 @@ class KeptTraces:
 
 
 class _Writer:
-    """A writer of one entry, in a temporary file with a unique name."""
+    """A writer of one cache entry into a temporary file with a unique name."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
-        """Create the temporary file. Raises `OSError`."""
+        """Create the temporary file in `folder`. Raises `OSError`."""
         handle, name = tempfile.mkstemp(suffix=_UNFINISHED, dir=folder)
         self._file: BinaryIO = os.fdopen(handle, "wb")
         self._path = Path(name)
@@ -175,7 +188,11 @@ class _Writer:
         self.discard()
 
     def takes(self, arrival: Arrival) -> bool:
-        """Append an arrival. Return False if it or an earlier one cannot be stored."""
+        """Append an arrival to the cache entry.
+
+        Return False if the entry cannot be stored: the arrival has a body, writing failed, or the
+        size limit is exceeded.
+        """
         if arrival.body:
             return False
         self._frame.append(arrival)
@@ -190,7 +207,10 @@ class _Writer:
         return self._left_bytes >= 0
 
     def finish(self, place: Path) -> None:
-        """Write the rest and move the file to `place`."""
+        """Write the remaining arrivals and the checksum, and rename the temporary file to `place`.
+
+        Write errors are reported on stderr.
+        """
         try:
             if self._frame:
                 self._write_frame()
@@ -225,20 +245,24 @@ class _Writer:
 
 
 def _check(file: BinaryIO) -> None:
-    """Raise `msgspec.DecodeError` unless the file is intact; rewind it to its beginning."""
+    """Raise `msgspec.DecodeError` unless the checksum of the cache entry is right; then rewind the
+    file to its beginning.
+    """
     left = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
     digest = xxhash.xxh3_128()
     while left > 0 and (part := file.read(min(left, _READ_BYTES))):
         digest.update(part)
         left -= len(part)
     if left or file.read() != digest.digest():
-        raise msgspec.DecodeError("Expected an entry as it was written")
+        raise msgspec.DecodeError("Expected the checksum of the cache entry to match")
     file.seek(0)
 
 
 @cache
 def _version_of_reading() -> str:
-    """Return a hash of the source files that parse traces, or "" if there are no source files."""
+    """Return a hash of the source code of the trace parsers, or "" if the source files cannot be
+    read.
+    """
     folders = [Path(__file__).parent, *map(Path, epp.core.prompt.__path__)]
     digest = xxhash.xxh3_128()
     try:

@@ -1,4 +1,4 @@
-"""Random distributions of lengths, counts and pauses: those that inference-perf supports."""
+"""Random distributions of lengths, counts and pauses: the types that inference-perf supports."""
 
 import math
 from random import Random
@@ -13,9 +13,10 @@ _KNUTH_MEAN_MAX = 30.0
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """A distribution whose values are clipped (not resampled) at `min` and `max`.
+    """A random distribution whose values below `min` or above `max` are set to that limit.
 
-    `mean` and `std_dev` are those of the variable itself, also for a lognormal.
+    `mean` and `std_dev` are those of the values themselves, also for a lognormal distribution (not
+    those of the logarithms).
     """
 
     type: Kind = "normal"
@@ -33,11 +34,11 @@ class Spread(Struct, frozen=True, kw_only=True):
             raise FieldError("mean", "Expected above 0 for a lognormal, got 0")
 
     def draw(self, random: Random) -> float:
-        """Draw one value."""
+        """Return one random value of the distribution, clipped at `min` and `max`."""
         return min(max(self._draw(random), self.min), self.max)
 
     def count(self, random: Random) -> int:
-        """Draw one value as an integer of at least 1."""
+        """Return one random value of the distribution, rounded to an integer of at least 1."""
         return max(1, round(self.draw(random)))
 
     def _draw(self, random: Random) -> float:
@@ -61,7 +62,7 @@ def fixed(value: float) -> Spread:
 
 
 def around(mean: float, share: float = 0.3) -> Spread:
-    """Return a uniform distribution within `share` of `mean`, below and above."""
+    """Return a uniform distribution from `mean * (1 - share)` to `mean * (1 + share)`."""
     return Spread(type="uniform", mean=mean, min=mean * (1 - share), max=mean * (1 + share))
 
 
@@ -71,7 +72,9 @@ def lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Spr
 
 
 def _small_poisson(random: Random, mean: float) -> int:
-    """Draw by Knuth's method: count random factors until their product is at most exp(-mean)."""
+    """Draw a Poisson number by Knuth's method: count random factors until their product is at most
+    exp(-mean).
+    """
     limit, product, count = math.exp(-mean), random.random(), 0
     while product > limit:
         product *= random.random()

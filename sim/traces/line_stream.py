@@ -29,5 +29,8 @@ class _Lines(io.RawIOBase):
 
 
 def stream_of(lines: Iterable[bytes]) -> BinaryIO:
-    """Return a file that gives `lines` once; reading it raises what the generator raises."""
+    """Return a binary file that contains `lines` and can be read once.
+
+    Reading it raises the errors of the generator.
+    """
     return io.BufferedReader(_Lines(iter(lines)), _BUFFER_BYTES)

@@ -1,10 +1,11 @@
-"""LiteLLM spend logs with `prefix_block_hashes` (1.111 and later), one row a line.
+"""Reader of LiteLLM spend logs with `prefix_block_hashes` (LiteLLM 1.111 and later), one row a
+line.
 
-The callback writes 16 hexadecimal digits for each block of tokens. The hashes are chained, with one
-for a partial last block. The token counts are the provider's, and the hashes are LiteLLM's. They
-may differ by some tokens, so a surplus of either is not an error. The position of the hashes in a
-row depends on the export (`metadata` is an object or a string of JSON), so they are found by name.
-To read an export that is one JSON array, convert it to lines with `jq -c '.[]'`.
+A row has 16 hexadecimal digits for each block of prompt tokens. The hashes are chained, with one
+for a partial last block. The provider counts the tokens, and LiteLLM computes the hashes. The two
+may differ by some tokens, so too many or too few hashes are no error. The position of the hashes in
+a row depends on the export (`metadata` is an object or a string of JSON), so they are searched by
+name. To read an export that is one JSON array, convert it to lines with `jq -c '.[]'`.
 """
 
 from datetime import UTC, datetime
@@ -74,7 +75,10 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
 
 
 def _hashes(row: _Row) -> tuple[int | None, tuple[int, ...]]:
-    """Return (block size or None, ids); there are no ids if the row has no hashes."""
+    """Return (tokens per block, block ids) of a row.
+
+    The first is None if the row does not state it; there are no ids if the row has no hashes.
+    """
     found = row.hashes
     if found is None:
         metadata = row.metadata
@@ -113,7 +117,9 @@ def _identity(place: int, text: object) -> int:
 
 
 def _find(document: object, name: str) -> Any:
-    """Return the first member called `name`, at any depth."""
+    """Return the first member called `name` in nested JSON objects, at any depth; None if there is
+    none.
+    """
     if not isinstance(document, dict):
         return None
     if name in document:

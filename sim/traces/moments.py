@@ -1,4 +1,4 @@
-"""Reading of times in traces: numbers in several units, and dates."""
+"""Parsing of times in traces: numbers in several units, and dates."""
 
 import math
 import re
@@ -9,9 +9,11 @@ from epp.core.types import Seconds
 from sim.traces.arrival import FieldError
 
 UNITS_S: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-"""Length of each unit in seconds."""
+"""Length in seconds of each time unit."""
 _ABSOLUTE_FROM: Final = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
-"""Lower bound of a Unix time of the years 1973 to 5138 in each unit; larger units stay below it."""
+"""Smallest number that is a Unix time after 1973 in each unit, largest first; the same time in a
+larger unit is a smaller number.
+"""
 _UNIT_AT_THE_END: Final = re.compile(
     r"(?<=[^a-z])(?:in )?(ns|us|ms|s|sec|seconds|milliseconds|microseconds|nanoseconds)"
     r"[^a-z]*$"
@@ -26,7 +28,9 @@ _SPELT_OUT: Final = {
 
 
 def unit_in(name: str) -> tuple[str, str]:
-    """Cut the unit off the name of a column: `start_ns` gives ("start_", "ns"), `start` ("start", "")."""
+    """Split the time unit off a column name: `start_ns` gives ("start_", "ns"), `start` gives
+    ("start", "").
+    """
     found = _UNIT_AT_THE_END.search(name.lower())
     if found is None:
         return name, ""
@@ -34,11 +38,11 @@ def unit_in(name: str) -> tuple[str, str]:
 
 
 def seconds_of(value: object, field: str, unit: str, usual: str) -> Seconds:
-    """Return the time in the column `field` in seconds; a date counts from 1970.
+    """Return the time `value` of column `field` in seconds; a date counts from 1970.
 
-    A text is read as a number, else as a date and time by `instant_of`. A number counts `unit`s. If
-    `unit` is "", it counts `usual` units, unless it is so large that it can only be a Unix time in a
-    smaller unit. Raises `FieldError`.
+    A text is parsed as a number, or else as a date and time by `instant_of`. A number is in
+    `unit`s. If `unit` is "", it is in `usual` units, unless it is so large that it must be a Unix
+    time in a smaller unit. Raises `FieldError`.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -58,9 +62,9 @@ def seconds_of(value: object, field: str, unit: str, usual: str) -> Seconds:
 
 
 def instant_of(text: str, field: str) -> datetime:
-    """Read a date and time of ISO 8601, which is in UTC unless it says another zone.
+    """Parse a date and time of ISO 8601; without a time zone it is UTC.
 
-    Raises `FieldError`.
+    Raises `FieldError`, which names the column `field`.
     """
     try:
         instant = datetime.fromisoformat(text)

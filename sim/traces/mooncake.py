@@ -1,8 +1,9 @@
-"""Export of arrivals as Mooncake JSONL, for tools that read no other format.
+"""Export of requests as Mooncake JSONL, for tools that read no other format.
 
-The format has one id for every 512 tokens and no other identity of text, so finer blocks are
-rounded: an id stands for all text up to its end. Models, sessions, closed loops and answers are
-lost. Times of requests with `after` do not include the wait.
+The format has one id for every 512 tokens and no other information about shared text, so sharing in
+finer blocks is rounded. An id stands for all text up to the end of its block. Models, sessions,
+closed loops and answers are lost. Times of requests with `after` do not include the wait for the
+earlier answer.
 """
 
 from typing import BinaryIO
@@ -14,20 +15,20 @@ from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS
 from sim.traces.prompts import PromptHashes
 
 _ID_MASK = 2**63 - 1
-"""Mask for 63 bits, because other readers treat ids as signed."""
+"""Mask that keeps 63 bits of an id, because other readers of the format use signed integers."""
 
 
 class MooncakeWriter:
-    """A writer of Mooncake lines; the caller closes the file."""
+    """A writer of a trace in Mooncake's format. The caller closes the file."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Create the writer; nothing is written before the first request."""
+        """Create the writer; nothing is written to `file` before the first request."""
         self._file = file
         self._encode = msgspec.json.Encoder().encode
         self.lines = 0
 
     def write(self, arrival: Arrival) -> None:
-        """Append a request; a partial last block gets the id of its last token."""
+        """Append a request. A partial last block gets an id that stands for the whole prompt."""
         hashes = PromptHashes(arrival)
         size, tokens = MOONCAKE_BLOCK_TOKENS, arrival.prompt_tokens
         blocks = (hashes.chain(size, tokens) & _ID_MASK).tolist()

@@ -21,7 +21,8 @@ from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
 from sim.traces.texts import BLOCK_TOKENS, Tokenize, blocks_of, text_in, tokenizer_at
 
 OUTPUT_TOKENS_DEFAULT: Final = 128
-"""Answer length if neither the line nor a limit in the body has one."""
+"""Assumed number of answer tokens, if neither the line nor a limit in the request body gives one.
+"""
 TOKEN_ESTIMATE: Final = (
     f"Prompt tokens are estimated as one for every {BYTES_PER_TOKEN} bytes of text, unless a "
     "--tokenizer counts them. If a line has no count of answer tokens, the answer is as long as the "
@@ -29,7 +30,7 @@ TOKEN_ESTIMATE: Final = (
 )
 _BLOCKS_MAX: Final = 1_000_000
 _TERMINATOR_BYTES: Final = 1
-"""Length that production reads for an empty text: its terminator."""
+"""Number of bytes that the picker's parser counts for an empty prompt: its terminator."""
 _PATHS: Final = {
     "messages": "/v1/chat/completions",
     "prompt": "/v1/completions",
@@ -110,10 +111,12 @@ def arrival_of_body(
     headers: tuple[tuple[str, str], ...] = (),
     tokenize: Tokenize | None = None,
 ) -> Arrival:
-    """Return the request `body` at time 0, with the answer as long as its limit or the default.
+    """Return the request `body` as an arrival at time 0. Its answer is as long as the request's
+    limit, or 128 tokens.
 
-    `path` is "" if the body tells its API. Raises `FieldError` if the picker would refuse the
-    request, and msgspec's errors if the body is not a JSON object.
+    `path` is the API path of the request, or "" to derive it from the body's members. Raises
+    `FieldError` if the picker would reject the request, and msgspec's errors if the body is not a
+    JSON object.
     """
     path = path or _path_of(msgspec.json.decode(body, type=dict[str, Raw]))
     parsed = parse_request(path=path, headers=dict(headers), body=body, request_id=str(index))

@@ -1,6 +1,6 @@
-"""Warnings about data that are valid but look like a mistake, such as a wrong unit or column.
+"""Warnings about traces that are valid but look like a mistake, such as a wrong unit or column.
 
-The check reads the beginning of a trace in the order of its lines, and changes nothing.
+The check reads the first requests of a trace in the order of its lines, and changes nothing.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,25 @@ from sim.traces.arrival import Arrival, TraceError
 from sim.traces.reading import LineFormat, Trace
 
 LOOKED_AT_MAX: Final = 1_000
-"""Number of first requests that are checked."""
+"""Number of requests at the beginning of a trace that are checked for plausibility."""
 _REQUESTS_MIN: Final = 10
-"""Minimum number of requests for a judgement of rates and constant columns."""
+"""Minimum number of requests for warnings about arrival rates and constant columns."""
 _GAP_S_MIN: Final = 0.002
-"""Mean gap below which a time looks like seconds read as milliseconds. Known traces have at most
-some hundred requests a second; such a misread trace has a thousand times its rate.
+"""Mean gap in seconds between arrivals below which times look like seconds that were read as
+milliseconds. Known traces have at most some hundred requests a second; such a misread trace has a
+thousand times its rate.
 """
 _GAP_S_MAX: Final = 60.0
-"""Mean gap above which a time looks like milliseconds read as seconds. A trace to replay has more
-than one request a minute.
+"""Mean gap in seconds between arrivals above which times look like milliseconds that were read as
+seconds. Traces for load tests have more than one request a minute.
 """
 
 
 def warnings_of(trace: Trace) -> list[str]:
-    """Return a sentence for each suspicion; a generated workload has none. Raises `OSError`.
+    """Return a sentence for each implausible property of a trace; a generated workload has none.
+    Raises `OSError`.
 
-    A trace that cannot be read has no warnings: reading it tells why.
+    A trace that cannot be read has no warnings, because reading it raises the error.
     """
     if not isinstance(trace.format, LineFormat):
         return []
@@ -79,7 +81,10 @@ def _about_times(trace: Trace, arrivals: Sequence[Arrival]) -> list[str]:
 
 
 def _changes(trace: Trace, told_s: Sequence[Seconds], **options: Any) -> bool:
-    """Return whether other options give other times, because the trace has none or another unit."""
+    """Return whether reading the trace with other `options` gives other times.
+
+    It does not if the trace states the unit.
+    """
     read = msgspec.structs.replace(trace.options, **options)
     others = Trace(trace.path, trace.format, read).as_written()
     others_s = [one.time_s for one in islice(others, LOOKED_AT_MAX) if one.after is None]
@@ -87,7 +92,10 @@ def _changes(trace: Trace, told_s: Sequence[Seconds], **options: Any) -> bool:
 
 
 def _mean_gap_s(told_s: Sequence[Seconds]) -> Seconds | None:
-    """Return the mean gap, or None for few requests and for requests that all arrive at once."""
+    """Return the mean gap in seconds between times.
+
+    Return None for fewer than 10 requests, or if all arrive at once.
+    """
     if len(told_s) < _REQUESTS_MIN:
         return None
     span_s = max(told_s) - min(told_s)

@@ -1,16 +1,16 @@
-"""Conversion of block ids to prompts, in two ways that share at exactly the same places.
+"""Conversion of the block ids of a request to a prompt, in two ways that share the same prefixes.
 
 Fast: hashes without text. The base of a block is a hash of the base before it, its start and its
 id. The hash at any token is the base of its block plus an odd constant for each token from the
 start. One list of ids therefore gives hashes for blocks of any size, for the picker and for an
-engine. Blocks with one id and different lengths share as many tokens as the shorter one has.
+engine. Blocks with the same id and different lengths share as many tokens as the shorter one has.
 
 Through bytes: a text of four bytes a token for `/v1/completions`, which is parsed and hashed as in
 production. The text of a block begins with a token that occurs nowhere else in a text, and
 continues with the rest of its id. The two ways agree because the text can be split into its blocks
 again. A hash covers whole tokens, so it must cover the whole id of a block to distinguish it from
-others. It does if the block size is a multiple or a divisor of 64 tokens. For stretches of any
-length it may cover one token, so their ids must fit into one; ids of generated workloads do.
+others. It does if the block size is a multiple or a divisor of 64 tokens. For blocks of any length
+it may cover one token, so their ids must fit into one; ids of generated workloads do.
 
 Text after the last block is unique to the request, and so is the answer unless the trace gives it
 an id. Answers are not part of the picker's hashes.
@@ -38,27 +38,29 @@ from sim.traces.arrival import Arrival
 
 COMPLETIONS_PATH: Final = "/v1/completions"
 DEFAULT_MODEL: Final = "trace"
-"""Model of a request for which the trace names none."""
+"""Model name of requests whose trace names no model."""
 PICKER_BLOCK_TOKENS: Final = 64
 
 _WORD: Final = 2**64 - 1
 _STRIDE: Final = 0x9E3779B97F4A7C15
-"""An odd constant, so that all hashes inside a block differ."""
+"""Odd constant that is added for each token, so that the hashes at all tokens of a block differ."""
 _SEEDS_KEPT_MAX: Final = 64
-"""Maximum number of cached seeds, one for each model and salt; a trace has few."""
+"""Maximum number of cached hash seeds; there is one for each pair of model and salt in a trace."""
 _STRIDES_KEPT_MAX: Final = 4096
-"""Number of blocks, of 8 bytes each, for which strides are cached. `_STRIDE_SIZES_MAX` limits the
-number of block sizes.
+"""Number of blocks (of 8 bytes each) for which strides are cached, for each block size.
+`_STRIDE_SIZES_MAX` limits the number of block sizes.
 """
 _STRIDE_SIZES_MAX: Final = 16
 _PART: Final = Struct("=QQ")
-"""A part's number and its first token."""
+"""Binary form of (block id, first token) that is hashed for the base of a block."""
 _OWN_PROMPT: Final = b"prompt"
 _OWN_ANSWER: Final = b"answer"
 
 _SHARED_FIRST: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OWN_FIRST: Final = "!#$%&()*+,;<=>?@"
-"""First characters of a block's text. Neither set has a blank, which begins all other tokens."""
+"""First characters of the text of a shared block and of a request's own text. Neither has a blank,
+which begins all other tokens.
+"""
 _DIGIT_BITS: Final = 6
 _FIRST_TOKEN_IDS: Final = 2**24
 _SECOND_TOKEN_IDS: Final = 2**42
@@ -66,7 +68,7 @@ _FIRST_TOKEN_OWN: Final = 2**22
 
 
 def model_of(arrival: Arrival) -> str:
-    """Return the model name in the body: the adapter, else the model, else `DEFAULT_MODEL`."""
+    """Return the model name in the request body: the adapter, else the model, else `DEFAULT_MODEL`."""
     return arrival.adapter or arrival.model or DEFAULT_MODEL
 
 
@@ -77,12 +79,12 @@ def request_of(
     *,
     told_block_tokens: Sequence[int] = (),
 ) -> InferenceRequest:
-    """Return the request as the picker receives it, without text.
+    """Return the request as the picker sees it, with hashes instead of text.
 
-    `block_tokens` are all block sizes in which affinity indexes look up prompts; with any other
-    size they would find no blocks. `told_block_tokens` are the block sizes of indexes that receive
-    KV-cache events, for requests with known tokens. `hashes` are those of `arrival`, if they exist
-    already.
+    `block_tokens` are the block sizes in which affinity indexes look up prompts; an index with
+    another size would find no blocks. `told_block_tokens` are the block sizes of indexes that
+    receive KV-cache events, for requests with known tokens. `hashes` are the hashes of `arrival`,
+    if they were computed before.
     """
     hashes = hashes or PromptHashes(arrival)
     return InferenceRequest(
@@ -102,13 +104,13 @@ def request_of(
 
 
 def engine_chain(arrival: Arrival, block_size_tokens: int) -> list[int]:
-    """Return the hash of every full block of prompt and answer together, in the engine's form."""
+    """Return the hash of every full block of prompt and answer together, as engines use them."""
     return PromptHashes(arrival).engine_chain(block_size_tokens)
 
 
 def request_through_bytes(arrival: Arrival) -> InferenceRequest:
-    """Return the request as production reads it from the body. Raises `ValueError` if it refuses
-    the body.
+    """Return the request as the picker parses it from its body. Raises `ValueError` if the picker
+    rejects the body.
     """
     parsed = parse_request(
         path=arrival.path or COMPLETIONS_PATH,
@@ -125,9 +127,9 @@ def request_through_bytes(arrival: Arrival) -> InferenceRequest:
 
 
 def body_of(arrival: Arrival) -> bytes:
-    """Return the request's body: the raw one, else one for `COMPLETIONS_PATH`.
+    """Return the request's body: its raw body, else a generated one for `COMPLETIONS_PATH`.
 
-    Raises `ValueError` if the ids are too large for the text to distinguish blocks.
+    Raises `ValueError` if block ids are too large to be encoded in the text.
     """
     if arrival.body:
         return arrival.body
@@ -144,7 +146,10 @@ def body_of(arrival: Arrival) -> bytes:
 
 
 def prompt_text(arrival: Arrival) -> str:
-    """Return the prompt with four ASCII characters a token. Raises `ValueError` like `body_of`."""
+    """Return the generated text of the prompt, four ASCII characters a token.
+
+    Raises `ValueError` if block ids are too large to be encoded.
+    """
     # A hash of the picker may end this many tokens after the start of a block.
     shortest = 1 if arrival.lengths else arrival.block_tokens
     limit = {1: _FIRST_TOKEN_IDS, 2: _SECOND_TOKEN_IDS}.get(shortest, _WORD + 1)
@@ -161,7 +166,7 @@ def prompt_text(arrival: Arrival) -> str:
     if left:
         if shortest == 1 and arrival.index >= _FIRST_TOKEN_OWN:
             raise ValueError(
-                f"Request {arrival.index} ends in text of its own behind stretches of any length; "
+                f"Request {arrival.index} ends in text of its own after blocks of different lengths; "
                 f"expected at most {_FIRST_TOKEN_OWN:,} requests of this kind."
             )
         parts.append(_text(_OWN_FIRST, arrival.index, left))
@@ -169,8 +174,9 @@ def prompt_text(arrival: Arrival) -> str:
 
 
 def _text(first: str, number: int, tokens: int) -> str:
-    """Return text of `tokens` tokens that encodes `number`: low bits in the first token, three
-    digits in each other.
+    """Return text of `tokens` tokens that encodes `number`.
+
+    The first token has its low bits; each further token has a blank and three digits.
     """
     low, high = divmod(number, len(first))[::-1]
     word = first[low]
@@ -190,8 +196,9 @@ def _text(first: str, number: int, tokens: int) -> str:
 def block_hashes(
     keys: Sequence[int], ends: Sequence[int], start: int, end: int, block_tokens: int
 ) -> list[int]:
-    """Return the hashes of blocks `start` to `end` of a chain in pieces, equal to those of
-    `PromptHashes.chain`.
+    """Return the hashes of blocks `start` to `end` from the result of `PromptHashes.engine_pieces`.
+
+    They equal those of `PromptHashes.chain`.
     """
     stride = block_tokens * _STRIDE
     found: list[int] = []
@@ -211,7 +218,10 @@ class PromptHashes:
     __slots__ = ("_ends", "bases", "prompt_tokens", "tokens")
 
     def __init__(self, arrival: Arrival) -> None:
-        """Hash the ids. A hash at token t is the base of the part that contains t, plus t strides."""
+        """Hash the block ids of `arrival`.
+
+        The hash at token t is the base of the part that contains t, plus t strides.
+        """
         self.prompt_tokens = arrival.prompt_tokens
         self.tokens = arrival.prompt_tokens + arrival.output_tokens
         numbers, self._ends = _parts(arrival)
@@ -221,13 +231,15 @@ class PromptHashes:
             seed := xxh64(pack(number, start), seed)
             for number, start in zip(numbers, (0, *self._ends), strict=False)
         ]
-        """Base of each of `Arrival.spans`, then of the request's own part if there is one, then of
-        the answer. Two parts with equal bases have the same text from the start to the end of the
+        """Base hash of each part in `Arrival.spans`, then of the request's own text if there is
+        some, then of the answer. Two parts with equal bases have the same text up to the end of the
         shorter one.
         """
 
     def chain(self, block_tokens: int, tokens: int) -> npt.NDArray[np.uint64]:
-        """Return the hash at the end of each full block within the first `tokens` tokens."""
+        """Return the hash at the end of each full block within the first `tokens` tokens of prompt
+        and answer.
+        """
         last = tokens // block_tokens
         ends = [end // block_tokens for end in self._ends]
         while ends and ends[-1] > last:
@@ -244,19 +256,21 @@ class PromptHashes:
         return hashes
 
     def picker_chain(self, block_tokens: int) -> bytes:
-        """Return the hashes of the prompt as in `InferenceRequest.chains`: 8 bytes a block."""
+        """Return the block hashes of the prompt as `InferenceRequest.chains` stores them: 8 bytes
+        for each block.
+        """
         return self.chain(block_tokens, self.prompt_tokens).tobytes()
 
     def engine_chain(self, block_tokens: int) -> list[int]:
-        """Return the hashes of prompt and answer together, as `EngineRequest` takes them."""
+        """Return the block hashes of prompt and answer together, as `EngineRequest` stores them."""
         hashes: list[int] = self.chain(block_tokens, self.tokens).tolist()
         return hashes
 
     def engine_pieces(self, block_tokens: int) -> tuple[list[int], list[int]]:
-        """Return `engine_chain` in a shorter form, as `EngineRequest` takes it.
+        """Return the hashes of `engine_chain` in a shorter form, which `EngineRequest` accepts too.
 
-        The lists are a key for all blocks that end in one part, and the number of blocks up to the
-        end of each part.
+        The first list has one key for all blocks that end in one part, the second the number of
+        blocks up to the end of that part.
         """
         ends = [end // block_tokens for end in self._ends]
         longer = list(map(gt, ends, (0, *ends)))
@@ -266,7 +280,7 @@ class PromptHashes:
 
 
 def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
-    """Return the identities of the prompt's parts and of the answer, and the token at which each
+    """Return the ids of the parts of a prompt and of its answer, and the token at which each part
     ends.
     """
     numbers: list[int] = []
@@ -288,7 +302,9 @@ def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
 
 
 def _strides_of(block_tokens: int, blocks: int) -> npt.NDArray[np.uint64]:
-    """Return the numbers that are added to the base of a part at the end of each block."""
+    """Return the numbers that are added to the base of a part for the hash at the end of each
+    block.
+    """
     ends = np.arange(1, blocks + 1, dtype=np.uint64)
     ends *= np.uint64(block_tokens * _STRIDE & _WORD)
     return ends
@@ -296,7 +312,9 @@ def _strides_of(block_tokens: int, blocks: int) -> npt.NDArray[np.uint64]:
 
 @lru_cache(_STRIDE_SIZES_MAX)
 def _strides(block_tokens: int) -> npt.NDArray[np.uint64]:
-    """Return the strides of a prompt that is not too long; they are the same for every prompt."""
+    """Return the cached strides of prompts of up to 4096 blocks; they are the same for every
+    prompt.
+    """
     return _strides_of(block_tokens, _STRIDES_KEPT_MAX)
 
 
@@ -306,5 +324,5 @@ def _seed(model: str, cache_salt: str) -> int:
 
 
 def _own(what: bytes, index: int) -> int:
-    """Return the identity of text that no other request has."""
+    """Return the id of text that no other request has. `what` is prompt or answer."""
     return xxhash.xxh64_intdigest(what, index)

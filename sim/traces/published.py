@@ -1,4 +1,4 @@
-"""Published traces: Mooncake, Azure, BurstGPT, Qwen-Bailian. Each reader describes its format."""
+"""Readers of published traces: Mooncake, Azure, BurstGPT and Qwen-Bailian."""
 
 from collections import OrderedDict
 from datetime import UTC, datetime
@@ -16,11 +16,12 @@ from sim.traces.reading import LineFormat, Parse, ReadOptions
 from sim.traces.turns import Turns
 
 _CONVERSATIONS_MAX: Final = 1_000_000
-"""Maximum number of Bailian conversations whose first request is stored."""
+"""Maximum number of Bailian requests whose conversation is remembered."""
 
 
 class _MooncakeLine(Struct, gc=False):
-    """A line with `timestamp` in ms and one id for every 512 tokens, also for the rest at the end.
+    """A line of a Mooncake trace: `timestamp` in ms, and one id for every 512 tokens and for a
+    partial last block.
 
     Source: kvcache-ai/Mooncake, FAST25-release/traces. Other tools write this format with other
     block sizes, and without times or ids. AIPerf adds `delay` (ms, after the previous answer of
@@ -76,7 +77,8 @@ def _mooncake(first: bytes, options: ReadOptions) -> Parse:
 
 
 class _BailianLine(Struct, gc=False):
-    """A line with `timestamp` in s and one id for every 16 tokens; ids are not chained.
+    """A line of a Qwen-Bailian trace: `timestamp` in s, and one id for every 16 tokens; ids are not
+    chained.
 
     Source: alibaba-edu/qwen-bailian-usagetraces-anon. `parent_chat_id` is -1 for the first turn.
     """
@@ -119,7 +121,9 @@ def _bailian(first: bytes, options: ReadOptions) -> Parse:
 
 
 _EPOCH: Final = datetime(2023, 1, 1, tzinfo=UTC)
-"""Origin of times, near the data, so that a float keeps the microseconds."""
+"""Date from which times of Azure's traces are counted. It is near their dates, so that a float
+keeps the microseconds.
+"""
 
 
 def _azure(header: bytes, options: ReadOptions) -> Parse:

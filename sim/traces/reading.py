@@ -21,16 +21,19 @@ from epp.core.types import Seconds
 from sim.traces.arrival import Arrival, FieldError, TraceError, field_error
 from sim.traces.captured import captured
 from sim.traces.containers import HEAD_BYTES, LINE_BYTES_MAX, is_packed, lines_in, opened
-from sim.traces.kept import KeptTraces, NotKept
+from sim.traces.kept import CachedTraces, NotCached
 from sim.traces.workloads import Generated
 
 PROBLEMS_MAX: Final = 10
-"""Maximum number of bad lines that are stored; all are counted."""
+"""Maximum number of malformed lines whose errors are stored; all malformed lines are counted."""
 BEGINNING_LINES_MAX: Final = 10
-"""Maximum number of lines before and including the one that determines the format."""
+"""Number of non-blank lines at the beginning of a file in which its format or header is searched.
+"""
 _DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 _KEPT_FROM_BYTES: Final = 16 * 1024 * 1024
-"""File size from which a trace is cached; reading one of this size takes about a second."""
+"""Size in bytes from which an uncompressed trace file is cached in parsed form; reading one takes
+about a second.
+"""
 _KEPT_FROM_PACKED_BYTES: Final = 2 * 1024 * 1024
 
 
@@ -38,99 +41,111 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     """Options for reading a trace."""
 
     format: str = ""
-    """Name of a format, or "" to detect it by content."""
+    """Name of the trace format, or "" to detect it by content."""
     block_tokens: int | None = None
-    """Tokens in a block if the format does not say; None for the usual size of the format."""
-    skip_bad: bool = False
-    """Count malformed lines instead of stopping at the first."""
-    reorder_max: int = 10_000
-    """Number of lines by which an arrival may be out of order."""
-    rate_per_s: float | None = None
-    """Arrivals a second if the trace has no times; None if not given, which means 1."""
-    columns: tuple[tuple[str, str], ...] = ()
-    """Pairs (what, name): the column `name` of the trace contains `what`, a key of `columns.ROLES`.
+    """Number of tokens in a block, if the trace does not state it; None for the usual size of the
+    format.
     """
+    skip_bad: bool = False
+    """True to count malformed lines and go on; False to stop at the first one."""
+    reorder_max: int = 10_000
+    """Maximum number of lines by which an arrival may be out of order in the file."""
+    rate_per_s: float | None = None
+    """Arrival rate in requests a second, if the trace has no times; None for 1."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Pairs (role, column name) that the user gave; roles are keys of `column_names.ROLES`."""
     time_unit: str = ""
-    """Unit of the times, a key of `moments.UNITS_S`, or "" for the unit of the format or the
-    column.
+    """Unit of the times in the trace, a key of `moments.UNITS_S`, or "" for the unit of the format
+    or the column name.
     """
     tokenizer: str = ""
-    """`tokenizer.json`, or its folder, that counts the tokens of texts; "" counts bytes instead."""
+    """Path of a `tokenizer.json` or its folder that counts the tokens of texts; "" to count one
+    token for every four bytes.
+    """
     seed: int = 1
-    """Seed of formats that describe a workload instead of listing requests."""
+    """Random seed for files that describe a workload instead of listing requests."""
     kept_in: str = ""
-    """Folder in which big traces are cached in parsed form, or "" to read them each time."""
+    """Folder in which big traces are cached in parsed form, or "" to parse them each time."""
 
     def at_rate_s(self, arrivals: int) -> Seconds:
-        """Return the arrival time of the request after `arrivals` others in a trace without times."""
+        """Return the arrival time of the request number `arrivals` (from 0) in a trace without
+        times.
+        """
         return arrivals / (self.rate_per_s or 1.0)
 
 
 Parse: TypeAlias = Callable[[int, bytes], Arrival | None]
-"""Function (index, line) -> arrival, with its time on any clock, or None if the line is not a
-request. It may raise the exceptions in `MALFORMED`.
+"""Parser (index, line) -> arrival, or None if the line is valid but no request to simulate. Times
+may start anywhere. It may raise the exceptions in `MALFORMED`.
 """
 MALFORMED: Final = (FieldError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions that a malformed line or document raises."""
+"""Exceptions that parsing a malformed line or document raises."""
 
 
 class LineFormat(Struct, frozen=True, kw_only=True):
-    """A format with one request a line."""
+    """A trace format with one request on each line."""
 
     name: str
     says: str
-    """Description for the help text."""
+    """Description of the format in the help text."""
     recognises: Callable[[bytes], bool]
-    """Recognises one line by its first 64 KiB."""
+    """Function that returns whether a line, cut to 64 KiB, has this format."""
     parser: Callable[[bytes, ReadOptions], Parse]
-    """Function (first line, options) -> parser of the other lines; may raise what a parser raises.
+    """Function (first line, options) -> parser of the lines of this trace. It may raise the
+    exceptions in `MALFORMED`.
     """
     has_header: bool = False
-    """The first line is a header; it is searched among the first few lines."""
+    """True if the file begins with a header line; it is searched in the first ten lines."""
     token_estimate: str = ""
-    """Sentence about the estimate of tokens, for formats with text; "" if lines have counts."""
+    """Sentence about how tokens are estimated, for formats with text; "" if lines have token
+    counts.
+    """
     generated: Callable[[bytes], Generated | None] | None = None
-    """Function first line -> what its requests were drawn from; may raise what a parser raises.
-    None if lines of this format are always recorded.
+    """Function from the first line to the workload from which the requests were generated. It may
+    raise the exceptions in `MALFORMED`. None if requests of this format are always recorded.
     """
     takes: frozenset[str] = frozenset()
-    """Subset of the options `columns`, `time_unit` and `tokenizer` that the format uses."""
+    """Those of the options `columns`, `time_unit` and `tokenizer` that this format uses."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):
-    """A format that is one document and describes a workload."""
+    """A trace format whose file is one document that describes a workload."""
 
     name: str
     says: str
     recognises: Callable[[bytes], bool]
-    """Recognises a document by its first 64 KiB."""
+    """Function that returns whether a document, cut to 64 KiB, has this format."""
     generated: Callable[[bytes], Generated]
-    """Function document -> what it describes; may raise what a parser raises."""
+    """Function from the document to the workload that it describes. It may raise the exceptions in
+    `MALFORMED`.
+    """
 
 
 Format: TypeAlias = LineFormat | DocumentFormat
 
 
 class Trace:
-    """A trace file that can be iterated repeatedly; its counters describe the latest iteration."""
+    """A trace file that can be iterated repeatedly. Its counters describe the latest iteration."""
 
     def __init__(self, path: Path, trace_format: Format, options: ReadOptions) -> None:
-        """Create a trace; callers use `open_trace`."""
+        """Create a trace of `path` in a known format. Use `open_trace` to detect the format."""
         self.path = path
         self.format = trace_format
         self.options = options
         self.bad_lines = 0
         self.problems: list[TraceError] = []
-        """The first few bad lines."""
+        """Errors of the first ten malformed lines."""
         self._read = 0
-        """Lines that could have been requests."""
+        """Number of lines after the header that were parsed."""
         self._unread: set[int] = set()
-        """Indices of bad lines; no request can wait for their answers."""
+        """Indices of malformed lines. A request that waits for the answer to one of them is sent
+        without waiting.
+        """
 
     def __iter__(self) -> Iterator[Arrival]:
-        """Yield arrivals in order of time, the first at 0.
+        """Yield the requests in order of time; the first is at time 0.
 
-        Raises `OSError`, and `TraceError` at a malformed line unless those are skipped.
+        Raises `OSError`, and `TraceError` at a malformed line unless `skip_bad` is set.
         """
         self.bad_lines = 0
         self.problems = []
@@ -140,8 +155,9 @@ class Trace:
 
     @property
     def is_kept(self) -> bool:
-        """True if the trace is read from the cache on disk, to which a complete iteration writes
-        it.
+        """True if the trace is big enough for the cache on disk and a cache folder is set.
+
+        A complete iteration then writes the cache entry, and later ones read it.
         """
         if not self.options.kept_in or isinstance(self.format, DocumentFormat):
             return False
@@ -149,9 +165,11 @@ class Trace:
         return self.path.stat().st_size >= from_bytes
 
     def keep(self) -> None:
-        """Read all of a big trace once for later readers, unless it is cached already."""
+        """Read a big trace once so that it is cached on disk for later readers, unless it is cached
+        already.
+        """
         if self.is_kept:
-            with contextlib.suppress(NotKept):
+            with contextlib.suppress(NotCached):
                 kept, name = self._place()
                 if kept.holds(name):
                     return
@@ -159,7 +177,9 @@ class Trace:
                 pass
 
     def without_requests(self) -> TraceError:
-        """Return why a complete iteration gave no request: the first skipped line, if any."""
+        """Return the error for a complete iteration without any request: that of the first
+        malformed line, if there was one.
+        """
         if self.problems:
             return self.problems[0]
         if isinstance(self.format, LineFormat) and not self._read:
@@ -167,19 +187,20 @@ class Trace:
         return TraceError(str(self.path), 0, "", "Expected at least one request")
 
     def requests_expected(self) -> int:
-        """Return how many requests an iteration will give; exact for a document, which is read for
-        it.
+        """Return the expected number of requests of an iteration, for a progress bar.
 
-        For other formats it is the number of lines without the header, including blank and bad
-        ones. Raises `TraceError` and `OSError`.
+        It is exact for a document, whose requests are generated to count them. For other formats it
+        is the number of lines without the header, including blank and malformed ones. Raises
+        `TraceError` and `OSError`.
         """
         if isinstance(self.format, DocumentFormat):
             return sum(1 for _ in self._arrivals())
         return max(0, lines_in(self.path) - self.format.has_header)
 
     def generated(self) -> Generated | None:
-        """Return what the requests are drawn from, or None if they were recorded. Raises what
-        iterating raises.
+        """Return the workload from which the requests are generated, or None if they were recorded.
+
+        Raises `TraceError` and `OSError`.
         """
         try:
             if isinstance(self.format, DocumentFormat):
@@ -193,57 +214,66 @@ class Trace:
             raise self._named(0, problem) from None
 
     def as_written(self) -> Iterator[Arrival]:
-        """Yield the requests in the order and at the times of the file, without bad lines.
+        """Yield the requests in the order and with the times of the file, without malformed lines.
 
-        The counters do not change. Raises `TraceError` and `OSError`.
+        The counters of this trace do not change. Raises `TraceError` and `OSError`.
         """
         options = msgspec.structs.replace(self.options, skip_bad=True)
         return (one for _, one in Trace(self.path, self.format, options)._arrivals())
 
     def drawn_by_seed(self) -> bool:
-        """Return whether the seed of the options decides what an iteration gives.
+        """Return whether `options.seed` decides which requests an iteration yields.
 
-        It does not if requests are listed or the file defines a seed. Raises what iterating raises.
+        It does not if the file lists requests or defines its own seed. Raises `TraceError` and
+        `OSError`.
         """
         generated = self.generated() if isinstance(self.format, DocumentFormat) else None
         return generated is not None and generated.seed is None
 
-    def _place(self) -> tuple[KeptTraces, str]:
-        """Return the cache and the name of this trace's entry. Raises `NotKept` if it cannot be
-        cached.
+    def _place(self) -> tuple[CachedTraces, str]:
+        """Return the cache on disk, and the name of the entry of this trace.
+
+        Raises `NotCached` if the trace cannot be cached.
         """
         options = self.options
         how = (
             self.format.name, options.block_tokens, options.skip_bad, options.reorder_max,
             options.rate_per_s, options.columns, options.time_unit, options.tokenizer,
         )  # fmt: skip
-        kept = KeptTraces(Path(options.kept_in))
+        kept = CachedTraces(Path(options.kept_in))
         return kept, kept.name_of(self.path, how)
 
     def _kept(self) -> Iterator[Arrival]:
-        """Yield from the cached entry as far as it is intact, and the rest from the file."""
+        """Yield the requests from the cache on disk as far as its entry is intact, and all others
+        from the file.
+        """
         before = _stamp(self.path)
         try:
             kept, name = self._place()
-        except NotKept:
+        except NotCached:
             yield from from_zero(self._in_order())
             return
         given = 0
-        with contextlib.suppress(NotKept):
+        with contextlib.suppress(NotCached):
             for arrival in kept.read(name):
                 yield arrival
                 given += 1
             return
 
         def as_named() -> bool:
-            """Return False if there were bad lines or the file changed after its entry was named."""
+            """Return False if the trace has malformed lines, or if the file changed since the name
+            of its cache entry was computed.
+            """
             return not self.bad_lines and _stamp(self.path) == before
 
         arrivals = kept.keeping(name, from_zero(self._in_order()), as_named)
         yield from islice(arrivals, given, None)
 
     def _in_order(self) -> Iterator[Arrival]:
-        """Yield arrivals sorted by time over a window of `reorder_max` arrivals."""
+        """Yield the requests sorted by time, in a window of `reorder_max` requests.
+
+        A request that is further out of order counts as a malformed line.
+        """
         window: list[tuple[Seconds, int, Arrival]] = []
         latest_s = -math.inf
         for line, arrival in self._arrivals():
@@ -262,7 +292,9 @@ class Trace:
             yield heapq.heappop(window)[2]
 
     def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
-        """Yield (line, arrival) in the order of the file."""
+        """Yield (line number, arrival) in the order of the file. The line number is 0 for generated
+        requests.
+        """
         with opened(self.path) as file:
             try:
                 if isinstance(self.format, DocumentFormat):
@@ -324,7 +356,7 @@ class Trace:
 
 
 def from_zero(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
-    """Yield the same arrivals, shifted so that the first is at 0."""
+    """Yield the arrivals, with times shifted so that the first is at 0."""
     origin_s: float | None = None
     for arrival in arrivals:
         if origin_s is None:
@@ -334,7 +366,7 @@ def from_zero(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
 
 
 def content_hash(path: Path) -> str:
-    """Return the SHA-256 of a trace's bytes, or of the ordered lines of a folder of captures.
+    """Return the SHA-256 of a trace file, or of the merged lines of a folder of live captures.
 
     Raises `TraceError` and `OSError`.
     """
@@ -346,31 +378,33 @@ def content_hash(path: Path) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return a value that changes when the file does."""
+    """Return inode, size and modification time of a file, which show whether it changed."""
     told = path.stat()
     return told.st_ino, told.st_size, told.st_mtime_ns
 
 
 def empty(path: Path) -> TraceError:
-    """Return the error for a file without content or with nothing but a header."""
+    """Return the error for a trace file without content or with nothing but a header."""
     return TraceError(str(path), 0, "", "The trace is empty, expected at least one request")
 
 
 def head(path: Path) -> bytes:
-    """Return the first 64 KiB, unpacked."""
+    """Return the first 64 KiB of a trace, decompressed."""
     with opened(path) as file:
         return file.read(HEAD_BYTES)
 
 
 def first_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of the first ten lines that are not blank, at most 64 KiB of each."""
+    """Yield (line number, line) of the first ten non-blank lines of a trace, each cut to 64 KiB."""
     with opened(path) as file:
         for number, line in islice(_numbered(file, str(path)), BEGINNING_LINES_MAX):
             yield number, line[:HEAD_BYTES]
 
 
 def _numbered(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) of the lines that are not blank."""
+    """Yield (line number from 1, line) of the non-blank lines. Raises `TraceError` at a line of 64
+    MiB or more.
+    """
     number = 0
     while line := file.readline(LINE_BYTES_MAX):
         number += 1

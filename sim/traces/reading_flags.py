@@ -1,4 +1,4 @@
-"""Flags for reading a trace, which all commands that read one share."""
+"""Command-line flags for reading a trace, shared by all commands that read one."""
 
 import argparse
 from typing import Final
@@ -13,32 +13,36 @@ _RATE_MAX: Final = 1e9
 
 
 def add_reading_flags(parser: argparse.ArgumentParser, *format_flags: str) -> None:
-    """Add the flags; `read_options` takes what they were given. `format_flags` name the format."""
+    """Add the flags for reading a trace to `parser`;
+    `read_options` returns their values. `format_flags` are the flags for the trace format.
+    """
     add = parser.add_argument_group("Reading the trace").add_argument
     names = [known.name for known in FORMATS]
     add(*format_flags, dest="trace_format", default="", choices=["", *names], metavar="NAME",
         help=f"format of the trace (default: detected by content): {', '.join(names)}")  # fmt: skip
     add("--columns", type=_columns, action="append", default=[], metavar="WHAT=NAME,…",
-        help="columns of the trace whose names do not show their content; WHAT is one of "
+        help="names of trace columns that are not recognised by name; WHAT is one of "
         f"{', '.join(ROLES)}")  # fmt: skip
     add("--time-unit", choices=tuple(UNITS_S), default="",
-        help="unit of the times in the trace (default: that of the format or of the column)")  # fmt: skip
+        help="unit of the times in the trace (default: that of the format or of the column name)")  # fmt: skip
     add("--rate-per-s", type=_rate, metavar="R",
-        help="arrivals a second if the trace has no times (default: 1)")  # fmt: skip
+        help="arrival rate in requests a second, if the trace has no times (default: 1)")  # fmt: skip
     add("--block-tokens", type=_block_tokens, metavar="N",
-        help="tokens in a block if the trace does not say (default: usual size of the format)")  # fmt: skip
+        help="tokens per block, if the trace does not say (default: usual size of the format)")  # fmt: skip
     add("--tokenizer", default="", metavar="PATH",
         help="a tokenizer.json, or its folder, that counts the tokens of prompts given as text "
         "(default: one token for every 4 bytes)")  # fmt: skip
     add(
         "--skip-bad",
         action="store_true",
-        help="count malformed lines instead of stopping at the first",
+        help="skip and count malformed lines instead of stopping at the first",
     )
 
 
 def read_options(options: argparse.Namespace, seed: int = 1, kept_in: str = "") -> ReadOptions:
-    """Return the values of the flags that `add_reading_flags` added."""
+    """Return the reading options from the flags of `add_reading_flags`. `kept_in` is the folder for
+    cached traces.
+    """
     return ReadOptions(
         format=options.trace_format,
         block_tokens=options.block_tokens,

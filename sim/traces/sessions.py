@@ -1,7 +1,8 @@
-"""Sessions of turns, merged into one trace in order of time; only active sessions are in memory.
+"""Merging of generated sessions into one trace in order of time; only active sessions are in
+memory.
 
-A turn waits for the previous answer and then for its think time. A session may branch: its children
-begin when the answer to the turn that starts them is complete.
+Each turn of a session waits for the previous answer and then for its think time. A session may
+branch: its child sessions begin when the answer to the turn that starts them is complete.
 """
 
 import heapq
@@ -14,30 +15,35 @@ from sim.traces.arrival import Arrival
 
 
 class Turn(Struct, frozen=True):
-    """One request of a session."""
+    """One generated request of a session."""
 
     parts: tuple[tuple[int, int], ...]
-    """Stretches of the prompt as (id, tokens), all shareable; at least one token in total."""
+    """Parts of the prompt as (block id, tokens), all shareable, with at least one token in total.
+    """
     output_tokens: int
     answer: int | None = None
     think_s: Seconds = 0.0
     adapter: str = ""
     session: str = ""
     number: int = 0
-    """Position in its session, from 0."""
+    """Position of the turn in its session, from 0."""
     children: tuple["Session", ...] = ()
 
 
 class Session(Struct, kw_only=True):
-    """A session of turns, one after another."""
+    """A generated session: requests of which each waits for the previous answer."""
 
     turns: Iterator[Turn]
     start_s: Seconds = 0.0
-    """Start time. For a child, the time after the answer that it waits for."""
+    """Start time since the beginning of the trace. For a child session, the pause after the answer
+    that starts it.
+    """
 
 
 class _Next(Struct):
-    """The next turn of a session, and the request that it waits for."""
+    """The next turn of a session, and the index of the request for whose answer it waits (None if
+    it does not wait).
+    """
 
     session: Session
     turn: Turn
@@ -48,7 +54,7 @@ class _Next(Struct):
 def arrival_of(
     turn: Turn, *, index: int, time_s: Seconds, after: int | None, think_s: Seconds = 0.0
 ) -> Arrival:
-    """Return the arrival of a turn at a known position and time."""
+    """Return the request of a turn as an arrival with the given index and time."""
     return Arrival(
         index=index,
         time_s=time_s,
@@ -66,9 +72,10 @@ def arrival_of(
 
 
 def merge(sessions: Iterable[Session], requests_max: int | None = None) -> Iterator[Arrival]:
-    """Merge `sessions`, which are ordered by `start_s`, into at most `requests_max` arrivals.
+    """Merge `sessions`, which are ordered by `start_s`, into at most `requests_max` arrivals in
+    order of time.
 
-    Times are those that the requests would have if answers took no time.
+    Arrival times are those that requests would have if answers took no time.
     """
     coming = iter(sessions)
     later = next(coming, None)

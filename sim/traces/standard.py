@@ -1,4 +1,4 @@
-"""The workloads of published comparisons, and further ones that test weaknesses."""
+"""The workloads of published benchmarks, and workloads that test weaknesses of schedulers."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -30,7 +30,7 @@ def _poisson(rate_per_s: float, duration_s: float = 300.0) -> OpenLoad:
 
 
 def _ladder(*steps: tuple[float, float], gap_s: float = 0.0) -> OpenLoad:
-    """Return stages from steps of (requests a second, seconds)."""
+    """Return an open load with a stage for each step (requests a second, seconds)."""
     stages = (Stage(rate_per_s=rate, duration_s=duration) for rate, duration in steps)
     return OpenLoad(stages=tuple(stages), gap_s=gap_s)
 
@@ -56,7 +56,7 @@ def _varied(groups: int, prompts: int, system: int, question: float, output: flo
 
 
 def _lanes(*steps: tuple[int, int]) -> ClosedLoad:
-    """Return stages from steps of (concurrent requests, requests)."""
+    """Return a closed load with a stage for each step (concurrent requests, requests in total)."""
     stages = (Concurrency(lanes=lanes, requests=requests) for lanes, requests in steps)
     return ClosedLoad(stages=tuple(stages))
 
@@ -248,7 +248,7 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
         ),
     }
 )
-"""Workloads by name. Those without a source are Homing's own."""
+"""Standard workloads of `sim trace generate` by name. Those without a source are Homing's own."""
 
 _FOREVER_S: Final = 1e9
 _DURATION_S_DEFAULT: Final = 300.0
@@ -256,27 +256,38 @@ _Above0 = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Arguments of `sim trace generate`; its captures contain them, so that they can be drawn
-    again.
+    """Arguments of `sim trace generate`.
+
+    A generated capture contains them, so that its requests can be generated again.
     """
 
     kind: str
-    """A name in `STANDARD`."""
+    """Name of the standard workload, a key of `STANDARD`."""
     seed: int = 1
     requests: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum number of requests; None for as many as the load has."""
+    """Maximum number of requests; None for no limit except the end of the load."""
     rate_per_s: _Above0 | None = None
-    """Rate that replaces the workload's own stages for `duration_s`; None for its own stages."""
+    """Arrival rate per second that replaces the workload's own stages for `duration_s`; None for
+    the workload's own stages.
+    """
     duration_s: _Above0 | None = None
-    """Duration of the rate; None for 300 s, or until there are `requests`."""
+    """Duration of `rate_per_s` in seconds; None for 300 s, or until there are `requests` if they
+    are given.
+    """
     burstiness: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Value that replaces the load's own; only for a load that does not wait for answers."""
+    """Coefficient of variation of the gaps between arrivals; None for the workload's own. It needs
+    a load that does not wait for answers.
+    """
     steady: bool = False
-    """Sessions are under way at the start, and no request arrives after the end."""
+    """True if sessions are already running at the start and no request arrives after the end of the
+    load.
+    """
 
     def generated(self) -> Generated:
-        """Return the workload. Raises `FieldError` if its kind is unknown or does not allow such a
-        load.
+        """Return the workload with its rate, seed and limits.
+
+        Raises `FieldError` if `kind` is unknown, or if its load can be neither bursty nor steady as
+        requested.
         """
         workload = STANDARD.get(self.kind)
         if workload is None:

@@ -1,7 +1,7 @@
-"""Conversion of text prompts to OpenAI bodies, and counting of tokens in texts.
+"""Conversion of text prompts in traces to OpenAI request bodies, and counting of their tokens.
 
-A local tokenizer counts tokens if one is named; otherwise every four bytes are a token, as in the
-picker. No chat template is applied, so its few tokens for each message are not counted.
+A local tokenizer counts tokens if the user names one; otherwise every four bytes count as a token,
+as in the picker. No chat template is applied, so its few tokens for each message are not counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,29 +19,34 @@ from sim.traces.prompts import COMPLETIONS_PATH, DEFAULT_MODEL
 
 CHAT_PATH: Final = "/v1/chat/completions"
 BLOCK_TOKENS: Final = 16
-"""Block size that divides the blocks of the picker and of most engines."""
+"""Block size in tokens of prompts that are given as text. It divides the block sizes of the picker
+and of most engines.
+"""
 _FILE: Final = "tokenizer.json"
 _ROLES: Final = {"human": "user", "user": "user", "system": "system"}
-"""OpenAI's roles for ShareGPT's speakers; every other speaker is the assistant."""
+"""OpenAI's roles for the speakers in ShareGPT conversations; every other speaker is the assistant.
+"""
 
 Tokenize = Callable[[str], Sequence[int]]
 
 
 class TextPrompt(Struct, frozen=True):
-    """A prompt that was found in a row."""
+    """A prompt that a row of a trace contains as text, as an OpenAI request."""
 
     path: str
-    """Path of the API, or "" if the body is a whole request, which is sent unchanged."""
+    """API path of the request, or "" if the row has a whole request, which is sent unchanged."""
     body: Mapping[str, Any]
-    """An OpenAI request with the prompt."""
+    """Members of the OpenAI request body, with the prompt."""
     answer: str | None = None
-    """The recorded answer, or None if there is none."""
+    """Text of the recorded answer, or None if the row has none."""
 
 
 def tokenizer_at(place: str) -> Tokenize | None:
-    """Return a function from text to ids by the `tokenizer.json` at or in `place`, or None for "".
+    """Return a function from text to token ids that uses the `tokenizer.json` at or in `place`;
+    None if `place` is "".
 
-    Raises `OSError`, and `TraceError` if it cannot be used.
+    Raises `OSError`, and `TraceError` if the file is not a tokenizer or the package `tokenizers` is
+    missing.
     """
     if not place:
         return None
@@ -68,21 +73,21 @@ def tokenizer_at(place: str) -> Tokenize | None:
 
 
 def blocks_of(ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the chained hashes of the whole blocks of `BLOCK_TOKENS` ids."""
+    """Return the chained hash of each full block of 16 token ids."""
     return tuple(chained(packed(ids), 0, BLOCK_TOKENS * ID_BYTES))
 
 
 def tokens_in(text: str, tokenize: Tokenize | None) -> int:
-    """Return the number of tokens of an answer, at least 1."""
+    """Return the number of tokens of an answer, at least 1. If `tokenize` is None, four bytes count
+    as one.
+    """
     if tokenize is not None:
         return max(1, len(tokenize(text)))
     return max(1, len(text.encode(errors="replace")) // BYTES_PER_TOKEN)
 
 
 def text_in(body: bytes) -> str:
-    """Return all text in the prompt of an OpenAI body, without a chat template, or "" if there is
-    none.
-    """
+    """Return all text in the prompt of an OpenAI body, joined by newlines; "" if there is none."""
     request = msgspec.json.decode(body, type=dict[str, Any])
     parts: list[str] = []
     for name in ("system", "instructions", "prompt", "input", "messages"):
@@ -102,8 +107,8 @@ def _collect(value: Any, parts: list[str]) -> None:
 
 
 def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | None:
-    """Return the prompt in the member `name` of `row`, or None for a conversation without question
-    or answer.
+    """Return the prompt in the member `name` of `row`; None for a conversation without question or
+    answer.
 
     The member is a text, messages as OpenAI or ShareGPT write them, or a whole request. The prompt
     of a ShareGPT conversation is its first question with everything before it, as in the benchmarks

@@ -2,7 +2,7 @@
 
 A comparison on one trace is valid for that trace only. To estimate how far another hour may differ,
 each repetition gets other traffic. A generated workload is drawn from another seed. A recorded one
-is the only sample, so blocks of it are drawn with replacement (Efron's bootstrap in Kuensch's form
+is the only sample, so blocks of time are drawn from it with replacement (Efron's bootstrap in Kuensch's form
 for series: Annals of Statistics 17, 1989):
 
 - A block is all sessions that begin within `Blocks.block_s`, whole, so that neither bursts nor the
@@ -37,36 +37,43 @@ from sim.traces.workloads import Generated
 
 BLOCK_S: Final[Seconds] = 120.0
 BLOCKS_MIN: Final = 20
-"""Minimum number of blocks, so that a short trace has shorter blocks. A handful of blocks allows
-too few different draws.
+"""Minimum number of blocks into which a recorded trace is cut for resampling; a short trace has
+shorter blocks. With fewer, the random draws would hardly differ.
 """
 BLOCKS_MAX: Final = 200
-"""Maximum number of blocks, so that a trace of days has longer blocks instead of more."""
+"""Maximum number of blocks into which a recorded trace is cut for resampling; a trace of days has
+longer blocks.
+"""
 SESSION_GAP_S: Final[Seconds] = 900.0
 HELD_MAX: Final = 10_000_000
-"""Maximum number of requests and blocks of a recorded trace that is resampled in memory. Each takes
-about 110 bytes at most, measured on Mooncake's conversation hour (12,031 and 288,500).
+"""Maximum of requests plus prompt blocks of a recorded trace that is resampled in memory. Each
+takes at most about 110 bytes, measured on Mooncake's conversation hour (12,031 requests with
+288,500 blocks).
 """
 
 
 DRAWN_MAX: Final = 1_000_000
-"""Maximum number of requests and blocks of stored generated stretches in total: about 110 MB."""
+"""Maximum of requests plus prompt blocks in the cache of generated traffic, in total: about 110 MB.
+"""
 _Key = tuple[Generated, int, int, int | None]
 
 
 class _Drawn:
-    """Stored late stretches of generated traffic, which many runs use.
+    """A cache of generated traffic for runs that skip the first requests, because many runs use the
+    same part.
 
-    Drawing everything before the evening of a day takes more than half as long as serving the
-    evening. A stretch above the limit is drawn again each time; otherwise the oldest stretches are
-    removed.
+    Generating everything before the evening of a day takes more than half as long as simulating the
+    evening. A part above the size limit is not cached; the oldest parts are removed if the total is
+    above it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[_Key, tuple[list[Arrival], int]] = {}
 
     def of(self, key: _Key, draw: Callable[[], Iterator[Arrival]]) -> Iterator[Arrival]:
-        """Return the arrivals that `draw` yields; they depend on `key` alone."""
+        """Return the arrivals that `draw` yields, from the cache if possible. They depend on `key`
+        alone.
+        """
         if key in self._kept:
             return iter(self._kept[key][0])
         drawn, held, size = draw(), [], 0
@@ -85,11 +92,11 @@ _DRAWN: Final = _Drawn()
 
 
 class Blocks(Struct, frozen=True, kw_only=True):
-    """The kind of blocks that a trace is cut into."""
+    """Number and length of the blocks of time into which a trace is cut for resampling."""
 
     count: int
     block_s: Seconds
-    """Length of a block; 0 if each block is one session."""
+    """Length of each block in seconds; 0 if each block is one session."""
 
     def __str__(self) -> str:
         return (
@@ -100,13 +107,13 @@ class Blocks(Struct, frozen=True, kw_only=True):
 
 
 class Variation(Struct, kw_only=True):
-    """The requests of one repetition, and their origin."""
+    """The requests of one repetition of a simulation, and whether they were generated or resampled."""
 
     arrivals: Iterator[Arrival]
     generated: bool = False
-    """True for a new random draw of generated traffic."""
+    """True if the requests are a new random draw of a generated workload."""
     blocks: Blocks | None = None
-    """The blocks that were resampled, or None if the requests are not a resample."""
+    """The blocks from which the requests were resampled, or None if they were not resampled."""
 
 
 def varied(
@@ -117,12 +124,12 @@ def varied(
     requests_max: int | None,
     requests_from: int = 0,
 ) -> Variation:
-    """Return the traffic of a repetition: 0 is the trace itself, and every other is decided by
-    `seed`.
+    """Return the traffic of one repetition. Repetition 0 is the trace itself; `seed` decides a
+    resample of recorded traffic.
 
-    The first `requests_from` requests are skipped, and `requests_max` of the following are taken;
-    those of a recorded trace are then resampled. Raises what iterating over the trace raises, and
-    `TraceError` if there are too many to hold.
+    The first `requests_from` requests are skipped, and at most `requests_max` of those that follow
+    are used; None for all. Raises the errors of iterating over the trace, and `TraceError` if a
+    recorded trace is too large to be resampled in memory.
     """
 
     def part(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
@@ -159,7 +166,10 @@ def varied(
 
 
 def resampled(given: Sequence[Arrival], *, seed: int) -> tuple[Blocks, Iterator[Arrival]]:
-    """Draw as many blocks as `given` has, with replacement. `given` is in order of time."""
+    """Draw blocks of time from the trace `given` with replacement, as many as it has.
+
+    Return the blocks and the resampled requests. `given` is in order of time.
+    """
     blocks, members = _cut(given)
     random = Random(f"{seed}:resample")
     drawn = [random.randrange(blocks.count) for _ in range(blocks.count)]
@@ -167,7 +177,7 @@ def resampled(given: Sequence[Arrival], *, seed: int) -> tuple[Blocks, Iterator[
 
 
 def _cut(given: Sequence[Arrival]) -> tuple[Blocks, list[list[Arrival]]]:
-    """Return the blocks, and the requests of each in order."""
+    """Return the blocks into which the trace is cut, and the requests of each block in order."""
     sessions: dict[int, list[Arrival]] = {}
     for arrival, session in zip(given, sessions_of(given).values(), strict=True):
         sessions.setdefault(session, []).append(arrival)
@@ -189,13 +199,15 @@ def _cut(given: Sequence[Arrival]) -> tuple[Blocks, list[list[Arrival]]]:
 
 
 def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
-    """Return the index of the session's first request by index of each request; `given` is in
-    order.
+    """Return the session of each request: maps its index to the index of the session's first
+    request. `given` is in order of time.
     """
     first: dict[int, int] = {}
     by_name: dict[str, int] = {}
     by_end: dict[int, tuple[int, Seconds]] = {}
-    """Session that a prompt may continue, and its time, by last full block of the prompt."""
+    """Session of the latest prompt that ended with a block, and its arrival time, by id of that
+    block.
+    """
     for arrival in given:
         session = arrival.index
         if arrival.after is not None and arrival.after in first:
@@ -211,7 +223,9 @@ def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
 
 
 def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
-    """Return the session of the longest earlier prompt that this one begins with; it now ends here."""
+    """Return the session of the longest earlier prompt with which this prompt begins, or
+    `otherwise`. Record that the session now ends with this prompt.
+    """
     full = arrival.blocks[: sum(1 for _ in arrival.spans())]
     session = otherwise
     for end in reversed(full[:-1]):
@@ -227,7 +241,10 @@ def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwi
 def _laid(
     members: Sequence[Sequence[Arrival]], drawn: Sequence[int], blocks: Blocks, *, end_s: Seconds
 ) -> Iterator[Arrival]:
-    """Yield the blocks `drawn` end to end, in order of time and with new indices."""
+    """Yield the requests of the blocks `drawn`, end to end in order of time and with new indices.
+
+    `end_s` is the end of the trace.
+    """
     owner = _owners(members)
     fresh = (number for number in count(1) if number not in owner)
     copies = [0] * blocks.count
@@ -255,7 +272,7 @@ def _laid(
 
 
 def _owners(members: Sequence[Sequence[Arrival]]) -> dict[int, int]:
-    """Return the only block that has a text, by the text's id; -1 if several have it."""
+    """Return the block in which a text occurs, by the text's id; -1 if it occurs in several blocks."""
     owner: dict[int, int] = {}
     for block, arrivals in enumerate(members):
         for arrival in arrivals:
@@ -275,7 +292,9 @@ def _as_copy(
     renamed: dict[int, int],
     fresh: Iterator[int],
 ) -> Arrival:
-    """Return the request as another user sends it. `renamed` is shared by all requests of one copy."""
+    """Return the request of a repeated block as if another user sent it: with new ids for text of
+    this block only, and a new session name. All requests of one copy share `renamed`.
+    """
 
     def other(text: int) -> int:
         if owner[text] != block:

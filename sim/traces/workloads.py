@@ -1,7 +1,7 @@
-"""Workloads that are described instead of recorded: shared text and arrival times.
+"""Generators of requests from workloads that are described by parameters instead of recorded.
 
-Everything is drawn from one seed, with a separate generator for each purpose. Ids are counted up,
-so that prompts through bytes stay exact for 16 million stretches of text.
+All random choices follow from one seed, with a separate generator for each purpose. Block ids are
+counted up from 1, so that prompts through bytes stay exact for 16 million blocks of text.
 """
 
 import math
@@ -19,23 +19,25 @@ from sim.traces.sessions import Session, Turn, arrival_of, merge
 
 
 class Stage(Struct, frozen=True, kw_only=True):
-    """A stretch of time with one rate."""
+    """A period of a load with a constant arrival rate."""
 
     rate_per_s: float
     duration_s: Seconds
 
 
 class OpenLoad(Struct, frozen=True, kw_only=True):
-    """A load whose requests arrive at given times, answered or not."""
+    """A load whose requests arrive at given times, whether or not earlier ones were answered."""
 
     stages: tuple[Stage, ...]
     gap_s: Seconds = 0.0
-    """Time between two stages."""
+    """Pause between two stages of the load."""
     burstiness: float = 1.0
-    """Coefficient of variation of the gaps between arrivals: 0 even, 1 Poisson, above 1 bursts."""
+    """Coefficient of variation of the gaps between arrivals: 0 for even arrivals, 1 for Poisson,
+    above 1 for bursts.
+    """
 
     def times(self, random: Random) -> Iterator[Seconds]:
-        """Yield the arrival times, in order."""
+        """Yield the random arrival times in seconds, in order."""
         begin = 0.0
         for stage in self.stages:
             end = begin + stage.duration_s
@@ -57,9 +59,9 @@ class OpenLoad(Struct, frozen=True, kw_only=True):
 
 
 class Concurrency(Struct, frozen=True, kw_only=True):
-    """One stage of a closed loop: `requests` in total, at most `lanes` at a time.
+    """One stage of a closed loop: `requests` in total, with at most `lanes` concurrent ones.
 
-    Each lane sends its next request when the last one is answered.
+    Each lane sends its next request when its previous one is answered.
     """
 
     lanes: int
@@ -67,19 +69,24 @@ class Concurrency(Struct, frozen=True, kw_only=True):
 
 
 class ClosedLoad(Struct, frozen=True, kw_only=True):
-    """Stages of concurrency; a lane begins the next stage when its last request is answered."""
+    """A load in which each request waits for an earlier answer.
+
+    A lane begins the next stage when its last request is answered.
+    """
 
     stages: tuple[Concurrency, ...]
     gap_s: Seconds = 0.0
 
 
 class Adapters(Struct, frozen=True, kw_only=True):
-    """Weights of the LoRA adapters that requests name, as (name, weight); empty for the base model."""
+    """LoRA adapters that requests name, as (name, weight of its random choice); empty if all use
+    the base model.
+    """
 
     weights: tuple[tuple[str, float], ...] = ()
 
     def draws(self, random: Random) -> Iterator[str]:
-        """Yield adapter names without end."""
+        """Yield randomly chosen adapter names without end, or "" if there are no adapters."""
         if not self.weights:
             yield from repeat("")
         names = [name for name, _ in self.weights]
@@ -89,10 +96,11 @@ class Adapters(Struct, frozen=True, kw_only=True):
 
 
 class SharedPrefix(Struct, frozen=True, kw_only=True):
-    """Groups that share a system prompt, each with a number of questions that are repeated.
+    """Prompts in groups with a common system prompt; each group repeats a fixed number of
+    questions.
 
-    With `multi_turn` each question is a user, whose prompts grow by question and answer
-    alternately.
+    With `multi_turn` each question belongs to a user, whose prompts grow by answer and question in
+    each turn.
     """
 
     groups: int
@@ -102,14 +110,16 @@ class SharedPrefix(Struct, frozen=True, kw_only=True):
     output: Spread
     multi_turn: bool = False
     context_tokens_max: int = 225_000
-    """Maximum context; a conversation that would exceed it restarts."""
+    """Maximum length in tokens of prompt and answer; a conversation that would exceed it restarts.
+    """
     skew: float | None = None
-    """Zipf exponent of the groups' popularity; None for all prompts round robin, in shuffled order.
+    """Zipf exponent of the groups' popularity; None to send all prompts round robin, in shuffled
+    order.
     """
 
 
 class Conversations(Struct, frozen=True, kw_only=True):
-    """Conversations with one system prompt, each with its own context and then turns."""
+    """Conversations that share one system prompt; each has its own context and several turns."""
 
     conversations: int
     shared_tokens: int
@@ -122,10 +132,11 @@ class Conversations(Struct, frozen=True, kw_only=True):
 
 
 class AgentTree(Struct, frozen=True, kw_only=True):
-    """Tasks with one system prompt and one of several tool schemas; a planner starts agents.
+    """Agentic tasks: a planner starts several agents, which alternate with tools.
 
-    The planner's first answer starts the agents in parallel. The prompt of each agent has the
-    planner's prompt and answer, then its own branch, and it alternates with tools.
+    All tasks share a system prompt, and each has one of several tool schemas. The planner's first
+    answer starts the agents in parallel. The prompt of each agent has the planner's prompt and
+    answer, then its own branch.
     """
 
     root_tokens: int = 2000
@@ -142,7 +153,7 @@ class AgentTree(Struct, frozen=True, kw_only=True):
 
 
 class Lengths(Struct, frozen=True, kw_only=True):
-    """Prompts that share nothing."""
+    """Prompts that share no text with each other."""
 
     prompt: Spread
     output: Spread
@@ -152,33 +163,35 @@ Content = SharedPrefix | Conversations | AgentTree | Lengths
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """The content of requests, and their arrival times."""
+    """A workload: the content of requests, and their arrival times."""
 
     content: Content
     load: OpenLoad | ClosedLoad
     adapters: Adapters = Adapters()
     source: str = ""
-    """Source of the parameters."""
+    """Publication from which the parameters were taken; "" for Homing's own."""
 
 
 class Generated(Struct, frozen=True, kw_only=True):
-    """A workload that a file describes, with its limits; every seed draws other requests."""
+    """A workload with seed and limits, from which requests are generated. Each seed gives other
+    requests.
+    """
 
     workload: Workload
     seed: int | None = None
-    """Seed that the file defines, or None if it defines none."""
+    """Seed that the file of the workload defines, or None if it defines none."""
     requests_max: int | None = None
     steady: bool = False
-    """The requests are drawn by `steady_arrivals`."""
+    """True if `steady_arrivals` generates the requests, False for `arrivals`."""
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
-        """Yield the requests that `seed` draws, in order of time."""
+        """Yield the requests that follow from `seed`, in order of time."""
         drawn = steady_arrivals if self.steady else arrivals
         return drawn(self.workload, seed, self.requests_max)
 
 
 def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> Iterator[Arrival]:
-    """Yield the requests of `workload` in order of time."""
+    """Yield the generated requests of `workload` in order of time, at most `requests_max`."""
     content, load = workload.content, workload.load
     source = _source(content, seed, workload.adapters)
     if isinstance(load, ClosedLoad):
@@ -197,15 +210,17 @@ def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> 
 
 
 HISTORY_S_MAX: Final[Seconds] = 3600.0
-"""Longest time before a steady trace for which sessions are drawn. Longer sessions are too rare in it."""
+"""Maximum time before the start of a steady trace for which sessions are drawn. Sessions that last
+longer are rare.
+"""
 _SESSIONS_MEASURED: Final = 200
-"""Sessions from which the length of a session is estimated."""
+"""Number of sessions that are generated to find how long the longest session lasts."""
 
 
 def steady_arrivals(
     workload: Workload, seed: int, requests_max: int | None = None
 ) -> Iterator[Arrival]:
-    """Return the requests of `workload` at a constant rate, in order of time.
+    """Return the generated requests of `workload` at a constant rate, in order of time.
 
     Sessions that began before the trace are under way at its start: the trace has their remaining
     turns. No request arrives after the last second of the load. All times assume that answers take
@@ -226,19 +241,23 @@ def steady_arrivals(
 
 
 def cannot_be_steady(workload: Workload) -> str:
-    """Return why a trace of `workload` cannot be steady, as a sentence; "" if it can."""
+    """Return the reason why `workload` cannot be generated as steady traffic, as a sentence; "" if
+    it can.
+    """
     content, load = workload.content, workload.load
     if isinstance(content, SharedPrefix) and content.multi_turn:
-        return "Expected sessions that end: its users talk for as long as the trace lasts"
+        return "Expected sessions that end: users of this workload talk until the trace ends"
     if not isinstance(load, OpenLoad):
-        return "Expected a rate: its requests wait for answers"
+        return "Expected arrivals at a rate: requests of this workload wait for answers"
     if len(load.stages) != 1:
-        return "Expected one rate: its load has several stages"
+        return "Expected one rate: the load of this workload has several stages"
     return ""
 
 
 def _session_s_max(content: Content, seed: int) -> Seconds:
-    """Return how long the longest of some sessions lasts if answers take no time."""
+    """Return the duration of the longest of 200 generated sessions if answers take no time, at most
+    `HISTORY_S_MAX`.
+    """
     source = _source(content, seed, Adapters())
     lengths_s = (
         max((one.time_s for one in merge([Session(turns=source(0, 1))])), default=0.0)
@@ -248,7 +267,9 @@ def _session_s_max(content: Content, seed: int) -> Seconds:
 
 
 def _without_history(given: Iterator[Arrival], history_s: Seconds) -> Iterator[Arrival]:
-    """Leave out what arrives before `history_s`, and count index and time from there."""
+    """Yield the requests that arrive from `history_s` on, with indices and times counted from
+    there.
+    """
     numbers: dict[int, int] = {}
     for one in given:
         if one.time_s < history_s:
@@ -259,7 +280,8 @@ def _without_history(given: Iterator[Arrival], history_s: Seconds) -> Iterator[A
 
 
 _Source = Callable[[int, int], Iterator[Turn]]
-"""Function (lane, number of lanes) -> the turns of one more session for this lane."""
+"""Function (lane, number of lanes) -> the turns of one more session for this lane of a closed loop.
+"""
 
 
 def _source(content: Content, seed: int, adapters: Adapters) -> _Source:
@@ -278,7 +300,10 @@ def _source(content: Content, seed: int, adapters: Adapters) -> _Source:
 
 
 def _lanes(load: ClosedLoad, source: _Source) -> Iterator[Session]:
-    """Yield the lanes of the first stage; those of later stages are children of the stage before."""
+    """Yield a session for each lane of the first stage.
+
+    Lanes of later stages are child sessions of the stage before.
+    """
 
     def lane(stage: int, number: int) -> Iterator[Turn]:
         lanes, requests = load.stages[stage].lanes, load.stages[stage].requests
@@ -305,7 +330,7 @@ def _lanes(load: ClosedLoad, source: _Source) -> Iterator[Session]:
 
 
 def _endless(source: _Source, lane: int, lanes: int) -> Iterator[Turn]:
-    """Yield the turns of one session after another, as long as there are any."""
+    """Yield the turns of one session of `source` after another, until a session has no turns."""
     while True:
         turn = None
         for turn in source(lane, lanes):
@@ -315,7 +340,9 @@ def _endless(source: _Source, lane: int, lanes: int) -> Iterator[Turn]:
 
 
 def _rounds(source: _Source, users: int, times: Iterator[Seconds]) -> Iterator[Arrival]:
-    """Yield the users' turns round robin, each after its previous answer and not before its time."""
+    """Yield turns of the users round robin at the given times. Each turn also waits for the user's
+    previous answer.
+    """
     latest: dict[int, int] = {}
     for index, at in enumerate(times):
         user = index % users
@@ -335,7 +362,9 @@ def _nothing_shared(
 
 
 class _Prompt(Struct):
-    """A question of a group; with `multi_turn` also the conversation before it."""
+    """A question of a group with its system prompt; with `multi_turn` also the conversation before
+    it.
+    """
 
     name: str
     system: tuple[int, int]
@@ -410,7 +439,7 @@ def _shared_prefix(
 
 
 def _with_tokens(*parts: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """Return the parts that are not empty."""
+    """Return the parts of a prompt that have at least one token."""
     return tuple(part for part in parts if part[1])
 
 
@@ -419,7 +448,9 @@ def _conversations(
 ) -> _Source:
     shared = (next(ids), content.shared_tokens)
     texts: dict[tuple[int, int], int] = {}
-    """Id by (conversation, turn), for repeated conversations; turn -1 is the context."""
+    """Block id of each text by (conversation, turn), for repeated conversations; turn -1 is the
+    conversation's own context.
+    """
     numbers = count()
 
     def text(conversation: int, turn: int) -> int:
@@ -461,7 +492,7 @@ def _conversations(
 
 
 def _cut(parts: tuple[tuple[int, int], ...], tokens_max: int) -> tuple[tuple[int, int], ...]:
-    """Return the beginning of the prompt, at most `tokens_max` tokens and at least one."""
+    """Return the beginning of the prompt with at most `tokens_max` tokens, and at least one."""
     kept: list[tuple[int, int]] = []
     left = max(1, tokens_max)
     for part, tokens in parts:

@@ -1,1 +1,3 @@
-"""Comparison of the simulator with recordings of real engines; one module per kind of recording."""
+"""Comparison of the simulator with recordings of real engines (`sim validate`); one module for each
+kind of recording.
+"""

@@ -1,4 +1,6 @@
-"""Results of comparing the simulator with a recording, and the reading of recordings."""
+"""Results of comparing the simulator with a recording of a real engine, and functions that read
+recordings.
+"""
 
 import gzip
 import tomllib
@@ -16,30 +18,34 @@ from sim.sentences import unread
 
 T = TypeVar("T")
 
-Told: TypeAlias = Callable[[float], None]
-"""Callback that receives the completed share of a judge's work, now and then."""
+ReportProgress: TypeAlias = Callable[[float], None]
+"""Callback that receives the progress of a comparison as a share from 0 to 1."""
 
 
 class TruthError(Exception):
-    """A recording cannot be used. The message is one sentence with the file and what was
-    expected.
+    """A recording cannot be used. The error is one sentence with the file and what was expected in
+    it.
     """
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """A recorded number beside the simulated one, or a number that was fitted."""
+    """One number of a recording beside the simulated number, or a constant that was fitted to the
+    recording.
+    """
 
     truth: str
-    """Name of the folder."""
+    """Name of the recording's folder."""
     what: str
     recorded: float | None
-    """Recorded value; None for a fitted number, which no recording contains."""
+    """Recorded value; None for a fitted constant, which no recording contains."""
     simulated: float
     unit: str
     error: float | None
-    """Error as a signed share of `recorded`, or of the total if `what` counts agreements."""
+    """Relative error: simulated / recorded - 1, or minus the share of disagreements if `what`
+    counts agreements. None for a fitted constant.
+    """
     tolerance: float | None
-    """Maximum of `abs(error)`; None if the number is only shown."""
+    """Maximum of `abs(error)`; None if the number is shown without a verdict."""
 
     @property
     def passed(self) -> bool:
@@ -51,7 +57,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 def against(
     truth: str, what: str, values: tuple[float, float], unit: str, tolerance: float | None
 ) -> Judgement:
-    """Return a judgement of `values`: the recorded and the simulated value."""
+    """Return the comparison of the two numbers in `values`, which are (recorded, simulated)."""
     recorded, simulated = float(values[0]), float(values[1])
     return Judgement(
         truth=truth,
@@ -65,9 +71,10 @@ def against(
 
 
 def tolerated(usual: float, profile: Profile | None) -> float:
-    """Return the tolerance: that of an estimated profile is its published error if that is larger.
+    """Return the tolerance of a relative error: the usual one, or the published error of an
+    estimated `profile` if that is larger.
 
-    `profile` replaces the recording's own profile; None if it does not.
+    `profile` is the one that replaces the recording's own; None if none does.
     """
     if profile is None or profile.estimated is None:
         return usual
@@ -75,7 +82,7 @@ def tolerated(usual: float, profile: Profile | None) -> float:
 
 
 def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) -> Judgement:
-    """Return a fitted constant beside the profile's value, which is shown without a verdict."""
+    """Return a fitted constant beside the profile's value of it, which is shown without a verdict."""
     return Judgement(
         truth=truth,
         what=f"{what} ({profile:.5g}{f' {unit}' if unit else ''} in the profile)",
@@ -88,7 +95,9 @@ def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) ->
 
 
 def all_of(truth: str, what: str, total: int, agreed: int) -> Judgement:
-    """Return a judgement that all of `total` items agree."""
+    """Return the comparison of `total` recorded items, of which `agreed` are equal in the
+    simulation. It passes only if all are.
+    """
     return Judgement(
         truth=truth,
         what=what,
@@ -101,7 +110,7 @@ def all_of(truth: str, what: str, total: int, agreed: int) -> Judgement:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """Return the content of `engine.toml` in `folder`. Raises TruthError."""
+    """Return the content of `engine.toml` in a recording's folder. Raises `TruthError`."""
     file = folder / "engine.toml"
     try:
         return tomllib.loads(file.read_text())
@@ -110,8 +119,8 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
-    """Return the description as `kind`, ignoring fields that `kind` does not have. Raises
-    TruthError.
+    """Return the description of a recording as an instance of `kind`, without fields that `kind`
+    does not have. Raises `TruthError` if a field is invalid.
     """
     try:
         return msgspec.convert(description, kind)
@@ -120,13 +129,14 @@ def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
 
 
 def is_there(file: Path) -> bool:
-    """Return whether a recording has this file, plain or compressed."""
+    """Return whether a file of a recording exists, either plain or compressed as `.gz`."""
     return file.is_file() or _packed(file).is_file()
 
 
 def lines_of(file: Path, kind: type[T]) -> Sequence[T]:
-    """Return the rows of a JSON-lines file, or of its .gz variant. Raises TruthError with
-    the line.
+    """Return the rows of a JSON-lines file, or of its `.gz` variant.
+
+    Raises `TruthError` with the number of an invalid line.
     """
     rows: list[T] = []
     try:

@@ -1,10 +1,11 @@
-"""Kind `ladder`: rising request rates on a pool, round robin against prefix-aware routing.
+"""Recordings of kind `ladder`: rising request rates on a pool, with round robin and with
+prefix-aware routing.
 
-`rates.csv` has one stage per row: rate, duration, and the published results of each arm. Stages
-follow each other on the same pods after a warm-up, and each is drained before the next. Prompts are
-drawn repeatedly in a shuffled order. Both arms run in the cluster of `sim replay` with its
-defaults. One arm uses round robin. The other uses the production scheduler with weighted scores, as
-in the measured run. Times are those of the client.
+`rates.csv` has one stage per row: rate, duration, and the published results of each of the two
+arms. Stages follow each other on the same pods after a warm-up, and all requests of a stage end
+before the next begins. Prompts are sent repeatedly in a shuffled order. Both arms are simulated in
+the cluster of `sim replay` with its defaults. One arm uses round robin. The other uses the
+production scheduler with weighted scores, as in the measured run. Times are those of the client.
 
 Only `shared_context_factor` is fitted, to the prefix-aware output tokens/s of the odd rows. The fit
 interpolates linearly between two runs for each row. The even rows are judged.
@@ -32,12 +33,22 @@ from sim.engine.profiles import Profile, ProfileError, find_profile
 from sim.measurement.measures import ttft_of
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import request_of
-from sim.truth.judgement import Judgement, Told, TruthError, against, converted, fitted, tolerated
+from sim.truth.judgement import (
+    Judgement,
+    ReportProgress,
+    TruthError,
+    against,
+    converted,
+    fitted,
+    tolerated,
+)
 
 ROUND_ROBIN_TOLERANCE: Final = 0.15
 PREFIX_AWARE_TOLERANCE: Final = 0.07
 CLIFF_RATES_PER_S: Final = (15.0, 20.0)
-"""Rates between which round robin's TTFT rises far above the duration of a prefill."""
+"""Request rates per second between which the TTFT of round robin rises far above the duration of a
+prefill.
+"""
 CLIFF_TTFT_S: Final = 5.0
 _FACTORS: Final = (0.35, 0.65)
 _ROUND_ROBIN: Final = "round-robin"
@@ -46,7 +57,7 @@ _SEED: Final = 1
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """The content of `engine.toml`."""
+    """The content of a ladder recording's `engine.toml`."""
 
     pods: int
     profile: str
@@ -78,7 +89,7 @@ class Description(Struct, frozen=True, kw_only=True):
 
 
 class Stage(Struct, frozen=True, kw_only=True):
-    """A row of `rates.csv`."""
+    """One stage of a ladder: a row of `rates.csv` with the published results of both arms."""
 
     rate_per_s: float
     duration_s: Seconds
@@ -89,20 +100,21 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 class Outcomes(Struct, frozen=True, kw_only=True):
-    """The simulated results of a stage."""
+    """The simulated results of one stage of a ladder."""
 
     output_tokens_per_s: float
-    """Output tokens divided by the time from the first arrival to the last completion."""
+    """Output tokens divided by the time from the first arrival of the stage to its last completion."""
     ttft_mean_s: Seconds
 
 
 def judge(
-    folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
+    folder: Path, description: dict[str, Any], report: ReportProgress, given: Profile | None = None
 ) -> Iterator[Judgement]:
-    """Yield the fitted constant, then judgements of both arms. Raises TruthError.
+    """Compare a ladder recording with its simulation: yield the fitted constant, then the results
+    of both arms. Raises `TruthError`.
 
-    A `given` profile replaces the recording's own, with its own KV cache. For an estimated profile
-    the cliff is only shown, because its place depends on a few per cent of speed.
+    A `given` profile, with its KV cache, replaces the recording's own. If it is an estimated one,
+    the TTFT cliff is shown without a verdict, because its place depends on a few per cent of speed.
     """
     shape = converted(folder, description, Description)
     if given is not None:
@@ -119,7 +131,7 @@ def judge(
     def ended(count: float) -> None:
         nonlocal done
         done += count
-        told(done / requests)
+        report(done / requests)
 
     factor = fit_shared_context_factor(shape, profile, stages[::2], ended)
     yield fitted(
@@ -148,7 +160,8 @@ def judge(
 def fit_shared_context_factor(
     shape: Description, profile: Profile, stages: Sequence[Stage], ended: Callable[[float], None]
 ) -> float:
-    """Return the factor with the least squares of the relative errors of prefix-aware tokens/s.
+    """Return the `shared_context_factor` (0 to 1) with the least squares of the relative errors of
+    prefix-aware output tokens/s.
 
     `ended` is called as by `Ladder.climb`.
     """
@@ -177,7 +190,7 @@ def fit_shared_context_factor(
 
 
 class Ladder:
-    """One arm: a pool with its picker, on which the stages follow each other."""
+    """One arm of a ladder: a simulated pool with its picker, on which the stages follow each other."""
 
     def __init__(self, shape: Description, profile: Profile, *, prefix_aware: bool) -> None:
         self._shape = shape
@@ -200,8 +213,9 @@ class Ladder:
         )
 
     def climb(self, stages: Sequence[Stage], ended: Callable[[float], None]) -> list[Outcomes]:
-        """Run the warm-up and all stages; call `ended` with the approximate number of requests
-        after each.
+        """Simulate the warm-up and all stages, and return the results of the stages.
+
+        `ended` is called after each with its approximate number of requests.
         """
         shape = self._shape
         self.stage(shape.warm_up_rate_per_s, shape.warm_up_s)
@@ -213,7 +227,9 @@ class Ladder:
         return outcomes
 
     def stage(self, rate_per_s: float, duration_s: Seconds) -> Outcomes:
-        """Send requests for `duration_s`, and run until all are answered."""
+        """Send requests at a rate for `duration_s`, simulate until all are answered, and return the
+        results.
+        """
         self._ended.clear()
         self._cluster.clients.go_on(self._arrivals(rate_per_s, duration_s))
         self._cluster.run()
@@ -244,13 +260,13 @@ class Ladder:
 
 
 def _requests(shape: Description, stages: Sequence[Stage]) -> float:
-    """Return the expected number of requests of a climb."""
+    """Return the expected number of requests of the warm-up and `stages`."""
     counts = [stage.rate_per_s * stage.duration_s for stage in stages]
     return shape.warm_up_rate_per_s * shape.warm_up_s + sum(counts)
 
 
 def _prompts(shape: Description) -> list[tuple[int, int]]:
-    """Return the blocks of each prompt: the prefix that its group shares, and its own question."""
+    """Return the block ids of each prompt: the prefix that its group shares, and its own question."""
     numbers = range(shape.groups * shape.prompts_per_group)
     return [(at // shape.prompts_per_group, shape.groups + at) for at in numbers]
 
@@ -309,7 +325,9 @@ def _mean_error(
 
 
 def _cliff(truth: str, stages: Sequence[Stage], round_robin: Sequence[Outcomes]) -> Judgement:
-    """Return a judgement that round robin's TTFT is short below the cliff and long above it."""
+    """Return the comparison of the TTFT cliff: round robin's mean TTFT must be below 5 s at the
+    rates before the cliff and above it after the cliff.
+    """
     below, above = CLIFF_RATES_PER_S
     wrong = sum(
         (outcome.ttft_mean_s < CLIFF_TTFT_S) != (stage.rate_per_s <= below)

@@ -1,10 +1,11 @@
-"""Kind `latency`: the arrivals of a run of one engine, and the times at which each request was
-served.
+"""Recordings of kind `latency`: requests of one engine, with the arrival and the measured times of
+each.
 
 `requests.jsonl` has one request per line, with measured times. The engine's constants come from the
-kernel timings in the same folder (`sim/engine/kernels.py`), or from the built-in `profile` that the
-description names. They are judged twice. The first time nothing is fitted to the run. The second
-time, host time and skew are fitted to the first requests and judged on the others.
+kernel timings in the same folder (`sim/engine/kernels.py`), or from the built-in `profile` that
+`engine.toml` names. The simulation is judged twice. The first time nothing is fitted to the
+recording. The second time, host time and skew are fitted to the first requests, and the results are
+judged on the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import request_of
 from sim.truth.judgement import (
     Judgement,
-    Told,
+    ReportProgress,
     TruthError,
     against,
     converted,
@@ -43,21 +44,23 @@ BLIND_TOLERANCES: Final = {"TTFT": 0.15, "TPOT": 0.08, "E2E": 0.08}
 FITTED_MEAN_TOLERANCE: Final = 0.08
 FITTED_P99_TOLERANCE: Final = 0.12
 FITTED_ON: Final = 150
-"""Number of first requests, in order of arrival, to which constants are fitted."""
+"""Number of requests, the first in order of arrival, to which constants are fitted."""
 _FIT_ROUNDS: Final = 4
 _SIMULATIONS: Final = 2 + 3 * _FIT_ROUNDS
-"""Number of simulations: one without a fit, three per round of the fit, and one with the result."""
+"""Number of simulations for one recording: one without a fit, three per round of the fit, and one
+with the fitted constants.
+"""
 _HOST_S_MAX: Final = 0.02
 _SKEW_MAX: Final = 0.5
 _MEASURES: Final = ("TTFT", "TPOT", "E2E")
 _ANY: Final = "round-robin"
-"""Policy, which makes no difference with one pod."""
+"""Routing policy of the simulation; it makes no difference with one pod."""
 
 _Floats = npt.NDArray[np.float64]
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """The content of `engine.toml`."""
+    """The content of a latency recording's `engine.toml`."""
 
     model: str
     num_gpu_blocks: int
@@ -79,8 +82,8 @@ class Description(Struct, frozen=True, kw_only=True):
         )
 
 
-class Served(Struct, frozen=True, kw_only=True):
-    """A line of `requests.jsonl`, with times in seconds."""
+class RecordedRequest(Struct, frozen=True, kw_only=True):
+    """A recorded request: a line of `requests.jsonl`, with times in seconds."""
 
     arrival_s: Seconds
     input_tokens: int
@@ -91,21 +94,23 @@ class Served(Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
+    folder: Path, description: dict[str, Any], report: ReportProgress, given: Profile | None = None
 ) -> Iterator[Judgement]:
-    """Yield judgements of means without a fit, then the fitted host time and skew, and means and
-    p99 with them.
+    """Compare a latency recording with its simulation: yield the results without a fit, then the
+    fitted host time and skew, and the results with them.
 
-    A `given` profile replaces the recording's own, with its own KV cache; nothing is fitted then.
-    Raises TruthError.
+    A `given` profile, with its KV cache, replaces the recording's own; nothing is fitted then.
+    Raises `TruthError`.
     """
     shape = converted(folder, description, Description)
-    served = sorted(lines_of(folder / "requests.jsonl", Served), key=lambda row: row.arrival_s)
+    served = sorted(
+        lines_of(folder / "requests.jsonl", RecordedRequest), key=lambda row: row.arrival_s
+    )
     profile = given or _profile(folder, shape)
     engine = shape.engine if given is None else _with_cache_of(given, shape.engine)
     recorded = _recorded(served)
     blind = simulate(profile, engine, served)
-    told(1 / _SIMULATIONS)
+    report(1 / _SIMULATIONS)
     for at, measure in enumerate(_MEASURES):
         means = (recorded[at].mean(), blind[at].mean())
         tolerance = tolerated(BLIND_TOLERANCES[measure], given)
@@ -115,7 +120,7 @@ def judge(
         yield against(folder.name, f"p99 {measure}, nothing fitted", tails, "s", None)
     if len(served) <= FITTED_ON or given is not None:
         return
-    suited = fit(profile, shape.engine, served, told)
+    suited = fit(profile, shape.engine, served, report)
     yield fitted(folder.name, "host time, fitted", suited.host_s, "s", profile=profile.host_s)
     yield fitted(folder.name, "skew, fitted", suited.skew, "", profile=profile.skew)
     rest = simulate(suited, shape.engine, served)[:, FITTED_ON:]
@@ -131,17 +136,20 @@ def judge(
 
 
 def _with_cache_of(profile: Profile, engine: EngineSettings) -> EngineSettings:
-    """Return the engine settings with as many blocks as the profile's KV cache has."""
+    """Return the engine settings with the number of blocks of the profile's KV cache."""
     return msgspec.structs.replace(
         engine, blocks_total=profile.kv_tokens // engine.block_size_tokens + 1
     )
 
 
-def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> _Floats:
-    """Return TTFT, TPOT and E2E as rows in seconds, with a column per request in order of arrival.
+def simulate(
+    profile: Profile, engine: EngineSettings, served: Sequence[RecordedRequest]
+) -> _Floats:
+    """Return the simulated TTFT, TPOT and E2E as rows in seconds, with a column per request in
+    order of arrival.
 
-    The pool has one pod. Prompts share nothing. Measured times begin in the engine's queue, so
-    there is neither a network nor a front end.
+    The simulated pool has one pod. Prompts share nothing. Measured times begin in the engine's
+    queue, so there is neither a network nor a front end.
     """
     alone = msgspec.structs.replace(
         profile,
@@ -172,8 +180,14 @@ def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served])
     return np.array([_measured(request) for request in requests]).T
 
 
-def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served], told: Told) -> Profile:
-    """Return `profile` with the host time and skew that fit the means of the first requests.
+def fit(
+    profile: Profile,
+    engine: EngineSettings,
+    served: Sequence[RecordedRequest],
+    report: ReportProgress,
+) -> Profile:
+    """Return `profile` with the host time and skew with which the simulation has the recorded means
+    of the first requests.
 
     The method is Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical
     slopes.
@@ -193,7 +207,7 @@ def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served], told
         here = errors(at)
         slopes = np.array([(errors(at + np.diag(steps)[k]) - here) / steps[k] for k in range(2)]).T
         at = bounded_least_squares(slopes, slopes @ at - here, limits)
-        told((4 + 3 * done) / _SIMULATIONS)
+        report((4 + 3 * done) / _SIMULATIONS)
     return msgspec.structs.replace(profile, host_s=float(at[0]), skew=float(at[1]))
 
 
@@ -220,7 +234,7 @@ def _profile(folder: Path, shape: Description) -> Profile:
         raise TruthError(f"{folder}: the kernel timings cannot be read: {problem}") from problem
 
 
-def _recorded(served: Sequence[Served]) -> _Floats:
+def _recorded(served: Sequence[RecordedRequest]) -> _Floats:
     return np.array(
         [
             (

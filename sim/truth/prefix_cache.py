@@ -1,4 +1,5 @@
-"""Kind `prefix_cache`: requests in sequence, for which every hit and every block must be equal.
+"""Recordings of kind `prefix_cache`: requests in sequence, for which all cache hits and KV events
+must be equal.
 
 `sequential.jsonl` has one request per line, with the tokens of prompt and answer and the
 `cached_tokens` that the server reported. `kv_events.jsonl` has the KV events of the run, one ZMQ
@@ -20,7 +21,7 @@ from sim.engine.request import EngineRequest
 from sim.pods.tokens import encode_ids, hash_chain
 from sim.truth.judgement import (
     Judgement,
-    Told,
+    ReportProgress,
     TruthError,
     all_of,
     converted,
@@ -29,11 +30,11 @@ from sim.truth.judgement import (
 )
 
 Event: TypeAlias = tuple[str, list[int]]
-"""Event: "stored" or "removed", and the hashes of the blocks."""
+"""A change of the cache: "stored" or "removed", and the hashes of the blocks."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """The content of `engine.toml`."""
+    """The content of a prefix-cache recording's `engine.toml`."""
 
     block_size_tokens: int
     num_gpu_blocks: int
@@ -42,7 +43,7 @@ class Description(Struct, frozen=True, kw_only=True):
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
-    """A line of `sequential.jsonl`."""
+    """A recorded request: a line of `sequential.jsonl`."""
 
     request: int
     prompt_token_ids: list[int]
@@ -51,8 +52,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
 
 class WrittenEvents:
-    """A `PoolWatcher` for chains with one key per block; it records what vLLM reports in KV
-    events.
+    """A `PoolWatcher` that collects the changes of a simulated cache as vLLM reports them in KV
+    events. Its chains have one key per block.
     """
 
     def __init__(self) -> None:
@@ -69,12 +70,12 @@ class WrittenEvents:
 
 
 def judge(
-    folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
+    folder: Path, description: dict[str, Any], report: ReportProgress, given: Profile | None = None
 ) -> Iterator[Judgement]:
-    """Yield two judgements: of the `cached_tokens` of all requests, and of all KV events. Raises
-    TruthError.
+    """Compare a prefix-cache recording with its simulation: yield the results for the
+    `cached_tokens` of all requests and for all KV events. Raises `TruthError`.
 
-    Blocks do not depend on times. A `given` profile replaces the default one.
+    Cached blocks do not depend on times. A `given` profile replaces the default one.
     """
     shape = converted(folder, description, Description)
     recorded = lines_of(folder / "sequential.jsonl", Recorded)
@@ -89,7 +90,7 @@ def judge(
     now: Seconds = 0.0
     agreed = 0
     for number, row in enumerate(recorded):
-        told(number / len(recorded))
+        report(number / len(recorded))
         tokens = encode_ids(row.prompt_token_ids + row.output_token_ids)
         request = EngineRequest(
             str(row.request),
@@ -113,7 +114,9 @@ def judge(
 
 
 def recorded_events(file: Path, block_size_tokens: int) -> Iterator[Event]:
-    """Yield the recorded KV events with our hashes instead of the engine's. Raises TruthError."""
+    """Yield the recorded KV events with the simulator's block hashes in place of the engine's.
+    Raises `TruthError`.
+    """
     ours: dict[Any, int] = {None: 0}
     for _, _, payload in lines_of(file, tuple[str, str, str]):
         try:

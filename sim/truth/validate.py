@@ -1,4 +1,5 @@
-"""`sim validate`: a comparison of the simulator with every available recording, and its errors.
+"""`sim validate`: compare the simulator with every available recording of a real engine, and print
+the errors.
 
 A recording is a folder with an `engine.toml` whose `kind` names a module of `sim/truth`. New
 recordings of a known kind need no code. Two recordings come with the simulator, in
@@ -28,15 +29,15 @@ from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.output import progress_bar
 from sim.sentences import sentence_of
 from sim.truth import ladder, latency, prefix_cache
-from sim.truth.judgement import Judgement, Told, TruthError, described
+from sim.truth.judgement import Judgement, ReportProgress, TruthError, described
 
 
 class Kind(Struct, frozen=True):
-    """The processing of recordings of one kind."""
+    """A kind of recording: how it is compared, and how long that takes."""
 
-    judge: Callable[[Path, dict[str, Any], Told, Profile | None], Iterator[Judgement]]
+    judge: Callable[[Path, dict[str, Any], ReportProgress, Profile | None], Iterator[Judgement]]
     work: float
-    """Approximate duration of one recording, relative to other kinds."""
+    """Approximate duration of comparing one recording, relative to other kinds."""
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -44,24 +45,25 @@ KINDS: Final[Mapping[str, Kind]] = {
     "latency": Kind(latency.judge, 1.0),
     "ladder": Kind(ladder.judge, 25.0),
 }
-"""Kinds in the order in which they run, the fastest first."""
+"""Kinds of recordings in the order in which they are compared, the fastest first."""
 
 RECORDINGS: Final = Path(__file__).with_name("recordings")
-"""Folder of the recordings that come with the simulator."""
+"""Folder of the recordings that are distributed with the simulator."""
 ELSEWHERE: Final = ("rtx4090-llama-3.1-8b", "rtxpro6000-llama-3.1-8b")
-"""Recordings on which figures in README also rest, and which cannot be distributed with the
-simulator."""
+"""Names of recordings that cannot be distributed with the simulator, although figures in README are
+based on them.
+"""
 
 _NOT_JUDGED: Final = "not judged"
 _HEADINGS: Final = ("truth", "what", "recorded", "simulated", "error", "tolerance", "")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the subcommand to those of `sim`."""
+    """Add the command `sim validate`."""
     parser = commands.add_parser(
         "validate",
         help="compare the simulator with recordings of real engines",
-        description="Run every recording, print the errors, and fail if one exceeds its tolerance.",
+        description="Simulate every recording, print the errors, and fail if one exceeds its tolerance.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -69,7 +71,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         action="append",
         metavar="DIR",
-        help="a recording, or a folder of recordings; repeatable "
+        help="folder of a recording, or a folder of such folders; repeatable "
         "(default: the included recordings, and those in $HOMING_SHARED/truth or else "
         "../shared/truth)",
     )
@@ -77,17 +79,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--profile",
         type=profile_named,
         metavar="NAME|FILE.toml",
-        help="profile to judge instead of each recording's own; for an "
-        "estimated profile the tolerance is its published error",
+        help="engine profile that replaces each recording's own; if it is an estimated one, each "
+        "tolerance is at least its published error",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="file to write the judgements to, as JSON"
+        "--json", type=Path, metavar="FILE", help="file to which the results are written as JSON"
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit code."""
+    """Run `sim validate` with the parsed flags and return its exit code."""
     roots: list[Path] = options.truth or _shared_roots()
     folders = sorted({folder for root in roots for folder in folders_in(root)})
     if roots and not folders:
@@ -121,21 +123,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Findings:
-    """The results of the completed recordings."""
+    """The results for the completed recordings of a `sim validate` run."""
 
     def __init__(self) -> None:
         self.judgements: list[Judgement] = []
         self.problems: list[str] = []
         self.done = 0
-        """Number of completed recordings, including unreadable ones."""
+        """Number of completed recordings, including those that could not be read."""
 
     @property
     def passed(self) -> bool:
         return not self.problems and all(judgement.passed for judgement in self.judgements)
 
     def judge_all(self, folders: Sequence[Path], given: Profile | None = None) -> None:
-        """Judge recordings one after the other, the fastest first, with a progress bar; `given` as
-        in `judge`.
+        """Compare recordings one after the other, the fastest kind first, with a progress bar.
+
+        A `given` profile replaces each recording's own.
         """
         order = list(KINDS)
         ranked: list[tuple[int, float, Path]] = []
@@ -158,14 +161,14 @@ class Findings:
                 # recordings.
                 bar.update(task, description=folder.name, refresh=True)
 
-                def told(share: float, start: float = before, work: float = work) -> None:
+                def report(share: float, start: float = before, work: float = work) -> None:
                     bar.update(task, completed=100.0 * (start + share * work) / whole)
 
                 try:
-                    self.judgements += list(judge(folder, told, given))
+                    self.judgements += list(judge(folder, report, given))
                 except TruthError as problem:
                     self.problems.append(str(problem))
-                told(1.0)
+                report(1.0)
                 self.done += 1
                 before += work
 
@@ -175,14 +178,18 @@ def _interrupt() -> NoReturn:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Return `root` if it is a recording, else the recordings directly inside it."""
+    """Return `root` if it is a recording (has an engine.toml), else the recordings directly inside
+    it.
+    """
     if (root / "engine.toml").is_file():
         return [root]
     return sorted(file.parent for file in root.glob("*/engine.toml"))
 
 
-def judge(folder: Path, told: Told, given: Profile | None = None) -> Iterator[Judgement]:
-    """Yield all judgements of one recording. Raises TruthError.
+def judge(
+    folder: Path, report: ReportProgress, given: Profile | None = None
+) -> Iterator[Judgement]:
+    """Yield all comparisons of one recording. Raises `TruthError` if the recording cannot be used.
 
     A `given` profile replaces the recording's own.
     """
@@ -193,13 +200,14 @@ def judge(folder: Path, told: Told, given: Profile | None = None) -> Iterator[Ju
         raise TruthError(
             f"{folder / 'engine.toml'}: kind: expected one of {', '.join(KINDS)}, got {kind!r}."
         )
-    yield from known.judge(folder, description, told, given)
+    yield from known.judge(folder, description, report, given)
 
 
 def as_json(findings: Findings, *, complete: bool) -> bytes:
-    """Return `{schema, complete, passed, problems, judgements: [{..., passed}]}` as JSON.
+    """Return the results as JSON: `{schema, complete, passed, problems, judgements: [{...,
+    passed}]}`.
 
-    `complete` is True if all recordings are included. Otherwise `passed` is false.
+    `complete` is False if the run was interrupted; `passed` is then false too.
     """
     document = {
         "schema": 1,
@@ -215,7 +223,9 @@ def as_json(findings: Findings, *, complete: bool) -> bytes:
 
 
 def _shared_roots() -> list[Path]:
-    """Return the folders of further recordings, besides those that come with the simulator."""
+    """Return the folders in which recordings that are not distributed are searched:
+    `$HOMING_SHARED/truth`, or else `../shared/truth` if it exists.
+    """
     shared = os.environ.get("HOMING_SHARED")
     if shared:
         return [Path(shared) / "truth"]

@@ -164,7 +164,7 @@ async def serving(
         picker = EndpointPicker(parse_serve([*given, *secure, *more], {}))
         stop, hurry = asyncio.Event(), asyncio.Event()
         served = asyncio.create_task(picker.serve(stop, hurry))
-        served_line = {"event": "serving"}.items()
+        served_line = {"event": "picker serving"}.items()
         await until(
             lambda: served.done() or any(served_line <= line.items() for line in lines),
             "the picker to serve",
@@ -585,7 +585,10 @@ async def test_a_decision_that_cannot_be_counted_is_told_of_though_nobody_asks(
         with monkeypatch.context() as broken:
             broken.setattr(Telemetry, "_count", lambda *_: 1 / 0)
             await running.pick()
-            await until(lambda: running.logged("telemetry failed"), "the line")
+            await until(
+                lambda: running.logged("recording metrics or log lines of an event failed"),
+                "the line",
+            )
         await running.pick()
         assert running.metric("telemetry_failures_total", event="decided") == 1
         assert running.metric("scheduler_e2e_duration_seconds_count") == 1
@@ -1157,11 +1160,11 @@ async def test_what_the_drain_cuts_is_counted_and_logged(tmp_path):
         for call in (stuck, done):
             await call.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
         running.stop.set()
-        await until(lambda: running.logged("draining"), "the drain")
+        await until(lambda: running.logged("drain started"), "the drain")
         # Whoever ends in time is not cut.
         await done.exchange(gw.response_headers(end=True), answers=1)
         assert await done.end() is grpc.StatusCode.OK
-        await until(lambda: running.logged("stopped"), "the end")
+        await until(lambda: running.logged("picker stopped"), "the end")
         assert running.metric("drain_cut_streams_total") == 1
         (line,) = running.logged("streams were cut by the end of the drain")
         assert line["streams"] == 1
@@ -1177,13 +1180,13 @@ async def test_streams_are_taken_until_no_gateway_opens_one(tmp_path):
         held = Call(running.channel)
         await held.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
         running.stop.set()
-        await until(lambda: running.logged("draining"), "the drain")
+        await until(lambda: running.logged("drain started"), "the drain")
         for _ in range(20):
             assert await running.pick()
-        assert not running.logged("stopped")
+        assert not running.logged("picker stopped")
         await held.exchange(gw.response_headers(end=True), answers=1)
         assert await held.end() is grpc.StatusCode.OK
-        await until(lambda: running.logged("stopped"), "the end")
+        await until(lambda: running.logged("picker stopped"), "the end")
         assert running.metric("drain_cut_streams_total") == 0
 
 
@@ -1212,7 +1215,7 @@ async def test_streams_are_taken_while_the_grace_lasts(tmp_path):
     async with serving(tmp_path, TWO, *flags) as running:
         ready_at_once(running)
         running.stop.set()
-        await until(lambda: running.logged("draining"), "the drain")
+        await until(lambda: running.logged("drain started"), "the drain")
         assert await running.pick()
         bypassed = Call(running.channel)
         await bypassed.exchange(
@@ -1222,7 +1225,7 @@ async def test_streams_are_taken_while_the_grace_lasts(tmp_path):
         )
         running.hurry.set()
         assert await bypassed.ended() is grpc.StatusCode.OK
-        await until(lambda: running.logged("stopped"), "the end")
+        await until(lambda: running.logged("picker stopped"), "the end")
         assert running.metric("drain_cut_streams_total") == 0
 
 
@@ -1301,10 +1304,15 @@ async def test_a_signal_drains_and_ends_with_0(number, transport, tmp_path):
     given, _ = arguments_for(tmp_path, TWO)
     for _ in range(2):
         async with child(*given, f"--transport={transport}") as epp:
-            await epp.until_logged("serving")
+            await epp.until_logged("picker serving")
             epp.process.send_signal(number)
             assert await epp.end() == (0, "")
-            assert epp.events == ["configured", "serving", "draining", "stopped"]
+            assert epp.events == [
+                "configuration loaded",
+                "picker serving",
+                "drain started",
+                "picker stopped",
+            ]
             assert all(json.loads(line)["timestamp"] for line in epp.lines)
 
 
@@ -1312,12 +1320,12 @@ async def test_a_hangup_ends_nothing(tmp_path):
     """Who sends it wants files to be read again, which they are; it is one line of the log."""
     given, _ = arguments_for(tmp_path, TWO)
     async with child(*given) as epp:
-        await epp.until_logged("serving")
+        await epp.until_logged("picker serving")
         epp.process.send_signal(signal.SIGHUP)
         await epp.until_logged("SIGHUP is ignored: files are read again when they change")
         epp.process.send_signal(signal.SIGTERM)
         assert await epp.end() == (0, "")
-    assert epp.events[-2:] == ["draining", "stopped"]
+    assert epp.events[-2:] == ["drain started", "picker stopped"]
 
 
 class Draining:
@@ -1349,7 +1357,7 @@ async def test_ctrl_c_waits_for_nobody_where_no_gateway_is_connected(transport, 
     """Whoever tries it out is not kept; the grace is longer than any test."""
     given, _ = arguments_for(tmp_path, TWO)
     async with child(*given, *LONG_GRACE, f"--transport={transport}") as epp:
-        await epp.until_logged("serving")
+        await epp.until_logged("picker serving")
         epp.process.send_signal(signal.SIGINT)
         assert await epp.end() == (0, "")
 
@@ -1360,13 +1368,13 @@ async def test_the_grace_is_kept_where_a_gateway_may_come(number, transport, tmp
     """One that is connected has to hear that we go; after SIGTERM one may still be on its way."""
     given, (port, *_) = arguments_for(tmp_path, TWO)
     async with child(*given, *LONG_GRACE, f"--transport={transport}") as epp:
-        await epp.until_logged("serving")
+        await epp.until_logged("picker serving")
         async with channel_to(f"localhost:{port}") as channel:
             asked = gw.request_headers(), gw.request_body(LONG)
             if number == signal.SIGINT:
                 await Call(channel).exchange(*asked, answers=1)
             epp.process.send_signal(number)
-            await epp.until_logged("draining")
+            await epp.until_logged("drain started")
             assert await Call(channel).exchange(*asked, answers=1), "it is served"
         epp.process.send_signal(signal.SIGINT)
         assert await epp.end() == (0, "")
@@ -1376,7 +1384,7 @@ async def test_the_log_says_which_event_loop_serves(tmp_path):
     """It is uvloop's wherever that is installed."""
     given, _ = arguments_for(tmp_path, TWO)
     async with child(*given) as epp:
-        await epp.until_logged("serving")
+        await epp.until_logged("picker serving")
     expected = "uvloop" if find_spec("uvloop") else "asyncio"
     assert json.loads(epp.lines[-1])["event_loop"] == expected
 
@@ -1421,13 +1429,13 @@ async def test_a_second_signal_hurries_and_a_stuck_stream_is_cut(tmp_path):
     given, (port, *_) = arguments_for(tmp_path, TWO)
     flags = ("--secure-serving=false", "--drain-grace=10m", "--drain-timeout=10m")
     async with child(*given, *flags) as epp, channel_to(f"localhost:{port}") as channel:
-        await epp.until_logged("serving")
+        await epp.until_logged("picker serving")
         stuck = Call(channel)
         # Its headers are answered, its body never comes.
         head = gw.request_headers(modes=gw.protocol(request=gw.BUFFERED))
         await stuck.exchange(head, answers=1)
         epp.process.send_signal(signal.SIGTERM)
-        await epp.until_logged("draining")
+        await epp.until_logged("drain started")
         epp.process.send_signal(signal.SIGTERM)
         assert await epp.end() == (0, "")
         assert "streams were cut by the end of the drain" in epp.events

@@ -69,7 +69,7 @@ async def test_the_picker_stays_until_its_envoy_has_nothing_to_do(mode, opened, 
     client = await opened.enter_async_context(http_client(inside.envoy))
     responses = await half_read(client, 20)
     inside.picker.terminate()
-    await until(lambda: "draining" in inside.picker.log_text(), "the drain")
+    await until(lambda: "drain started" in inside.picker.log_text(), "the drain")
     quiet_s = time.monotonic() + 2 * QUIET_S
     while time.monotonic() < quiet_s:
         # Whoever still comes is served, and sent away.

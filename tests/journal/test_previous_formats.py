@@ -19,7 +19,7 @@ from epp.commands.decisions import explain_past, show_decisions
 from epp.configuration.config import load_config
 from epp.flags.subcommands import ChangesFlags, DecisionsFlags
 from epp.journal.problem import JournalError
-from epp.journal.reenacting import decide_again, judge, told
+from epp.journal.reenacting import decide_again, judge, totals
 from sim.traces.formats import open_trace
 from tests.core.journal.traffic import PLUGINS, document
 
@@ -47,14 +47,14 @@ def shown(show, flags):
 @pytest.mark.parametrize("name", CAPTURES)
 def test_a_capture_is_decided_again(name):
     """Every decision is the same."""
-    assert told(decide_again(PREVIOUS / name, PLUGINS)) == EXPECTED["again"][name]
+    assert totals(decide_again(PREVIOUS / name, PLUGINS)) == EXPECTED["again"][name]
 
 
 def test_another_configuration_is_judged_by_a_capture():
     """The same decisions change, and the same differences come first."""
     config = load_config(document(weight=0), "new", PLUGINS)
     folder = PREVIOUS / "capture"
-    assert told(decide_again(folder, PLUGINS, config)) == EXPECTED["weightless"]
+    assert totals(decide_again(folder, PLUGINS, config)) == EXPECTED["weightless"]
     assert msgspec.to_builtins(judge(folder, PLUGINS, config)) == EXPECTED["judged"]
 
 

@@ -12,7 +12,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind
 from epp.journal.frames import frame_of, framed, packed_frames, segment_file
 from epp.journal.problem import JournalError
-from epp.journal.reenacting import decide_again, judge, told
+from epp.journal.reenacting import decide_again, judge, totals
 from tests.core.journal.traffic import PLUGINS, Live, configured, document, settings_of
 
 ORIGIN = "20260101T000000-0000000a"
@@ -67,14 +67,14 @@ def test_two_processes_are_told_apart(tmp_path):
     write(tmp_path, 60, origin="20260101T000500-0000000b")
     found = decide_again(tmp_path, PLUGINS)
     assert [one.decisions for one in found.values()] == [100, 60]
-    assert told(found)["same"] == 160
+    assert totals(found)["same"] == 160
 
 
 def test_another_configuration_is_held_against_what_was_decided(tmp_path):
     """The first differences are named."""
     write(tmp_path)
     config = load_config(document(weight=0), "new", PLUGINS)
-    total = told(decide_again(tmp_path, PLUGINS, config))
+    total = totals(decide_again(tmp_path, PLUGINS, config))
     assert 0 < total["changed"] < total["decisions"] == 200
     assert total["differences"] == {"the same was known": total["changed"]}
     assert {"request", "live", "again", "difference"} == set(total["first"][0])
@@ -140,4 +140,4 @@ def test_a_whole_capture_leaves_nothing_open(tmp_path):
     config = load_config(document(weight=0), "new", PLUGINS)
     judged = judge(tmp_path, PLUGINS, config)
     assert (judged.unmade, judged.caveats) == ({}, [])
-    assert judged.changed == told(decide_again(tmp_path, PLUGINS, config))["changed"]
+    assert judged.changed == totals(decide_again(tmp_path, PLUGINS, config))["changed"]

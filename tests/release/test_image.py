@@ -75,8 +75,10 @@ async def test_the_wheel_serves_by_nobody_in_a_read_only_root(installed, tmp_pat
     root, environment = installed
     lines = await serve_and_drain(root, ["epp"], environment, tmp_path / "log")
     assert [
-        line["event"] for line in lines if line["event"] in {"serving", "draining", "stopped"}
-    ] == ["serving", "draining", "stopped"]
+        line["event"]
+        for line in lines
+        if line["event"] in {"picker serving", "drain started", "picker stopped"}
+    ] == ["picker serving", "drain started", "picker stopped"]
     assert lines[-1]["decisions"] == 1
     assert not [line for line in lines if line["level"] in {"error", "critical"}]
     assert list(root.at("/tmp").rglob("*")) == [], "it needs not even /tmp"
@@ -167,7 +169,7 @@ async def test_the_steps_of_the_dockerfile_make_a_picker_that_serves(rooms):
     image = built(rooms, "epp")
     entrypoint = json.loads(image.said["ENTRYPOINT"])
     lines = await serve_and_drain(image.root, entrypoint, image.environment, rooms / "log")
-    assert lines[-1]["event"] == "stopped"
+    assert lines[-1]["event"] == "picker stopped"
     assert __version__ in asked(image, [*entrypoint, "--version"])
     asked(image, ["python", "-c", "import opentelemetry.sdk, rich, valkey"])
     absent = ("envoy", "hatchling", "homing_rivals", "mypy", "optuna", "pip", "pyarrow", "pytest")

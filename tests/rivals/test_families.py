@@ -7,7 +7,7 @@ import pytest
 
 from epp.configuration.compatibility import RIVALS
 from epp.testing import churn
-from epp.testing.churn import strangers_differ
+from epp.testing.churn import inherited_column
 from homing_rivals import FAMILIES, PLUGINS
 from sim.cluster.built_in import strategies
 from tests.rivals.driven import settings_of
@@ -30,7 +30,7 @@ def test_a_strategy_decides_whatever_happens(name):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_endpoint_that_left_is_forgotten(name):
     """What comes into its slot is a stranger: it has nothing that the other had."""
-    assert strangers_differ(churn(settings_of(name))) == ""
+    assert inherited_column(churn(settings_of(name))) == ""
 
 
 def test_every_plugin_is_found_by_the_public_entry_point_and_named_where_it_is_not_installed():

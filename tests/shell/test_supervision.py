@@ -8,7 +8,7 @@ import structlog
 
 from epp.shell.supervision import BACKOFF_S_MAX, ENDS_MAX, Supervisor, forever
 
-EVENT = "a task ended that nobody asked to end, it is started anew"
+EVENT = "background task ended unexpectedly, it is restarted"
 ENDS = (ZeroDivisionError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 CLIENT = "canary-of-a-client"
 

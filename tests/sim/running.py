@@ -73,7 +73,14 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running_pod(
-    *, speed=200.0, max_num_queued_reqs=0, kv_events=False, ports=(0, 0, 0), features=(), **engine
+    *,
+    speed=200.0,
+    max_num_queued_reqs=0,
+    kv_events=False,
+    stream_interval_tokens=1,
+    ports=(0, 0, 0),
+    features=(),
+    **engine,
 ):
     """`ports`: where it serves, publishes KV events and tells old ones again; 0: a free one."""
     settings = PodSettings(
@@ -85,6 +92,7 @@ async def running_pod(
         speed=speed,
         max_num_queued_reqs=max_num_queued_reqs,
         kv_events=kv_events,
+        stream_interval_tokens=stream_interval_tokens,
     )
     pod = Pod("pod-0", settings)
     port, *event_ports = ports

@@ -1,3 +1,3 @@
-"""The choice of one endpoint for one request: filters, scorers, a picker, and the scheduler's
-inputs.
+"""The choice of one endpoint for one request: filters, scorers, a picker plugin, and the scheduler
+with its input events.
 """

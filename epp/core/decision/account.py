@@ -1,4 +1,4 @@
-"""The decision record: what was decided, and why.
+"""The decision record: the chosen endpoint of a request, and the reasons for the choice.
 
 A decision keeps the arrays that it was computed from. Derived values are computed when they are
 first read. The log line, the decision pages, spans, response headers and the simulator's
@@ -29,8 +29,8 @@ from epp.core.types import Endpoint, Seconds, Stage
 _Found = TypeVar("_Found")
 
 
-class _FoundOnce(Generic[_Found]):
-    """A cached property without a lock.
+class _CachedProperty(Generic[_Found]):
+    """A property that is computed once, without a lock.
 
     Up to Python 3.11, `functools.cached_property` takes a lock. That costs more than the values
     that are computed here.
@@ -58,43 +58,49 @@ class Route(StrEnum):
 
 
 class Ranking(Struct, frozen=True, kw_only=True, dict=True):
-    """A ranking of the candidates, made during a decision or from stored arrays."""
+    """The scores of all candidates for one request, made during a decision or read from stored
+    arrays.
+    """
 
     scorers: tuple[str, ...]
     scored: Scored
-    """Scores with a row for each of `scorers` and a column for each candidate."""
+    """Score of each candidate by each scorer: a row for each of `scorers`, a column for each
+    candidate.
+    """
     picked: int
     """Position of the chosen endpoint among the candidates."""
 
     @property
     def total(self) -> float:
-        """Return the weighted sum of the chosen endpoint's scores."""
+        """Return the sum of the chosen endpoint's weighted scores."""
         return float(self.scored.total[self.picked])
 
-    @_FoundOnce
+    @_CachedProperty
     def parts(self) -> list[float]:
-        """Return the weighted score of the chosen endpoint by each scorer."""
+        """Return the weighted score of the chosen endpoint by each scorer, in the order of
+        `scorers`.
+        """
         return self.scored.parts_of(self.picked)
 
-    @_FoundOnce
+    @_CachedProperty
     def runner_up(self) -> int | None:
-        """Return the position of the best candidate that was not chosen, or None if there was only
-        one.
+        """Return the position of the best candidate other than the chosen one, or None if there was
+        only one candidate.
         """
         return runner_up_of(self.scored, self.picked)
 
-    @_FoundOnce
+    @_CachedProperty
     def decided_by(self) -> tuple[str, ...]:
-        """Return the smallest set of scorers that put the chosen endpoint ahead, largest
-        contribution first.
+        """Return the names of the fewest scorers whose weighted scores put the chosen endpoint
+        ahead of the runner-up, the largest lead first. Return () if it is not ahead.
         """
         if self.runner_up is None:
             return ()
         return decided_by(self.scorers, self.parts, self.scored.parts_of(self.runner_up))
 
     def best(self, most: int) -> list[int]:
-        """Return the positions of the `most` best candidates, best first. The chosen one is always
-        included.
+        """Return the positions of up to `most` candidates with the highest weighted sums, highest
+        first. The chosen candidate is always included.
         """
         order: list[int] = (-self.scored.total).argsort(kind="stable")[:most].tolist()
         if self.picked not in order:
@@ -103,7 +109,9 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Leg(Ranking, frozen=True, kw_only=True, dict=True):
-    """A leg of a request: the endpoint that was chosen for one part of it, and the reasons."""
+    """A leg of a request: the endpoint that was chosen for one part of the request, with the scores
+    and numbers that explain the choice.
+    """
 
     stage: Stage = Stage.DECODE
     endpoint: Endpoint
@@ -114,7 +122,7 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     dropped: Mapping[str, Ints]
     """Slots of the endpoints that each filter dropped, by name of the filter."""
     candidates: Candidates
-    """Candidates that were scored."""
+    """Candidates that were scored, which are those that no filter dropped."""
     tellers: tuple[TellsCost | None, ...]
     lease: Lease
     matched_blocks: int
@@ -126,8 +134,8 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     or has one rank.
     """
     costs: tuple[Cost, ...] | None = None
-    """Costs that the `tellers` returned during the decision, or None if they can be computed from
-    the numbers of two endpoints.
+    """Costs that the scorers in `tellers` computed during the decision, or None if they can be
+    computed later from the stored numbers of the two best endpoints.
     """
 
     @property
@@ -141,20 +149,22 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
         # Usually no filter drops anything, and every decision reads this property.
         return {name: len(slots) for name, slots in dropped.items()} if dropped else {}
 
-    @_FoundOnce
+    @_CachedProperty
     def numbers(self) -> tuple[float, ...]:
-        """Return the `NUMBERS` of the chosen endpoint, including this request."""
+        """Return the `NUMBERS` of the chosen endpoint after the decision, which include this
+        request. Valid until the next decision.
+        """
         return self.candidates.numbers_of(self.picked)
 
-    @_FoundOnce
+    @_CachedProperty
     def runner_up_numbers(self) -> tuple[float, ...]:
-        """Return the `NUMBERS` of the runner-up, or () if there is none."""
+        """Return the `NUMBERS` of the best candidate that was not chosen, or () if there is none."""
         return () if self.runner_up is None else self.candidates.numbers_of(self.runner_up)
 
-    @_FoundOnce
+    @_CachedProperty
     def numbers_before(self) -> list[float]:
-        """Return the `NUMBERS` of the chosen endpoint as the scorers saw them, without this
-        request.
+        """Return the `NUMBERS` of the chosen endpoint as the scorers saw them before the decision,
+        without this request.
         """
         return numbers_before(
             self.numbers,
@@ -165,12 +175,14 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
 
     @property
     def predicted_tokens(self) -> int:
-        """Return the prompt tokens that the chosen endpoint is estimated to have cached."""
+        """Return the number of prompt tokens that the chosen endpoint is estimated to have cached."""
         return predicted_tokens(self.matched_blocks, self.block_tokens, self.request.prompt_tokens)
 
 
 class Account(Struct, frozen=True, kw_only=True, gc=False):
-    """The record of one decision."""
+    """The record of one decision of the scheduler: the request, the chosen endpoint with the
+    reasons, and the shadow profile's verdict.
+    """
 
     number: int
     request: InferenceRequest
@@ -188,12 +200,14 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def leg(self) -> Leg:
-        """Return the leg of the endpoint that the gateway sends the request to."""
+        """Return the leg whose endpoint receives the request from the gateway."""
         return self.legs[0]
 
 
 def runner_up_of(scored: Scored, picked: int) -> int | None:
-    """Return the position of the best candidate other than `picked`, or None if there is no other."""
+    """Return the position of the candidate with the highest sum other than `picked`, or None if
+    there is no other.
+    """
     if scored.total.size < 2:
         return None
     rest = scored.total.copy()
@@ -233,16 +247,18 @@ def costs_to_keep(
 def decided_by(
     scorers: Sequence[str], parts: Sequence[float], others: Sequence[float]
 ) -> tuple[str, ...]:
-    """Return the scorers that put the chosen endpoint ahead, as `Ranking.decided_by` does.
+    """Return the names of the scorers that put the chosen endpoint ahead of the runner-up, as
+    `Ranking.decided_by` does.
 
-    `parts` are the chosen endpoint's weighted scores, `others` those of the runner-up.
+    `parts` are the chosen endpoint's weighted scores, `others` those of the runner-up, both in the
+    order of `scorers`.
     """
     return tuple([scorers[at] for at in decisive(parts, others)])
 
 
 def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int) -> int:
-    """Return the prompt tokens that an endpoint with `matched_blocks` cached blocks is estimated to
-    have cached.
+    """Return the number of prompt tokens in `matched_blocks` cached blocks, at most
+    `prompt_tokens`.
     """
     tokens = matched_blocks * block_tokens
     return tokens if tokens < prompt_tokens else prompt_tokens  # noqa: FURB136  a call takes longer

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.profile import Kept, SchedulingProfile, Scored
+from epp.core.decision.profile import FilterResult, SchedulingProfile, Scored
 from epp.core.failures import PluginFailures
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
@@ -20,17 +20,19 @@ from epp.core.types import Refusal, RefusalReason, Seconds
 
 
 class ProfileState(Struct):
-    """State that one profile keeps from one decision to the next."""
+    """The state that one scheduling profile carries from one decision to the next."""
 
     random: Random
-    """Random generator of the picker."""
+    """Random generator of the picker plugin."""
     failures: PluginFailures
-    """Failures of the profile's plugins."""
+    """Failures of the profile's plugins so far."""
     kept_scores: KeptScores | None = None
-    """Cache of scores, or None if no score of the profile can be cached or borrowed."""
+    """Cache of the profile's scores, or None if no score of the profile can be cached or borrowed
+    from the acting profile.
+    """
     filters_alike: bool = False
-    """True if the profile has the very same filters as the acting profile, whose result it can
-    borrow.
+    """True if the profile has the very same filters as the acting profile, so that their result
+    need not be computed again.
     """
     own_cold: bool = False
     """True if `request.moment.cold` must say whether any candidate of this profile has a part of the
@@ -39,29 +41,37 @@ class ProfileState(Struct):
 
 
 class Staleness(Struct, frozen=True):
-    """The rule that ranks endpoints with old metrics below all others."""
+    """The limits beyond which an endpoint ranks below all others: the age of its metrics, and
+    scrapes without an answer.
+    """
 
     age_s_max: Seconds
-    """Age of metrics in seconds above which they are stale."""
+    """Age in seconds above which an endpoint's metrics are stale."""
     unreachable: Bools
     """True for each endpoint slot whose scrapes get no answer."""
 
 
 class Choice(Struct, frozen=True, gc=False):
-    """The endpoint that a profile chose for one request, and how it did so."""
+    """The endpoint that a profile chose for one request, with the candidates and scores that led to
+    the choice.
+    """
 
     offered: Candidates
-    """Candidates before any filter."""
+    """Candidates from which the filters started."""
     ranked: Candidates
-    """Candidates that were scored."""
+    """Candidates that the filters left, which were scored."""
     dropped: dict[str, Ints]
-    """Slots of the endpoints that each filter, or the preference for fresh metrics, dropped."""
+    """Slots of the endpoints that were not scored, by the name of the filter that dropped them,
+    "stale-metrics" or "unreachable".
+    """
     scored: Scored
-    """Scores of the ranked candidates."""
+    """Scores of the candidates in `ranked`, and their weighted sums."""
     picked: list[int]
-    """Positions among the ranked candidates, the destination first; at least one."""
+    """Positions of the picker plugin's choices among the ranked candidates, the destination first;
+    at least one.
+    """
     sound: bool
-    """True if none of the profile's plugins failed."""
+    """True if none of the profile's plugins failed in this decision."""
     request: InferenceRequest
     """Request as the scorers saw it."""
     slot: int
@@ -74,8 +84,8 @@ class Choice(Struct, frozen=True, gc=False):
         return others
 
     def fallbacks(self, most: int) -> list[int]:
-        """Return the slots of up to `most` fallback endpoints: the picker's other choices, then the
-        best of the rest.
+        """Return the slots of up to `most` fallback endpoints: the picker plugin's other choices,
+        then the remaining candidates by their sums, highest first.
         """
         first, *others = self.picked
         order = others + np.argsort(-self.scored.total, kind="stable").tolist()
@@ -96,8 +106,8 @@ def choose(
 
     The result depends on the arguments alone. Only `state` changes. `rotation` counts decisions and
     breaks ties round robin. `staleness` is None if no candidate is stale or unreachable. `acting`
-    is a sound choice of another profile for the same request and candidates, or None. Results of
-    plugins that both profiles have are taken from it.
+    is the choice of another profile for the same request and candidates, in which no plugin failed,
+    or None. Results of plugins that both profiles have are taken from it.
     """
     failures = state.failures
     failed_before = failures.so_far
@@ -127,9 +137,9 @@ def choose(
     return Choice(candidates, ranked, dropped, scored, picked, sound, request, slot)
 
 
-def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
-    """Leave out stale endpoints if any fresh one is left, and unreachable ones if any other is
-    left.
+def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
+    """Return `kept` without stale endpoints if any fresh one is left, and without unreachable ones
+    if any other is left.
     """
     unreachable = staleness.unreachable[kept.candidates.slot]
     stale = kept.candidates.metrics_age_s > staleness.age_s_max
@@ -149,7 +159,9 @@ def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str
 
 
 def nobody_ready(request: InferenceRequest, members: int) -> Refusal:
-    """Return the refusal of `request` if none of the pool's `members` endpoints is ready for it."""
+    """Return the refusal (status 503) of `request` if none of the pool's `members` endpoints is
+    ready for it.
+    """
     where = "" if request.subset is None else " in the subset that the gateway allows"
     return Refusal(
         reason=RefusalReason.NO_ENDPOINTS,
@@ -159,13 +171,15 @@ def nobody_ready(request: InferenceRequest, members: int) -> Refusal:
 
 
 def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:
-    """Return the refusal of a request that endpoints could serve if they had less load."""
+    """Return the refusal (status 429) of a request that the endpoints are too busy to serve.
+    `eliminated` is the number of endpoints that each filter dropped.
+    """
     return Refusal(
         reason=RefusalReason.SATURATED, status=429, message=message, eliminated=eliminated or {}
     )
 
 
-def _nobody_left(kept: Kept, ready: int) -> Refusal:
+def _nobody_left(kept: FilterResult, ready: int) -> Refusal:
     dropped = ", ".join(f"{count} by {name}" for name, count in kept.eliminated.items())
     message = f"no endpoint is left: 0 of {ready} after dropping {dropped}"
     if kept.shed_by:

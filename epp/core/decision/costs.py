@@ -35,9 +35,11 @@ class Cost(Struct, frozen=True):
     scorer: str
     unit: str
     parts: tuple[Mapping[str, float], ...]
-    """Parts whose sum is the cost, in `unit`, by name: one mapping for each endpoint."""
+    """Named parts of the cost of each endpoint, in `unit`, whose sum is the cost: a mapping for the
+    chosen endpoint, then one for the runner-up.
+    """
     first_token_parts: tuple[str, ...] = ()
-    """Names of the parts that the request waits through before its first token."""
+    """Names of those parts of the cost that the request waits through before its first token."""
 
     @property
     def first_token(self) -> float | None:
@@ -51,13 +53,15 @@ class Cost(Struct, frozen=True):
 
     @property
     def totals(self) -> list[float]:
-        """Return the total cost of each endpoint, in `unit`."""
+        """Return the total cost of the chosen endpoint and of the runner-up, if there is one, in
+        `unit`.
+        """
         return [sum(parts.values()) for parts in self.parts]
 
     @property
     def decided_by(self) -> list[str]:
-        """Return the smallest set of parts that make the chosen endpoint cheaper, largest
-        difference first.
+        """Return the names of the fewest parts that make the chosen endpoint cheaper than the
+        runner-up, the largest difference first.
         """
         if len(self.parts) < 2:
             return []
@@ -69,7 +73,7 @@ class Cost(Struct, frozen=True):
 
 
 class CostError(Exception):
-    """A plugin returned something that is not a cost. The message says what it returned."""
+    """An error: a scorer returned something that is not a cost. The message says what it returned."""
 
 
 def cost_of(
@@ -79,8 +83,8 @@ def cost_of(
     candidates: Candidates,
     positions: Sequence[int],
 ) -> Cost:
-    """Request from `plugin` the cost of the candidates at `positions`: the chosen one, then the
-    runner-up.
+    """Call `plugin` for the cost of the candidates at `positions`: the chosen one, then the
+    runner-up if there is one.
 
     Raises `CostError` for a malformed result, and any exception of the plugin.
     """
@@ -100,7 +104,7 @@ def cost_of(
 
 
 class FailedCost(Struct, frozen=True):
-    """A scorer that did not compute its cost."""
+    """A scorer that failed to compute its cost, with the exception."""
 
     scorer: str
     error: BaseException
@@ -112,7 +116,9 @@ def costs_of(
     candidates: Candidates,
     positions: Sequence[int],
 ) -> list[Cost | FailedCost]:
-    """Return the costs at `positions` by each scorer that computes costs; others are None."""
+    """Return the costs of the candidates at `positions` by each scorer that computes costs.
+    `scorers` has None for a scorer that does not. A scorer that fails gives a `FailedCost`.
+    """
     found: list[Cost | FailedCost] = []
     for name, plugin in scorers:
         if plugin is not None:
@@ -130,7 +136,9 @@ def computed_costs(
     positions: Sequence[int],
     failures: PluginFailures,
 ) -> tuple[Cost, ...]:
-    """Return the same as `costs_of` without the scorers that fail, which are counted in `failures`."""
+    """Return the costs of the candidates at `positions` by each scorer that computes costs. A
+    scorer that fails is omitted and counted in `failures`.
+    """
     found: list[Cost] = []
     for cost in costs_of(scorers, asked, candidates, positions):
         if isinstance(cost, Cost):
@@ -149,7 +157,8 @@ def rebuilt_pair(
     prompt_tokens: int,
     matched_most: int,
 ) -> Candidates:
-    """Return the chosen endpoint and the runner-up as the scorers saw them.
+    """Return candidates with the numbers of the chosen endpoint and of the runner-up as the scorers
+    saw them.
 
     `matched_most` is the largest number of blocks that any candidate had cached. If neither of the
     two endpoints reaches it, a third candidate with that number is added, because costs may depend
@@ -173,10 +182,10 @@ def rebuilt_pair(
 def cost_by_score(
     score: float, chosen: tuple[float, float], other: tuple[float, float]
 ) -> float | None:
-    """Return the cost of a candidate with `score`, given (score, cost) of two others.
+    """Return the cost of a candidate with `score`, given the (score, cost) of two other candidates.
 
-    A score falls linearly with the cost (`TellsCost`), so two points are enough. Return None if
-    both have the same score and `score` is another one.
+    A score falls linearly with the cost (`TellsCost`), so two points are enough. Return None if the
+    two have equal scores or equal costs, unless `score` is that of `chosen`.
     """
     (chosen_score, cost), (other_score, other_cost) = chosen, other
     if score == chosen_score:

@@ -11,18 +11,18 @@ from epp.core.types import Endpoint, Stage
 
 
 class Decision(Struct, frozen=True, kw_only=True, gc=False):
-    """The placement of a request, and the headers that go with it."""
+    """The placement of one request: its decision record, and the plugins that set headers for it."""
 
     account: Account
-    """Record of the decision, with its reasons."""
+    """Record of the decision: the request, the chosen endpoint and the reasons."""
     leg: Leg
-    """First of the record's legs: the endpoint that the gateway sends the request to."""
+    """First leg of the decision record, whose endpoint receives the request from the gateway."""
     markers: tuple[Marker, ...] = ()
-    """Plugins that set headers on the response."""
+    """Plugins that set headers on the response to the client."""
     request_markers: tuple[RequestMarker, ...] = ()
-    """Plugins that set headers on the request."""
+    """Plugins that set headers on the request to the endpoint."""
     offered: Candidates | None = None
-    """Candidates before filtering, or None if no plugin needs them."""
+    """Candidates of the decision before filtering, or None if no plugin sets headers on requests."""
     earlier: tuple[Leg, ...] = ()
     """Legs of the prefill and encode stages; () if one endpoint serves the whole request."""
     rank_chooser: RankChooser | None = None
@@ -55,8 +55,8 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def predicted_tokens(self) -> int:
-        """Return the prompt tokens that the current endpoint was estimated to have cached when the
-        request was placed.
+        """Return the number of prompt tokens that the endpoint that now serves the request was
+        estimated to have cached when the request was sent to it.
         """
         leg = self.leg
         tokens = leg.request.prompt_tokens
@@ -69,11 +69,13 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def marks_requests(self) -> bool:
-        """Return whether any plugin sets headers on requests, even if not on this one."""
+        """Return whether any plugin may set headers on requests, even if it sets none on this one."""
         return bool(self.request_markers) or self.rank_chooser is not None
 
     def request_headers(self) -> dict[str, str]:
-        """Return the headers to set on the request. Call this before the scheduler decides again."""
+        """Return the headers to set on the request to the endpoint, by name. Call this before the
+        scheduler decides again.
+        """
         found: dict[str, str] = {}
         if self.offered is not None:
             for marker in self.request_markers:
@@ -85,14 +87,17 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def own_request_headers(self) -> frozenset[str]:
-        """Return the names of request headers that only plugins may set; a client's are removed."""
+        """Return the names of request headers that only plugins may set. The gateway must remove
+        such headers that a client sent.
+        """
         names = {name for marker in self.request_markers for name in marker.plugin.own_headers}
         if self.rank_chooser is not None:
             names.add(self.rank_chooser.plugin.rank_header)
         return frozenset(names)
 
     def response_headers(self, served: str) -> dict[str, str]:
-        """Return the headers to set on the response, e.g. the session token.
+        """Return the headers to set on the response to the client, by name, such as a session
+        token.
 
         `served` is the address that the gateway reports as the origin of the response, or "" if it
         reports none.

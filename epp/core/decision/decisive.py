@@ -1,17 +1,22 @@
-"""The parts of a sum that made the difference between the chosen endpoint and another one."""
+"""Determination of the summands that made the difference between the chosen endpoint and another
+one.
+"""
 
 from collections.abc import Sequence
 from typing import Final
 
 LEVEL: Final = 1e-9
-"""Relative difference below which two sums differ only by rounding."""
+"""Difference of two sums, relative to the sum of all absolute summands, up to which it is only
+rounding.
+"""
 
 
 def decisive(chosen: Sequence[float], other: Sequence[float]) -> tuple[int, ...]:
-    """Return the positions of the fewest parts that put `chosen` ahead, the largest lead first.
+    """Return the positions of the fewest summands that put the sum of `chosen` above that of
+    `other`, the largest lead first.
 
-    Both arguments hold parts of a sum, in the same order; the larger sum is ahead. Return () if
-    `chosen` is not ahead.
+    Both arguments hold the summands in the same order. Return () if the sum of `chosen` is not
+    larger.
     """
     leads = [part - against for part, against in zip(chosen, other, strict=True)]
     ahead = sum(leads)

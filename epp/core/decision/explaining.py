@@ -16,17 +16,23 @@ HEADER_CHARACTERS_MAX: Final = 256
 
 
 class Explained(Struct, frozen=True):
-    """The values noted at the decision that change before the response."""
+    """The values that explain a decision in response headers and that may change before the
+    response, stored at the decision.
+    """
 
     leg: Leg
     numbers: tuple[Sequence[float], ...]
-    """`NUMBERS` of the chosen endpoint, as the scorers saw them, then of the runner-up. Empty if no
-    scorer computes a cost.
+    """`NUMBERS` of the chosen endpoint, as the scorers saw them, then those of the runner-up. Empty
+    if no costs are to be computed from them.
     """
     marks: tuple[str, str]
-    """Outlier mark of each endpoint: "slow", "failing" or ""."""
+    """Outlier state of the chosen endpoint and of the runner-up: "slow", "failing" or "" if it is
+    no outlier.
+    """
     matched_most: int = 0
-    """Largest number of leading prompt blocks that any candidate had cached."""
+    """Largest number of leading prompt blocks that any candidate had cached; 0 if no costs are to
+    be computed.
+    """
     earlier: tuple[Leg, ...] = ()
     """Legs of the stages before decode."""
 
@@ -34,7 +40,8 @@ class Explained(Struct, frozen=True):
 def explained(
     leg: Leg, outliers: Mapping[int, Outlier], earlier: tuple[Leg, ...] = ()
 ) -> Explained:
-    """Note what explains `leg`, which was just decided, after `earlier` ones of the same request.
+    """Return the values that explain `leg`, which was just decided, and the `earlier` legs of its
+    request.
 
     `outliers` is indexed by slot.
     """
@@ -51,7 +58,7 @@ def explained(
 
 
 def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, str]:
-    """Return the response headers that name the chosen endpoint and the reason.
+    """Return the two response headers that name the chosen endpoint and the reason of the decision.
 
     Values are printable ASCII of at most `HEADER_CHARACTERS_MAX` characters. Example: `score 7,
     next 4, decided by prefix-cache-scorer, 9 of 9 blocks`. If the only scorer computes a cost:
@@ -81,7 +88,9 @@ def _scores(noted: Explained) -> list[str]:
 
 
 def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
-    """Return a phrase for each scorer that computes a cost; a scorer that fails is left out."""
+    """Return a phrase about the cost by each scorer that computes costs; a scorer that fails is
+    omitted.
+    """
     leg = noted.leg
     if leg.costs is not None:
         return [_cost(cost, noted.marks) for cost in leg.costs]

@@ -1,4 +1,4 @@
-"""The input events of a scheduler, for `Scheduler.take(input, now)`.
+"""The input events of a scheduler, which a caller passes to `Scheduler.take(input, now)`.
 
 Inputs are values, so they can be logged and replayed in a loop. Both shells, the trial of a
 configuration and the re-enactment of captured traffic create them. The capture records each of
@@ -13,7 +13,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from epp.core.decision.settings import SchedulerSettings
-from epp.core.knowledge.index import Heard
+from epp.core.knowledge.index import EventResult
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import Event
@@ -22,28 +22,30 @@ from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 
 class PoolReplaced(Struct, frozen=True, gc=False):
-    """The pool consists of `endpoints` from now on."""
+    """An event after which the pool consists of exactly `endpoints`."""
 
     endpoints: Sequence[Endpoint]
 
 
 class PageScraped(Struct, frozen=True, gc=False):
-    """A successful scrape of the endpoint in `slot`."""
+    """A successful scrape of the metrics of the endpoint in `slot`."""
 
     slot: int
     metrics: EndpointMetrics
 
 
 class ScrapeFailed(Struct, frozen=True, gc=False, kw_only=True):
-    """A failed scrape of the endpoint in `slot`. `answered` is False if no response came in time."""
+    """A failed scrape of the metrics of the endpoint in `slot`. `answered` is False if no response
+    came in time.
+    """
 
     slot: int
     answered: bool
 
 
 class LoadReported(Struct, frozen=True, gc=False):
-    """A load report: the value of `header` in the response of `lease`, sent by the endpoint that
-    served it.
+    """A report of the engine's load in a response: `header` is the value of the response header,
+    `lease` that of the request.
     """
 
     lease: Lease
@@ -57,27 +59,31 @@ class ResponseStarted(Struct, frozen=True, gc=False):
 
 
 class OutputStarted(Struct, frozen=True, gc=False):
-    """The first chunk of the answer arrived, so the prompt of `lease` is prefilled."""
+    """The arrival of the first chunk of an answer, which shows that the prompt of `lease` is
+    prefilled.
+    """
 
     lease: Lease
 
 
 class ServedBy(Struct, frozen=True, gc=False):
-    """The gateway reports that the endpoint at `address` ("ip:port") serves the request of `lease`."""
+    """A report of the gateway that the endpoint at `address` ("ip:port") serves the request of
+    `lease`.
+    """
 
     lease: Lease
     address: str
 
 
 class RequestEnded(Struct, frozen=True, gc=False):
-    """The request of `lease` ended. A second such input for the lease has no effect."""
+    """The end of the request of `lease`. A second such input for the same lease has no effect."""
 
     lease: Lease
     outcome: Outcome
 
 
 class Reconfigured(Struct, frozen=True, gc=False):
-    """The scheduler uses `settings` from the next request on.
+    """New settings, which the scheduler uses from the next request on.
 
     An index that can adopt its new settings keeps its content. The pool, leases and counters stay.
     """
@@ -86,15 +92,17 @@ class Reconfigured(Struct, frozen=True, gc=False):
 
 
 class IndexMemoryLimited(Struct, frozen=True, gc=False):
-    """Memory is scarce: each index that can limit its memory uses at most `share` of its configured
-    maximum.
+    """A limit on the memory of the indexes: each that supports it uses at most `share` of its
+    configured maximum from now on.
     """
 
     share: float
 
 
 class PeerRecorded(Struct, frozen=True, gc=False):
-    """A peer recorded `keys` for `slot` at `stamp`, in its counterpart of our `index`."""
+    """A decision of a peer: the peer recorded `keys` for `slot` at `stamp` in its index with the
+    same name as `index`.
+    """
 
     index: str
     keys: Sequence[bytes]
@@ -109,7 +117,9 @@ class PeersUnheard(Struct, frozen=True, gc=False):
 
 
 class EventsHeard(Struct, frozen=True, gc=False):
-    """KV-cache events of the engine in `slot`: blocks that its rank `rank` stored or removed."""
+    """KV-cache events of rank `rank` of the engine in `slot`, for example that it stored or removed
+    blocks.
+    """
 
     slot: int
     events: Sequence[Event]
@@ -117,16 +127,16 @@ class EventsHeard(Struct, frozen=True, gc=False):
 
 
 class BlocksChanged(Struct, frozen=True, gc=False):
-    """The block changes that followed from `EventsHeard`, for a reader that has no tokens, such as
-    a capture.
+    """The changes of cached keys that followed from an `EventsHeard`, for a reader that has no
+    tokens, such as a capture.
     """
 
     slot: int
     changes: Sequence[Changed]
     cleared: bool = False
-    """True if all blocks of the rank were cleared before these changes."""
+    """True if all blocks of the rank were dropped before these changes."""
     engine_block_tokens: int = 0
-    """Largest number of tokens in a block of the engine."""
+    """Number of tokens in the largest block of the engine."""
     rank: int = 0
 
 
@@ -153,7 +163,7 @@ class EventsVoided(Struct, frozen=True, gc=False):
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """About a second passed; the scheduler does bounded housekeeping."""
+    """A call for bounded housekeeping, sent about once a second."""
 
 
 Input: TypeAlias = (
@@ -178,18 +188,20 @@ Input: TypeAlias = (
 
 
 class Effects(Struct, frozen=True):
-    """The consequences of an input that the caller must act on."""
+    """The consequences of one input on which the caller of `Scheduler.take` must act."""
 
     set_aside: Endpoint | None = None
-    """Endpoint that reached the failure limit with this outcome, or None. It receives no requests
-    until its next successful scrape.
+    """Endpoint that reached the limit of failed requests with this input, or None. It receives no
+    requests until its next successful scrape.
     """
     restarted: tuple[str, ...] = ()
-    """Names of the indexes that were reset."""
+    """Names of the affinity indexes that start empty because of new settings."""
     moved: bool = False
-    """True if the request now counts for another endpoint, or for none."""
-    heard: Heard | None = None
-    """Result of KV-cache events in the first index that receives them, or None."""
+    """True if the request of this input now counts for another endpoint, or for none."""
+    heard: EventResult | None = None
+    """Result of applying KV-cache events in the first index that receives them; None for other
+    inputs, or if it failed.
+    """
 
 
 NO_EFFECTS = Effects()

@@ -1,4 +1,4 @@
-"""A cache of scores.
+"""A cache of the scores that scorers gave to candidates.
 
 Scores of some scorers stay valid for several requests: those that declare to read only what scrapes
 change (`KEPT_READS`). Such a scorer runs again for the same candidates only after a column that it
@@ -20,15 +20,17 @@ from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 
 SETS_MAX: Final = 4
-"""Maximum number of candidate sets with cached scores: all ready endpoints, and what filters leave
-of them.
+"""Maximum number of candidate sets whose scores are cached, such as all ready endpoints, or those
+that a filter left.
 """
 MODELS_MAX: Final = 32
-"""Maximum number of models for which each candidate set caches scores of each scorer that reads the
-model.
+"""Maximum number of model names for which scores are cached, for each candidate set and each scorer
+that reads the model.
 """
 MODEL_LENGTH_MAX: Final = 256
-"""Length above which scores for a model name are not cached, because a client may send any name."""
+"""Maximum length in characters of a model name for which scores are cached, because a client may
+send any name.
+"""
 
 _NOBODY: Final[Ints] = np.empty(0, dtype=np.int64)
 _OUTDATED: Final = -1
@@ -41,23 +43,25 @@ class _Named(Protocol):
 
 
 class _Set:
-    """The cached scores of one set of candidates."""
+    """The cached scores that the scorers gave to one set of candidates."""
 
     __slots__ = ("by_model", "model", "scores", "seen", "version")
 
     def __init__(self, scorers: int, n: int) -> None:
         self.scores: Floats = np.zeros((scorers, n))
-        """Scores by scorer; a row is valid only for scorers that declare their reads and as `seen`
-        says.
+        """Scores with a row for each scorer. A row is valid only for scorers that declare their
+        reads, at the version in `seen`.
         """
         self.seen = [_OUTDATED] * scorers
-        """Version of a row's columns when the row was computed, by row."""
+        """Version of the columns that each scorer reads when its row was computed, by row."""
         self.version = _OUTDATED
-        """Version of all columns at which every such row was found up to date."""
+        """Version of all columns at which every row with declared reads was found up to date; -1 if
+        none was.
+        """
         self.model = ""
-        """Model for which the rows of scorers that read the model are valid."""
+        """Name of the model for which the rows of scorers that read the model are valid."""
         self.by_model: OrderedDict[tuple[int, str], tuple[int, Floats | float]] = OrderedDict()
-        """Version of the columns and scores, by (row, model)."""
+        """Version of the columns and the scores, by (row, model), least recently used first."""
 
 
 class KeptScores:
@@ -67,15 +71,17 @@ class KeptScores:
 
     @classmethod
     def of(cls, scorers: Sequence[_Named], acting: Sequence[_Named] = ()) -> "KeptScores | None":
-        """Return a cache, or None if no score of these scorers can be cached or borrowed."""
+        """Return a cache for the scores of `scorers`, or None if none of them can be cached or
+        borrowed. `acting` are the scorers of the acting profile.
+        """
         made = cls(scorers, acting)
         return made if made._columns or made._lent else None
 
     def __init__(self, scorers: Sequence[_Named], acting: Sequence[_Named] = ()) -> None:
-        """`scorers` belong to this profile; `acting` belong to the acting profile if this one is
-        the shadow.
+        """Create a cache for `scorers` of this profile. `acting` are the scorers of the acting
+        profile if this one is the shadow.
 
-        Scores of scorers that both have are not cached, because they can be borrowed.
+        Scores of scorers that both profiles have are not cached, because they can be borrowed.
         """
         found = {id(scorer.plugin): row for row, scorer in enumerate(acting)}
         lent = {
@@ -85,7 +91,7 @@ class KeptScores:
         }
         self._lent = list(lent)
         self._lent_by = list(lent.values())
-        """Rows of the acting profile, in the order of `_lent`."""
+        """Rows of the acting profile that are borrowed, in the order of `_lent`."""
         declared = ((row, scorer.plugin.abilities.reads) for row, scorer in enumerate(scorers))
         reads = {
             row: names
@@ -99,16 +105,18 @@ class KeptScores:
         self._never = tuple(row for row in range(len(scorers)) if row not in reads)
         self._scorers = len(scorers)
         self._sets: OrderedDict[bytes, _Set] = OrderedDict()
-        """Candidate sets by the slots of the candidates, least recently used first."""
+        """Cached candidate sets, by the slots of their candidates as bytes, least recently used
+        first.
+        """
         self._slot = _NOBODY
         self._set = _Set(self._scorers, 0)
-        """The set of the candidates in `_slot`."""
+        """The cached set for the candidates in `_slot`."""
 
     def recall(
         self, request: InferenceRequest, candidates: Candidates
     ) -> tuple[Floats, Sequence[int]]:
-        """Return float64[scorers, n] to write to, and its rows that must still be computed,
-        ascending.
+        """Return float64[scorers, n] with the cached scores, and the rows that must still be
+        computed, ascending.
         """
         if candidates.slot is not self._slot:
             self._find(candidates.slot)
@@ -135,7 +143,8 @@ class KeptScores:
     def take_over(
         self, request: InferenceRequest, candidates: Candidates, acting: Floats
     ) -> tuple[Floats, Sequence[int]]:
-        """Return the same as `recall`, with the rows that both profiles share filled in.
+        """Return float64[scorers, n] with the cached and the borrowed scores, and the rows that
+        must still be computed, ascending.
 
         `acting` holds the scores of the acting profile for the same request and candidates.
         """
@@ -153,8 +162,8 @@ class KeptScores:
         candidates: Candidates,
         scores: Floats,
     ) -> None:
-        """Cache those of `rows` that may be cached. `scores` is the completed result of the last
-        `recall`.
+        """Cache the `rows` of `scores` that may be cached. `scores` is the completed array of the
+        last `recall`.
         """
         kept = self._set
         if kept.version != _OUTDATED:
@@ -172,8 +181,8 @@ class KeptScores:
                     kept.by_model.popitem(last=False)
 
     def _find(self, slot: Ints) -> None:
-        """Set `_set` to the set of the candidates in `slot`. It is found by content, because
-        filters copy arrays.
+        """Set `_set` to the cached set for the candidates in `slot`. The set is found by content,
+        because filters copy arrays.
         """
         self._slot = slot
         key = slot.tobytes()

@@ -28,11 +28,17 @@ from epp.core.types import Endpoint
 
 MODEL: Final = "model"
 KEPT_READS: Final = (*VERSIONED, MODEL)
-"""Names in a scorer's `reads` for which its scores are cached until one of them changes."""
+"""Names in a scorer's `reads` that change rarely. If a scorer reads only these, its scores are
+cached until one of them changes.
+"""
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
-"""Columns that the default prefix index fills; it is created if any plugin reads one of them."""
+"""Names of the columns that the default prefix index fills; it is created if any plugin reads one
+of them.
+"""
 TOKEN_READS: Final = ("token_ids", "token_media", "known_tokens")
-"""Request fields that a `token-producer` fills; requests wait for them."""
+"""Request fields that a `token-producer` fills; if a plugin reads one of them, requests wait for
+the tokens.
+"""
 READABLE: Final = tuple(
     dict.fromkeys(
         (
@@ -44,8 +50,8 @@ READABLE: Final = tuple(
         )
     )
 )
-"""Names that `reads` may contain: columns of the candidates, fields of the request and of its
-moment.
+"""Names that a plugin may list in its `reads`: columns of the candidates, fields of the request and
+of its moment.
 """
 
 
@@ -53,12 +59,14 @@ class Filter(Plugin, Protocol):
     """A filter, which drops candidates that must not serve a request."""
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
-        """Return bool[n], true for each candidate that stays. Never called with n = 0."""
+        """Return bool[n]: True for each candidate that may serve `request`. Never called with n =
+        0.
+        """
         ...
 
 
 class HoldsRequests(Protocol):
-    """A filter that can delay requests before placement, if the picker has a waiting line."""
+    """A filter that can make requests wait before placement, if the picker has a waiting line."""
 
     def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
         """Return whether `request` must wait now. Never called with n = 0.
@@ -93,7 +101,7 @@ class TellsCost(Protocol):
     """
 
     cost_unit: ClassVar[str]
-    """Unit of all parts, such as "s"."""
+    """Unit of the cost and of all its parts, such as "s"."""
 
     def cost_parts(
         self, request: InferenceRequest, candidates: Candidates, /
@@ -118,7 +126,8 @@ class MarksResponses(Plugin, Protocol):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Return headers to set on the response to `request`, which was routed to `endpoint`.
+        """Return the headers to set on the response to `request`, which was routed to `endpoint`,
+        by name.
 
         `served` is the address that the gateway reports as the origin of the response, or "" if it
         reports none.
@@ -130,7 +139,8 @@ class MarksRequests(Plugin, Protocol):
     """A plugin that sets headers on the request: a filter, a scorer, or a plugin for headers alone."""
 
     own_headers: ClassVar[tuple[str, ...]]
-    """Lower-case names of the headers that it sets; headers of that name from a client are removed.
+    """Lower-case names of the request headers that this plugin sets. A client's headers with these
+    names are removed.
     """
 
     def request_headers(
@@ -150,10 +160,13 @@ class ChoosesRanks(Plugin, Protocol):
     """
 
     rank_header: ClassVar[str]
-    """Lower-case name of the header that it sets; a client's header of that name is removed."""
+    """Lower-case name of the request header with the rank. A client's header with this name is
+    removed.
+    """
 
     def rank_of(self, held_tokens: Sequence[int], sent: Sequence[int], /) -> int | None:
-        """Return the rank of the picked endpoint that must serve, or None if the engine chooses.
+        """Return the rank of the picked endpoint that must serve the request, or None if the engine
+        chooses.
 
         `held_tokens` are the prompt tokens that each rank is estimated to have cached. `sent` are
         the running requests that this picker sent to each rank by the header. Both have at least
@@ -163,38 +176,43 @@ class ChoosesRanks(Plugin, Protocol):
 
 
 class Picker(Plugin, Protocol):
-    """A picker, which chooses endpoints by their weighted sums."""
+    """A picker plugin, which chooses endpoints by the weighted sums of their scores."""
 
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
-        """Return int[k], k >= 1: positions among the candidates, the destination first.
+        """Return int[k], k >= 1: positions of the chosen candidates, the destination first.
 
-        `scores` is float64[n] without NaN. `rotation` counts decisions and breaks ties round robin.
+        `scores` is float64[n] without NaN, the weighted sum of each candidate. `rotation` counts
+        decisions and breaks ties round robin.
         """
         ...
 
 
 class GoesBySessions(Protocol):
-    """A scorer that uses sessions only while clients return to them (`sessions_return`)."""
+    """A scorer that uses the session of a request only while clients return to their sessions
+    (`sessions_return`).
+    """
 
     def session_of(self, request: InferenceRequest, /) -> str:
         """Return the session that `request` names, or "" if it names none or sessions do not matter
-        now.
+        at present.
         """
         ...
 
 
 class ReadsIndex(Protocol):
-    """A filter or scorer that needs an affinity index. The framework creates a missing index."""
+    """A filter or scorer that reads an affinity index. The framework creates the index if the
+    configuration does not.
+    """
 
     producer_type: ClassVar[str]
-    """Type of the index to create."""
+    """Type name of the index that is created if the configuration does not declare one."""
 
     @property
     def producer(self) -> str | None:
-        """Return the name of the index, "" for the default prefix index, or None if these
-        parameters need none.
+        """Return the name of the index that this plugin reads, "" for the default prefix index, or
+        None if its parameters need no index.
         """
         ...
 
@@ -209,7 +227,7 @@ _MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "chooses_ranks": ("rank_header", "rank_of"),
     "tells_cost": ("cost_unit", "cost_parts"),
 }
-"""Members that a plugin has if and only if it declares the ability."""
+"""Names of the members that a plugin class has if and only if it declares the ability, by ability."""
 _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     **_MEMBERS,
     "reads_session_tokens": ("reads_tokens",),
@@ -224,15 +242,16 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "names_sessions": ("session_in",),
     "limits_memory": ("memory_max_bytes",),
 }
-"""Members that a plugin, or the settings of an index, must have for each ability that it declares.
+"""Names of the members that a plugin, or the settings of an index, must have for each ability that
+it declares, by ability.
 """
 _DECLARED_ONLY: Final = ("reads", "sheds_load")
-"""Abilities that exist only as declarations."""
+"""Names of abilities without any member: a plugin only declares them."""
 
 
 def declaration_fault(kind: type[Any]) -> str | None:
-    """Return what is wrong with the declaration of a plugin class, to follow its name; None if
-    nothing is.
+    """Return the words that follow the name of a plugin class to say what is wrong with its
+    abilities, or None if nothing is.
     """
     members = set(dir(kind))
     missing = "abilities" not in members or not isinstance(kind.abilities, Abilities)
@@ -258,14 +277,16 @@ def declaration_fault(kind: type[Any]) -> str | None:
 
 
 def may_read_prefix(abilities: Abilities) -> bool:
-    """Return whether a filter, scorer or picker may read the default prefix index, by its
-    declaration.
+    """Return whether a filter, scorer or picker plugin with these abilities may read the default
+    prefix index.
     """
     return _may_read(abilities, PREFIX_READS)
 
 
 def may_read_tokens(abilities: Abilities) -> bool:
-    """Return whether a filter, scorer or picker may read token ids, by its declaration."""
+    """Return whether a filter, scorer or picker plugin with these abilities may read the prompt's
+    token ids.
+    """
     return _may_read(abilities, TOKEN_READS)
 
 

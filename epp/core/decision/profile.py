@@ -41,10 +41,11 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 
 UNKNOWN: Final = 0.5
-"""Score of every candidate if a scorer knows none of them."""
+"""Score of every candidate by a scorer that knows none of them, or that failed."""
 
 _TIE: Final = 1.0 - 1e-9
-"""Factor of the best sum above which another sum counts as a tie, because they differ by rounding.
+"""Factor of the highest sum from which another sum counts as a tie, because the two differ only by
+rounding.
 """
 
 _LEAST: Final = np.zeros(())
@@ -77,7 +78,9 @@ class WeightedScorer(Struct, frozen=True):
 
 
 class NamedResponder(Struct, frozen=True):
-    """A plugin that only sets headers on responses or requests, with its name in the configuration."""
+    """A plugin that is neither filter, scorer nor picker and sets headers on responses or requests,
+    with its name in the configuration.
+    """
 
     name: str
     plugin: MarksResponses | MarksRequests | ChoosesRanks
@@ -93,7 +96,7 @@ class Marker(Struct, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str
     ) -> Mapping[str, str]:
-        """Return the headers of `MarksResponses.response_headers`, or {} if the plugin fails."""
+        """Return the headers that the plugin sets on the response, or {} if the plugin fails."""
         return _headers(
             self,
             "response_headers",
@@ -112,7 +115,7 @@ class RequestMarker(Struct, frozen=True):
     def request_headers(
         self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint
     ) -> Mapping[str, str]:
-        """Return the headers of `MarksRequests.request_headers`, or {} if the plugin fails."""
+        """Return the headers that the plugin sets on the request, or {} if the plugin fails."""
         return _headers(
             self,
             "request_headers",
@@ -135,7 +138,9 @@ class SessionReader(Struct, frozen=True):
     failures: PluginFailures
 
     def session_of(self, request: InferenceRequest) -> str:
-        """Return the session of `GoesBySessions.session_of`, or "" if the plugin fails."""
+        """Return the session by which the plugin scores `request`, or "" if there is none or the
+        plugin fails.
+        """
         try:
             found: object = self.plugin.session_of(request)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -155,7 +160,9 @@ def _headers(
     ask: Callable[[], Mapping[str, str]],
     fault_of: Callable[[object], str],
 ) -> Mapping[str, str]:
-    """Return the result of `ask`, or {} if it raises or its result is faulty."""
+    """Return the headers that `ask` returns, or {} if it raises or returns something else.
+    `fault_of` describes such a fault.
+    """
     try:
         found = ask()
         fault = fault_of(found)
@@ -168,7 +175,7 @@ def _headers(
     return found
 
 
-class Kept(Struct, frozen=True, gc=False):
+class FilterResult(Struct, frozen=True, gc=False):
     """The candidates that the filters left, and the endpoints that each filter dropped."""
 
     candidates: Candidates
@@ -184,33 +191,36 @@ class Kept(Struct, frozen=True, gc=False):
 
 
 class Scored(Struct, frozen=True, gc=False):
-    """Scores of n candidates."""
+    """The scores of n candidates, and their weighted sums."""
 
     total: Floats
-    """Weighted sums, float64[n]."""
+    """Weighted sum of the scores of each candidate, float64[n]."""
     scores: Floats
-    """Scores in [0, 1], float64[scorers, n], in profile order."""
+    """Score of each candidate by each scorer, in [0, 1]: float64[scorers, n], in the order of the
+    profile.
+    """
     weights: Floats
-    """Weights, float64[scorers]."""
+    """Weight of each scorer, float64[scorers]."""
 
     @classmethod
     def of(cls, scores: Floats, weights: Floats) -> "Scored":
-        """Return the weighted sums of `scores`, which must have no NaN."""
+        """Return `scores`, which must have no NaN, together with their weighted sums."""
         return cls(weighted_sums(weights, scores), scores, weights)
 
     @property
     def parts(self) -> Floats:
-        """Return float64[scorers, n]: the contribution of each scorer to each sum."""
+        """Return float64[scorers, n]: the weighted score of each candidate by each scorer."""
         return self.scores * self.weights[:, np.newaxis]
 
     def parts_of(self, position: int) -> list[float]:
-        """Return the contribution of each scorer to the sum of one candidate."""
+        """Return the weighted score of the candidate at `position` by each scorer."""
         parts: list[float] = (self.scores[:, position] * self.weights).tolist()
         return parts
 
 
 class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
-    """A profile that runs its filters in order, adds up weighted scores and lets the picker choose.
+    """A scheduling profile: it runs its filters in order, adds up weighted scores and lets its
+    picker plugin choose.
 
     Raises `ValueError` if all weights are 0, because such a profile has no preference.
     """
@@ -238,7 +248,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def members(self) -> tuple[NamedFilter | WeightedScorer, ...]:
-        """Return filters and scorers, in the order in which they run."""
+        """Return the filters and then the scorers, each in the order in which they run."""
         return (*self.filters, *self.scorers)
 
     @property
@@ -248,7 +258,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         return (*(member.name for member in self.members), self.picker_name, *others)
 
     def markers(self, failures: PluginFailures) -> tuple[Marker, ...]:
-        """Return the plugins that set headers on responses."""
+        """Return the plugins of this profile that set headers on responses."""
         return tuple(
             Marker(member.name, cast("MarksResponses", member.plugin), failures)
             for member in (*self.members, *self.responders)
@@ -256,7 +266,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def request_markers(self, failures: PluginFailures) -> tuple[RequestMarker, ...]:
-        """Return the plugins that set headers on requests."""
+        """Return the plugins of this profile that set headers on requests."""
         return tuple(
             RequestMarker(member.name, cast("MarksRequests", member.plugin), failures)
             for member in (*self.members, *self.responders)
@@ -264,7 +274,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def session_reader(self, failures: PluginFailures) -> SessionReader | None:
-        """Return the first scorer that uses sessions, or None if there is none."""
+        """Return the first scorer of this profile that uses sessions, or None if there is none."""
         return next(
             (
                 SessionReader(one.name, cast("GoesBySessions", one.plugin), failures)
@@ -275,7 +285,9 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def rank_chooser(self, failures: PluginFailures) -> RankChooser | None:
-        """Return the first plugin that selects ranks, or None if engines do."""
+        """Return the first plugin of this profile that selects data-parallel ranks, or None if
+        there is none.
+        """
         return next(
             (
                 RankChooser(one.name, cast("ChoosesRanks", one.plugin), failures)
@@ -287,12 +299,16 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def scorer_names(self) -> tuple[str, ...]:
-        """Return the configured names of the scorers."""
+        """Return the name of each scorer in the configuration, in the order in which the scorers
+        run.
+        """
         return tuple(scorer.name for scorer in self.scorers)
 
     @cached_property
     def tellers(self) -> tuple[TellsCost | None, ...]:
-        """Return, for each scorer, the scorer itself if it computes costs, else None."""
+        """Return a tuple with each scorer that computes costs, and None in place of each that does
+        not.
+        """
         plugins = [scorer.plugin for scorer in self.scorers]
         return tuple(
             cast("TellsCost", one) if one.abilities.tells_cost else None for one in plugins
@@ -300,7 +316,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def holders(self) -> tuple[tuple[str, HoldsRequests], ...]:
-        """Return the filters that can delay requests, with their names."""
+        """Return (name, filter) for each filter that can delay requests."""
         return tuple(
             (named.name, cast("HoldsRequests", named.plugin))
             for named in self.filters
@@ -310,7 +326,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     def holds(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
     ) -> bool:
-        """Return whether any filter delays `request`; a filter that fails does not."""
+        """Return whether any filter of this profile delays `request`; a filter that fails does not."""
         for name, plugin in self.holders:
             try:
                 found: object = plugin.holds(request, candidates)
@@ -326,9 +342,9 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     def filter(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
-    ) -> Kept:
-        """Run the filters and stop when no candidate is left. A filter that fails keeps every
-        candidate.
+    ) -> FilterResult:
+        """Return the candidates that all filters keep; the filters after one that leaves none do
+        not run. A filter that fails keeps every candidate.
         """
         gone: dict[str, Ints] = {}
         for named in self.filters:
@@ -350,8 +366,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             candidates = candidates.take(keep)
             if not len(candidates):
                 shed_by = named.name if named.plugin.abilities.sheds_load else ""
-                return Kept(candidates, gone, shed_by)
-        return Kept(candidates, gone)
+                return FilterResult(candidates, gone, shed_by)
+        return FilterResult(candidates, gone)
 
     def score(
         self,
@@ -361,8 +377,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         kept: KeptScores | None = None,
         acting: Floats | None = None,
     ) -> Scored:
-        """Clamp each score to [0, 1], replace unknown ones by the median of the known, weigh and
-        add up.
+        """Return the scores of `candidates` by all scorers, clamped to [0, 1], and their weighted
+        sums. A score of NaN is replaced by the median of the scorer's other scores.
 
         If a scorer fails, all its scores are unknown. `kept` is this profile's cache: its valid
         scores are not computed again. `acting` are scores of another profile for the same request
@@ -424,9 +440,10 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         rotation: int,
         failures: PluginFailures,
     ) -> Ints:
-        """Return positions among the candidates, the destination first; at least one.
+        """Return the positions of the candidates that the picker plugin chooses by `scores`, their
+        weighted sums, the destination first; at least one.
 
-        If the picker fails, the highest sum is picked, round robin among ties.
+        If the picker plugin fails, the highest sum is picked, round robin among ties.
         """
         try:
             # The picker gets a copy, because the sums explain the decision later.
@@ -444,7 +461,9 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def weighted_sums(weights: Floats, scores: Floats) -> Floats:
-    """Return float64[n], the sums of `scores`, float64[scorers, n], weighted by `weights`."""
+    """Return float64[n]: for each candidate, the sum of its `scores`, float64[scorers, n], weighted
+    by `weights`.
+    """
     if len(scores) == 1:
         # This gives the same numbers in a third of the time that einsum takes for arrays as long as
         # a pool.
@@ -456,14 +475,18 @@ def weighted_sums(weights: Floats, scores: Floats) -> Floats:
 
 
 def highest(scores: Floats) -> Ints:
-    """Return the positions of all ties for the highest of `scores`, ascending; at least one."""
+    """Return the positions of the highest of `scores` and of all others that tie with it,
+    ascending; at least one.
+    """
     best = scores.item(scores.argmax())
     tied: Ints = (scores >= best * _TIE).nonzero()[0]
     return tied
 
 
 def fill_unknown(scores: Floats) -> None:
-    """Replace NaN in place by the median of the rest, or by `UNKNOWN` if there is no rest."""
+    """Replace each NaN in `scores`, in place, by the median of the other scores, or by `UNKNOWN` if
+    all are NaN.
+    """
     unknown: Bools = np.isnan(scores)
     if unknown[unknown.argmin()]:
         scores.fill(UNKNOWN)

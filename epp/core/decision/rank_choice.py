@@ -13,23 +13,25 @@ from epp.core.types import Seconds
 
 
 class RankChoice(StrEnum):
-    """The outcome of choosing among several ranks. If no rank is named, the engine chooses."""
+    """The outcome of the choice among several data-parallel ranks. If no rank is named to the
+    engine, the engine chooses.
+    """
 
     NAMED = "named"
     UNHELD = "unheld"
-    """No rank has any of the prompt cached."""
+    """No rank has any part of the prompt cached."""
     ALIKE = "alike"
-    """No rank has enough more cached than the others to matter to the plugin."""
+    """No rank has so much more of the prompt cached than the others that the plugin prefers it."""
     CROWDED = "crowded"
-    """The best rank already received too many requests."""
+    """The rank with the longest cached prefix already received too many requests."""
     FALLBACK = "fallback"
-    """A fallback endpoint does not have that rank."""
+    """A fallback endpoint does not have the selected rank, and all receive the same header."""
     FAILED = "failed"
-    """The plugin or the index failed."""
+    """The plugin that selects ranks, or the index with the cached blocks of ranks, failed."""
 
 
 class RankChooser(Struct, frozen=True):
-    """The plugin that chooses ranks, with its name in the configuration."""
+    """The plugin that selects data-parallel ranks, with its name in the configuration."""
 
     name: str
     plugin: ChoosesRanks
@@ -38,7 +40,9 @@ class RankChooser(Struct, frozen=True):
     def choose(
         self, held_tokens: Sequence[int], sent: Sequence[int]
     ) -> tuple[int | None, RankChoice]:
-        """Return the rank that `ChoosesRanks.rank_of` selects, and the outcome."""
+        """Return the rank that the plugin selects, or None, and the outcome. `held_tokens` and
+        `sent` are those of `ChoosesRanks.rank_of`.
+        """
         failed_before = self.failures.so_far
         rank = self._rank_of(held_tokens, sent)
         if rank is not None:
@@ -52,7 +56,7 @@ class RankChooser(Struct, frozen=True):
         return None, RankChoice.ALIKE if idle is None else RankChoice.CROWDED
 
     def _rank_of(self, held_tokens: Sequence[int], sent: Sequence[int]) -> int | None:
-        """Return None if the plugin fails."""
+        """Return the rank that the plugin selects, or None if it selects none or fails."""
         try:
             rank: object = self.plugin.rank_of(held_tokens, sent)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -73,7 +77,8 @@ class RankChooser(Struct, frozen=True):
         outcomes: dict[RankChoice, int],
         now: Seconds,
     ) -> int | None:
-        """Choose the rank that must serve `lease`, count the request there and the outcome.
+        """Choose the rank that must serve the request of `lease`. Count the request at that rank,
+        and the outcome in `outcomes`.
 
         Return the rank, or None if the engine chooses. `fallbacks` are the slots of the fallback
         endpoints. They receive the same headers as the chosen endpoint.

@@ -88,7 +88,7 @@ SENT_MAX: Final = 16_384
 
 
 class Sent(Struct, frozen=True, gc=False):
-    """A decision to share with peers: `request` went to the endpoint in `slot` at `at_s`."""
+    """A decision to share with peers: `request` was sent to the endpoint in `slot` at `at_s`."""
 
     request: InferenceRequest
     slot: int
@@ -98,7 +98,7 @@ class Sent(Struct, frozen=True, gc=False):
 
 
 class Witness(Protocol):
-    """An observer of everything that happens to a scheduler, in order. Its methods must not raise."""
+    """An observer of every input and decision of a scheduler, in order. Its methods must not raise."""
 
     def asked(self, request: InferenceRequest) -> None:
         """Record that `schedule` is about to decide; `request` still has its prompt."""
@@ -121,39 +121,41 @@ class Scheduler:
         self.settings = settings
         self.seed = seed
         self.failures = PluginFailures()
-        """Plugins that failed; decisions continue without them."""
+        """Failures of plugins and indexes; decisions continue without those that failed."""
         self.pool = EndpointPool()
         self.indexes = Indexes(self.failures)
-        """Affinity indexes that could be opened."""
+        """Affinity indexes that could be opened, by name."""
         self.ledger = InflightLedger(self.pool.columns, self.indexes.release)
         self.outliers = Outliers(self.pool.columns)
-        """Detector of endpoints that are slower or fail more often than the others, which it can
-        eject.
+        """Detector of endpoints that are slower or fail more often than the others. It ejects such
+        endpoints if its settings allow.
         """
         self.outlying: dict[int, Outlier] = {}
-        """Causes by slot of the endpoints that were outliers at the last tick."""
+        """Reason of each endpoint that was an outlier at the last tick, by slot."""
         self.pairs = PairFailures()
         """Failures of requests that several endpoints served."""
         self.full = FullEndpoints()
-        """Endpoints that refused requests because they are full; they receive fewer requests for a
-        while.
+        """Endpoints that are full because they refused requests for lack of capacity; they receive
+        fewer requests for a while.
         """
         self.accuracy = HitAccuracy()
-        """Comparison of predicted cache hits with the hits that engines count."""
+        """Comparison of the cache hits that decisions predict with the hits that engines count."""
         self.answer_lengths = AnswerLengths()
         self.replicas_unheard = 0
         """Number of other pickers that serve this pool and do not share their decisions."""
         self.decisions = 0
         self.load_reports = 0
-        """Number of load reports read from response headers."""
+        """Number of load reports of engines that were read from response headers."""
         self.load_reports_unread = 0
-        """Number of load reports ignored: malformed, or their endpoint was never scraped or has
-        restarted.
+        """Number of load reports that were ignored, because they were malformed or their endpoint
+        was never scraped or has restarted.
         """
         self.rank_choices: dict[RankChoice, int] = {}
-        """Outcomes for requests at endpoints with several ranks; empty if no plugin selects ranks."""
+        """Number of requests at endpoints with several ranks, by the outcome of the choice of the
+        rank; empty if no plugin selects ranks.
+        """
         self.may_hold = False
-        """True if any plugin of a profile can delay requests."""
+        """True if any plugin of a profile can make requests wait."""
         self.shadow_totals = ShadowTotals()
         self.shadow_failures = PluginFailures()
         self.keeps_costs = False
@@ -161,7 +163,7 @@ class Scheduler:
         of those decisions for which they cannot be computed later.
         """
         self.sent: deque[Sent] | None = None
-        """Decisions to share with peers, oldest first, or None if there are no peers."""
+        """Decisions to share with peers, oldest first, or None if the scheduler has no peers."""
         self.witness: Witness | None = None
         self._session_returns = SessionReturns()
         self._random = Random(f"{seed}:picker")  # noqa: S311  not for security
@@ -177,14 +179,18 @@ class Scheduler:
         )
 
     def take(self, given: Input, now: Seconds) -> Effects:
-        """Apply one input event to the scheduler's state."""
+        """Apply the input event `given` to the scheduler's state. Return the consequences on which
+        the caller must act.
+        """
         effects = _HANDLERS[type(given)](self, given, now) or NO_EFFECTS
         if self.witness is not None:
             self.witness.took(given, effects, now)
         return effects
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
-        """Choose an endpoint for `request` and count the request as running there from now on."""
+        """Choose an endpoint for `request` and count the request there as running from now on.
+        Return a refusal if no endpoint may serve it.
+        """
         if self.witness is None:
             return self._schedule(request, now)
         self.witness.asked(request)
@@ -193,8 +199,8 @@ class Scheduler:
         return decision
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether a plugin delays `request` in the waiting line; `schedule` places it all
-        the same.
+        """Return whether a plugin wants `request` to wait in the waiting line. `schedule` does not
+        check this and places the request in any case.
 
         Return False if no endpoint is ready, because `schedule` then refuses the request at once.
         """
@@ -209,14 +215,14 @@ class Scheduler:
         return any(one.holds(request, candidates, self.failures) for _, one in profiles)
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
-        """Return the endpoint of the request of `lease`, or None if the request ended or the
-        endpoint left or restarted.
+        """Return the endpoint at which the request of `lease` runs, or None if the request ended or
+        the endpoint left or restarted.
         """
         return self.pool.endpoint_in(lease.slot) if self.ledger.is_live(lease) else None
 
     def standings(self, now: Seconds) -> dict[int, Standing]:
-        """Return, by slot, whether each endpoint is preferred for new requests, and the reason if
-        not.
+        """Return the standing of each endpoint by slot: ready, or the reason why it is not
+        preferred for new requests.
         """
         return self.pool.standings(now, self.settings.metrics_staleness_s)
 
@@ -231,7 +237,7 @@ class Scheduler:
         return None if slot is None else self.indexes.held(request, slot)
 
     def tell_peers(self) -> None:
-        """Collect decisions for peers in `sent` from now on, and count the requests that peers have
+        """Begin to collect decisions for peers in `sent`, and to count the requests that peers have
         in flight.
         """
         self.sent = deque(maxlen=SENT_MAX)
@@ -444,7 +450,9 @@ class Scheduler:
     def _at_this_moment(
         self, request: InferenceRequest, affinities: dict[str, Affinity]
     ) -> InferenceRequest:
-        """Return `request` with the picker's state, and enter the joint match in `affinities`."""
+        """Return `request` with its moment, the picker's state that plugins may read. Store the
+        joint match of the prefix indexes in `affinities`.
+        """
         name, tokens = self.settings.prefix, request.prompt_tokens
         if self._counts_ids:
             alone = affinities.get(name)
@@ -505,8 +513,8 @@ class Scheduler:
         prefills: bool = True,
         left_out: tuple[str, ...] = (),
     ) -> Leg:
-        """Record a choice of `profile` in the same step that makes it, so that the next decision
-        sees it.
+        """Count the request at the endpoint that `profile` chose, in the same step that chooses it,
+        so that the next decision sees it.
 
         `ready` is the number of ready endpoints. `prefills` is True if the chosen endpoint computes
         the prompt. Indexes named in `left_out` do not record the choice. Return the leg at the
@@ -569,7 +577,9 @@ class Scheduler:
         )
 
     def _count_sent(self, lease: Lease, now: Seconds, left_out: tuple[str, ...] = ()) -> None:
-        """Record that the request of `lease` is sent to its endpoint."""
+        """Record in the indexes and the statistics that the request of `lease` is sent to its
+        endpoint.
+        """
         self.outliers.ejection.sent(lease)
         if self.full.by_slot:
             self.full.sent(lease.slot, now)
@@ -580,8 +590,8 @@ class Scheduler:
     # The course of a request.
 
     def _move(self, given: ServedBy, now: Seconds) -> Effects:
-        """Move the index entries and the lease to the serving endpoint; end them if it is not in
-        the pool.
+        """Move the lease and the index entries of a request to the endpoint that serves it. If that
+        is not in the pool, close the lease and undo the entries.
         """
         lease, slot = given.lease, self.pool.slot_at(given.address)
         if lease.slot < 0 or slot == lease.slot:
@@ -721,8 +731,8 @@ class Scheduler:
         return set_aside
 
     def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
-        """Record the status of a response. Return whether it excludes the endpoint until its next
-        good scrape.
+        """Record the HTTP status of a response. Return whether it makes the pool exclude the
+        endpoint until its next good scrape.
         """
         if status in MAY_BE_FULL and outcome.full:
             self.full.refused(lease.slot, lease.opened_at_s, outcome.retry_after_s, now)
@@ -751,7 +761,7 @@ class Scheduler:
         self.indexes.scraped(slot, metrics)
 
     def _forget(self, slot: int) -> None:
-        """Drop all that is known of `slot`, because its endpoint left or restarted."""
+        """Drop all knowledge about the endpoint in `slot`, because it left or restarted."""
         self.ledger.forget(slot)
         self.outliers.forget(slot)
         self.pairs.forget(slot)
@@ -789,7 +799,9 @@ class Scheduler:
         return Effects(restarted=restarted)
 
     def _read_profile(self) -> None:
-        """Derive from the settings what every decision would otherwise derive again."""
+        """Derive from new settings the objects that decisions use, so that a decision need not
+        create them.
+        """
         settings, profile, failures = self.settings, self.settings.profile, self.failures
         self.pool.columns.prefill_alike = not settings.labelled_speeds
         prefix = settings.indexes.get(settings.prefix)
@@ -876,4 +888,6 @@ _HANDLERS: Final[Mapping[type[Input], Callable[[Scheduler, Any, Seconds], Effect
     EventsVoided: lambda its, given, now: its.indexes.silence(given.slot, rank=given.rank),
     Tick: Scheduler._tick,
 }
-"""Handler of each input: a method of the scheduler, or a call of the part that the input is for."""
+"""Function that applies each input, by type of the input: a method of the scheduler, or a call of
+the part that the input is for.
+"""

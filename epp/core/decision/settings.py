@@ -1,4 +1,4 @@
-"""The settings of a scheduler."""
+"""The settings that determine the decisions of a scheduler."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,9 @@ from epp.core.types import Endpoint, Seconds
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
-    """The settings that determine decisions. `Reconfigured` replaces them as a whole."""
+    """The settings that determine the decisions of a scheduler. The input `Reconfigured` replaces
+    them as a whole.
+    """
 
     stages: Stages
     indexes: Mapping[str, AffinityIndexSettings] = field(default_factory=dict)
@@ -24,16 +26,16 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     they match.
     """
     prefix: str = ""
-    """Name of the index that fills `matched_blocks`, or "" if none does."""
+    """Name of the index whose match becomes `matched_blocks`, or "" if there is none."""
     joined: tuple[str, ...] = ()
-    """Names of the indexes that fill `matched_blocks` together, each of another origin, with
-    `prefix` among them; () if `prefix` does it alone.
+    """Names of the indexes, each of another origin, whose joint match becomes `matched_blocks`,
+    with `prefix` among them; () if `prefix` alone does.
     """
     block_tokens: int = 64
     """Number of tokens in a block of the `prefix` index."""
     beliefs: tuple[str, ...] = ()
-    """Names of the indexes that estimate what endpoints have cached. They forget a request that is
-    not served.
+    """Names of the indexes that estimate what endpoints have cached. The record of a request in
+    them is undone if the request is not served.
     """
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
@@ -42,14 +44,16 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     metrics.
     """
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    """Prefill speed of each endpoint without a speed of its own (`peakPrefillThroughput`)."""
+    """Prefill speed in tokens per second of each endpoint that `labelled_speeds` does not match
+    (`peakPrefillThroughput`).
+    """
     labelled_speeds: tuple[LabelledSpeed, ...] = ()
-    """Prefill speeds by label; if several match an endpoint, the first applies."""
+    """Prefill speeds of endpoints by their labels; if several match an endpoint, the first applies."""
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
     session_tokens: SessionTokens = NO_TOKENS
     shadow: SchedulingProfile | None = None
-    """Shadow profile, which judges decisions and never acts, or None."""
+    """Second profile, which judges decisions and never acts, or None if there is none."""
     shadow_share: float = 1.0
     """Share of the decisions that `shadow` judges, above 0 and at most 1."""
 
@@ -60,7 +64,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
-        """Return the configured names of all plugins that take part in decisions."""
+        """Return the configured names of the plugins of all stages and of the indexes."""
         names = [name for _, one in self.stages.profiles() for name in one.plugin_names]
         return (*dict.fromkeys(names), *self.indexes)
 
@@ -70,5 +74,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def index_settings(self) -> IndexesSettings:
-        """Return the settings of all indexes."""
+        """Return the settings of all affinity indexes, and the names of those whose match becomes
+        `matched_blocks`.
+        """
         return IndexesSettings(self.indexes, self.prefix, self.joined)

@@ -24,34 +24,38 @@ from epp.core.types import Endpoint, Refusal
 AGREED: Final = "agreed"
 DIFFERED: Final = "differed"
 NOBODY: Final = "nobody"
-"""The shadow's filters left no endpoint."""
+"""Verdict if the shadow profile's filters left no endpoint."""
 FAILED: Final = "failed"
-"""A plugin of the shadow failed, so its choice is unknown."""
+"""Verdict if a plugin of the shadow profile failed, so that its choice is unknown."""
 
 
 class ShadowVerdict(Struct, frozen=True, kw_only=True):
-    """The shadow profile's choice for one request, compared with the actual one."""
+    """The shadow profile's choice for one request, compared with the choice of the acting profile."""
 
     verdict: str
     """Result of the comparison: `AGREED`, `DIFFERED`, `NOBODY` or `FAILED`."""
     endpoint: Endpoint | None = None
     uncached_tokens: float = 0.0
-    """Prompt tokens that `endpoint` is estimated not to have cached."""
+    """Number of prompt tokens that the shadow's `endpoint` is estimated not to have cached."""
     live_uncached_tokens: float = 0.0
-    """Prompt tokens that the actual endpoint is estimated not to have cached."""
+    """Number of prompt tokens that the endpoint chosen by the acting profile is estimated not to
+    have cached.
+    """
     inflight_requests: int = 0
-    """Requests in flight at `endpoint` before this one."""
+    """Number of requests in flight at the shadow's `endpoint` before this request."""
     live_inflight_requests: int = 0
     scorers: tuple[str, ...] = ()
     scored: Scored | None = None
-    """Scores with a row for each of `scorers`."""
+    """Scores by the shadow profile, with a row for each of `scorers`; None without a choice."""
     position: int = -1
-    """Position of `endpoint` among the scored candidates."""
+    """Position of the shadow's `endpoint` among the scored candidates; -1 without a choice."""
     live_position: int = -1
-    """Position of the actual endpoint among the scored candidates; -1 if the filters dropped it."""
+    """Position of the acting profile's endpoint among the shadow's scored candidates; -1 if the
+    shadow's filters dropped it.
+    """
 
     def fields(self) -> dict[str, object]:
-        """Return plain, rounded values for a log line or a decision record."""
+        """Return the verdict as plain, rounded values for a log line or a decision record."""
         return {
             "verdict": self.verdict,
             "endpoint": "" if self.endpoint is None else self.endpoint.name,
@@ -64,7 +68,9 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
         }
 
     def _parts(self, position: int) -> dict[str, float]:
-        """Return the contribution of each scorer to the sum at `position`."""
+        """Return the weighted score of the candidate at `position` by each scorer, rounded to four
+        digits; {} without such a candidate.
+        """
         if self.scored is None or position < 0:
             return {}
         parts = self.scored.parts_of(position)
@@ -72,21 +78,23 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
 
 
 class ShadowTotals:
-    """The totals of all verdicts since the picker started. The sums cover verdicts that name an
-    endpoint.
+    """The totals of the shadow profile's verdicts since the picker started. The sums of tokens and
+    requests cover only verdicts that name an endpoint.
     """
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = Counter({AGREED: 0, DIFFERED: 0, NOBODY: 0, FAILED: 0})
         self.picks: Counter[int] = Counter()
-        """Number of times that each slot was chosen."""
+        """Number of times that the shadow profile chose each slot."""
         self.uncached_tokens = 0.0
         self.live_uncached_tokens = 0.0
         self.inflight_requests = 0
         self.live_inflight_requests = 0
 
     def add(self, verdict: ShadowVerdict, slot: int) -> None:
-        """Add one verdict. `slot` is the slot of its endpoint, or -1 if it names none."""
+        """Add one verdict to the totals. `slot` is the slot of its endpoint, or -1 if it names
+        none.
+        """
         self.verdicts[verdict.verdict] += 1
         if slot < 0:
             return
@@ -98,13 +106,13 @@ class ShadowTotals:
 
 
 class Shadow:
-    """A shadow profile that judges decisions."""
+    """A shadow profile together with the state with which it judges decisions."""
 
     @classmethod
     def of(
         cls, settings: SchedulerSettings, seed: int, totals: ShadowTotals, failures: PluginFailures
     ) -> "Shadow | None":
-        """Return the shadow profile of `settings`, or None if there is none."""
+        """Return a `Shadow` for the shadow profile of `settings`, or None if they have none."""
         profile = settings.shadow
         failures.retain(() if profile is None else profile.plugin_names)
         if profile is None:
@@ -132,7 +140,8 @@ class Shadow:
         failures: PluginFailures,
         own_cold: bool = False,
     ) -> None:
-        """Judge a random `share` of the decisions, drawn by a generator of its own.
+        """Create a shadow that judges a random `share` of the decisions, drawn by a generator of
+        its own.
 
         `failures` counts failures of the shadow's plugins alone, because the acting profile may use
         the same plugins without failing. Scores of plugins that both profiles have are taken from
@@ -163,7 +172,8 @@ class Shadow:
         staleness: Staleness | None,
         endpoint_in: Callable[[int], Endpoint],
     ) -> ShadowVerdict | None:
-        """Return the shadow's verdict, or None if this decision is not judged.
+        """Return the shadow profile's verdict on one decision, or None if the random share does not
+        include this decision.
 
         It never raises, and changes only its own totals and random state. `acted` is the choice of
         the acting profile. `endpoint_in` returns the endpoint of a slot.
@@ -198,7 +208,7 @@ class Shadow:
     def _compared(
         self, request: InferenceRequest, acted: Choice, choice: Choice, endpoint: Endpoint
     ) -> ShadowVerdict:
-        """Compare the shadow's choice with that of the acting profile."""
+        """Return the comparison of the shadow's choice with that of the acting profile."""
         ranked, position = choice.ranked, choice.picked[0]
         live, at = acted.ranked, acted.picked[0]
         live_slot = live.slot.item(at)

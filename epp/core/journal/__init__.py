@@ -1,1 +1,3 @@
-"""Journal of a scheduler's inputs and decisions: its records without text, and its reenactment."""
+"""The journal of a scheduler's inputs and decisions: the format of its records, which have no text
+of clients, and their re-enactment.
+"""

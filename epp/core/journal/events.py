@@ -33,16 +33,18 @@ JOURNAL_FORMAT: Final = "homing-journal"
 JOURNAL_VERSION: Final = 1
 _PROMPT_TOKENS_MAX: Final = 10_000_000
 _UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens"})
-"""Scraped values that no decision depends on."""
+"""Names of scraped values that no decision depends on, which the journal omits."""
 
 
 class Level(StrEnum):
     """The level of detail of a journal."""
 
     DECISIONS = "decisions"
-    """Decisions and refusals with their scores, outcomes, and the states of endpoints."""
+    """The journal records decisions and refusals with their scores, outcomes, and the states of
+    endpoints.
+    """
     INPUTS = "inputs"
-    """Everything that a scheduler needs to decide the same again."""
+    """The journal records everything that a scheduler needs to make the same decisions again."""
 
 
 class _Event(
@@ -55,11 +57,13 @@ class _Event(
     tag=str.lower,
 ):
     at_s: Seconds = 0.0
-    """Exact time by the clock of the picker."""
+    """Exact time of the event by the monotonic clock of the picker, in seconds."""
 
 
 class Configured(_Event, frozen=True, kw_only=True):
-    """The configuration in force from here on: the document, and the flags that affect decisions."""
+    """The configuration that applies to the following events: the document, and the flags that
+    affect decisions.
+    """
 
     generation: int
     hash: str
@@ -71,11 +75,13 @@ class Configured(_Event, frozen=True, kw_only=True):
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
     indexes_bytes: int | None = None
-    """Maximum memory of all prefix indexes together, or None if the document sets it."""
+    """Maximum memory in bytes of all prefix indexes together, or None if the document sets the
+    limits.
+    """
 
 
 class Member(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An endpoint of the pool."""
+    """An endpoint of the pool, as the journal records it."""
 
     slot: int
     endpoint_id: str
@@ -88,54 +94,56 @@ class Member(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Replaced(_Event, frozen=True, kw_only=True):
-    """The pool consists of these endpoints from now on."""
+    """A change of the pool: from now on, it consists of exactly these endpoints."""
 
     members: tuple[Member, ...]
 
 
 class Observed(_Event, frozen=True, kw_only=True):
-    """A good scrape."""
+    """A successful scrape of the metrics of an endpoint."""
 
     slot: int
     page: EndpointMetrics | None = None
-    """Page as returned by `page_of`, or None if it equals the endpoint's previous page."""
+    """Scraped values as `page_of` returns them, or None if they equal the endpoint's previous ones."""
 
 
 class Opened(_Event, frozen=True, kw_only=True):
-    """The first record of a segment."""
+    """The first record of a journal segment, which describes the segment."""
 
     format: str = JOURNAL_FORMAT
     version: int = JOURNAL_VERSION
     level: Level
     origin: str
-    """Origin of the process, whose segments are numbered from 0."""
+    """Identifier of the picker process that wrote the segment. Its segments are numbered from 0."""
     segment: int
     picker: str = ""
-    """Name of the pod, or "" if there is none."""
+    """Name of the picker's pod, or "" if there is none."""
     began_s: float = 0.0
-    """Unix time that is not after any record of the segment."""
+    """Unix time in seconds that is not after any record of the segment."""
     unix_s: float = 0.0
-    """Offset from `at_s` of all events to the time since 1970."""
+    """Number of seconds to add to `at_s` of the segment's events to get Unix time."""
     context: int = 0
-    """Number of the next records that repeat the state before the segment.
+    """Number of following records that repeat the state before the segment.
 
     They are for readers that have not read the previous segment completely.
     """
     missing: int = 0
-    """Number of records that are missing before this segment."""
+    """Number of records that were lost between the previous segment and this one."""
     seed: int = 0
     salt: str = ""
-    """Value of `Salt.identity`, or "" at the level of decisions."""
+    """Value of `Salt.identity` of the salt that was used, or "" at the level of decisions."""
     share: float = 1.0
-    """Share of the sessions that are recorded."""
+    """Share of the sessions whose requests are recorded, 0 to 1."""
     decisions: int = 0
-    """Number of decisions before this segment."""
+    """Number of decisions of the process before this segment."""
     block_tokens: int = 64
     """Number of tokens in a block of the requests in this segment."""
 
 
 class Unanswered(_Event, frozen=True, kw_only=True):
-    """A failed scrape."""
+    """A failed scrape of the metrics of an endpoint. `answered` is False if no response came in
+    time.
+    """
 
     slot: int
     answered: bool
@@ -151,13 +159,15 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     output_tokens_max: int | None = None
     priority: int = 0
     chains: tuple[bytes, ...] = ()
-    """Blocks of each prompt: a keyed hash of eight bytes for each, little-endian."""
+    """Keyed hashes of the blocks of each prompt, eight bytes for each block, little-endian."""
     token_chains: tuple[bytes, ...] = ()
-    """Blocks of each prompt over its token ids, if they are known."""
+    """Keyed hashes of the blocks of each prompt over its token ids; () if the ids are unknown."""
     media: bytes = b""
-    """Eight bytes for each distinct image, audio or video, if an index uses them."""
+    """Keyed hash of eight bytes of each distinct image, audio or video, if an index uses them."""
     known_tokens: int = 0
-    """Number of prompt tokens by the token ids, if it differs from `prompt_tokens`; 0 if unknown."""
+    """Number of prompt tokens counted by token ids, if it differs from `prompt_tokens`; 0 if
+    unknown or equal.
+    """
 
 
 class ScheduledLeg(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -173,26 +183,28 @@ class ScheduledLeg(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
 
 
 class Scheduled(_Event, frozen=True, kw_only=True):
-    """A request and the decision about it."""
+    """A request and the decision about it: the chosen endpoint, or the refusal."""
 
     request: int
-    """Number of the request among the captured ones, from 0."""
+    """Number of the request among the recorded ones, from 0."""
     slot: int
-    """Slot of the endpoint, or -1 if the request was refused."""
+    """Slot of the chosen endpoint, or -1 if the request was refused."""
     decision: int = 0
     """Number of the decision, or 0 if the request was refused."""
     matched_blocks: int = 0
-    """Number of blocks that the endpoint was estimated to have cached."""
+    """Number of blocks of the prompt that the chosen endpoint was estimated to have cached."""
     ready: int = 0
     refused: str = ""
-    """Reason of a refusal, or ""."""
+    """Reason of the refusal, or "" if the request was not refused."""
     api: ApiKind = ApiKind.OPAQUE
     stream: bool = False
     subset: tuple[int, ...] | None = None
-    """Ready slots that the gateway allowed, or None if it allowed all."""
+    """Slots of the ready endpoints to which the gateway limited the request, or None if it gave no
+    limit.
+    """
     replicas_unheard: int = 0
     shape: Shape | None = None
-    """The request, or None if it is missing."""
+    """The parts of the request that affect its placement, or None if they were lost."""
     route: str = ""
     """Route of the request (`Route`), or "" if the configuration has one stage or if the request was
     refused.
@@ -206,7 +218,9 @@ class Scheduled(_Event, frozen=True, kw_only=True):
 
 
 class Reported(_Event, frozen=True, kw_only=True):
-    """A response reported the load of its endpoint."""
+    """A report of an engine's load in the response to a request; None for values that it does not
+    report.
+    """
 
     request: int
     waiting_requests: float | None = None
@@ -225,11 +239,11 @@ class FirstOutput(_Event, frozen=True, kw_only=True):
 
 
 class Rescheduled(_Event, frozen=True, kw_only=True):
-    """The gateway reported that another endpoint serves the request."""
+    """A report of the gateway that another endpoint than the chosen one serves the request."""
 
     request: int
     slot: int
-    """Slot of the endpoint, or -1 if it is not in the pool."""
+    """Slot of the endpoint that serves the request, or -1 if it is not in the pool."""
 
 
 class Completed(_Event, frozen=True, kw_only=True):
@@ -238,15 +252,15 @@ class Completed(_Event, frozen=True, kw_only=True):
     status: int | None = None
     by_gateway: bool = False
     retry_after_s: Seconds | None = None
-    """Pause that a 429 or 503 requested, or None if it requested none."""
+    """Pause in seconds that a response 429 or 503 requested, or None if it requested none."""
     output_tokens: int | None = None
-    """Length of the answer, or None if the engine did not report it."""
+    """Number of tokens of the answer, or None if the engine did not report it."""
     cached_tokens: int | None = None
-    """Prompt tokens that the engine found in its cache, or None if it did not report them."""
+    """Number of prompt tokens that the engine found in its cache, or None if it did not report it."""
 
 
 class Ticked(_Event, frozen=True, kw_only=True):
-    """The scheduler did its housekeeping."""
+    """A call for the scheduler's bounded housekeeping, about once a second."""
 
 
 class MemoryLimited(_Event, frozen=True, kw_only=True):
@@ -257,14 +271,15 @@ PLAIN: Final[Mapping[type[Input], type[_Event]]] = {
     IndexMemoryLimited: MemoryLimited,
     Tick: Ticked,
 }
-"""Events of the inputs that are recorded unchanged; each has the fields of the input and the time.
+"""Event type for each type of input that is recorded unchanged; the event has the fields of the
+input and the time.
 
 These inputs must not contain text written by clients.
 """
 
 
 def plain_event(given: Input, now: Seconds) -> "Event | None":
-    """Return the event of an input that is in `PLAIN`, or None for another input."""
+    """Return the event for an input whose type is in `PLAIN`, or None for another input."""
     kind = PLAIN.get(type(given))
     if kind is None:
         return None
@@ -273,7 +288,7 @@ def plain_event(given: Input, now: Seconds) -> "Event | None":
 
 
 def plain_input(event: "Event") -> Input | None:
-    """Return the input of an event that is in `PLAIN`, or None for another event."""
+    """Return the input for an event whose type is in `PLAIN`, or None for another event."""
     kind = _PLAIN_INPUTS.get(type(event))
     if kind is None:
         return None
@@ -286,16 +301,16 @@ _PLAIN_INPUTS: Final = {event: given for given, event in PLAIN.items()}
 
 
 class Learnt(_Event, frozen=True, kw_only=True):
-    """The number of records that peers shared since the previous such event; their content is not
-    captured.
+    """The number of records that peers shared since the previous event of this type. The content of
+    the records is not captured.
     """
 
     records: int
 
 
 class Blocks(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Keys over token ids in one tier: keyed hashes of eight bytes each, like the blocks of
-    requests.
+    """Keys of blocks over token ids in one tier that an engine stored or removed. They are keyed
+    hashes of eight bytes each, like the blocks of requests.
     """
 
     held: bool = True
@@ -305,18 +320,18 @@ class Blocks(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Told(_Event, frozen=True, kw_only=True):
-    """An engine reported blocks that it stored or removed."""
+    """A report of an engine about blocks that it stored or removed, made from its KV-cache events."""
 
     slot: int
     cleared: bool = False
-    """True if all cached blocks of the rank were cleared before."""
+    """True if the engine dropped all cached blocks of the rank before these changes."""
     engine_block_tokens: int = 0
     blocks: tuple[Blocks, ...] = ()
     rank: int = 0
 
 
 class Streamed(_Event, frozen=True, kw_only=True):
-    """The state of an engine's KV event stream changed."""
+    """A change of the state of an engine's KV event stream."""
 
     slot: int
     state: StreamState
@@ -325,14 +340,14 @@ class Streamed(_Event, frozen=True, kw_only=True):
 
 
 class Voided(_Event, frozen=True, kw_only=True):
-    """The events of an engine so far became invalid."""
+    """A report that all KV-cache events of one rank of an engine so far became invalid."""
 
     slot: int
     rank: int = 0
 
 
 class Lost(_Event, frozen=True, kw_only=True):
-    """The number of records that are missing here."""
+    """A gap: `events` is the number of records that were lost here."""
 
     events: int
 
@@ -356,13 +371,15 @@ SchedulerEvent: TypeAlias = (
     | Voided
     | Lost
 )
-"""Everything that a scheduler took or decided, and what is missing of it."""
+"""Any event of a scheduler, that is, an input or a decision, or a gap between events."""
 Event: TypeAlias = Opened | SchedulerEvent
-"""Events of a scheduler, and the first record of each segment."""
+"""Any record of a journal at the level of inputs: an event of a scheduler, or the first record of a
+segment.
+"""
 
 
 class Asked(Struct, frozen=True, gc=False):
-    """The parts of a request that affect its placement."""
+    """The parts of a request that affect its placement, with text as the client wrote it."""
 
     model: str
     cache_salt: str
@@ -371,17 +388,17 @@ class Asked(Struct, frozen=True, gc=False):
     output_tokens_max: int | None
     priority: int
     chains: tuple[bytes, ...]
-    """Chain of each prompt at the captured block size, in native byte order."""
+    """Chain of block hashes of each prompt at the recorded block size, in native byte order."""
     token_chains: tuple[bytes, ...] = ()
-    """Chain of each prompt over its token ids, if they are known."""
+    """Chain of block hashes of each prompt over its token ids; () if the ids are unknown."""
     media: tuple[bytes, ...] = ()
-    """Hashes of images and other media, if an index uses them."""
+    """Hash of each distinct image, audio or video in the prompts, if an index uses them."""
     known_tokens: int = 0
-    """Number of prompt tokens by their token ids; 0 if unknown."""
+    """Number of prompt tokens counted by token ids; 0 if unknown."""
 
 
 class Seen(Struct, frozen=True, gc=False):
-    """The event `Observed` before adapter names are hashed."""
+    """A note of the event `Observed`, before adapter names are hashed."""
 
     at_s: Seconds
     slot: int
@@ -389,14 +406,14 @@ class Seen(Struct, frozen=True, gc=False):
 
 
 class Decided(Struct, frozen=True, gc=False):
-    """The event `Scheduled`, with the request before its text is hashed."""
+    """A note of the event `Scheduled`, with the request before its text is hashed."""
 
     event: Scheduled
     asked: Asked
 
 
 class Heard(Struct, frozen=True, gc=False):
-    """The event `Told` before keys are hashed."""
+    """A note of the event `Told`, before its keys are hashed."""
 
     at_s: Seconds
     slot: int
@@ -407,11 +424,11 @@ class Heard(Struct, frozen=True, gc=False):
 
 
 Note: TypeAlias = Event | Seen | Decided | Heard
-"""Records of a witness; they contain text as clients wrote it."""
+"""A record as a witness makes it; it may contain text as clients wrote it."""
 
 
 def shape_of(asked: Asked, salt: Salt) -> Shape:
-    """Return a request without text."""
+    """Return the recorded parts of a request, with keyed hashes in place of all text."""
     known = 0 if asked.known_tokens == asked.prompt_tokens else asked.known_tokens
     return Shape(
         model=salt.name(asked.model),
@@ -428,7 +445,7 @@ def shape_of(asked: Asked, salt: Salt) -> Shape:
 
 
 def told_of(heard: Heard, salt: Salt) -> Told:
-    """Return the event for an engine's report, with hashed keys."""
+    """Return the event for a note of an engine's report, with keyed hashes in place of keys."""
     return Told(
         at_s=heard.at_s,
         slot=heard.slot,
@@ -447,7 +464,7 @@ def told_of(heard: Heard, salt: Salt) -> Told:
 
 
 def changes_of(told: Told) -> list[Changed]:
-    """Return the block changes of an event, with its hashed keys."""
+    """Return the block changes of an engine's report in a journal; their keys are keyed hashes."""
     return [
         Changed(blocks.held, blocks.tier, array("Q", packed_chain(blocks.keys)).tolist())
         for blocks in told.blocks
@@ -455,7 +472,7 @@ def changes_of(told: Told) -> list[Changed]:
 
 
 def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
-    """Return the parts of a scrape that affect decisions, with adapters as keyed hashes."""
+    """Return the scraped values that affect decisions, with keyed hashes in place of adapter names."""
     page: dict[str, Any] = {
         name: default if value != value or name in _UNDECIDING else value  # noqa: PLR0124  NaN
         for name, default, value in zip(
@@ -471,12 +488,14 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
 
 
 def same_page(one: EndpointMetrics, other: EndpointMetrics) -> bool:
-    """Return whether two results of `page_of` are equal; unknown values are the very same NaN."""
+    """Return whether two results of `page_of` have equal values. Unknown values compare as equal,
+    because they are the very same NaN.
+    """
     return one is other or msgspec.structs.astuple(one) == msgspec.structs.astuple(other)
 
 
 def member_of(slot: int, endpoint: Endpoint) -> Member:
-    """Return the record of an endpoint, without its metrics target."""
+    """Return the journal's record of the endpoint in `slot`, without the address of its metrics."""
     return Member(
         slot=slot,
         endpoint_id=endpoint.endpoint_id,
@@ -490,7 +509,9 @@ def member_of(slot: int, endpoint: Endpoint) -> Member:
 
 
 def endpoint_of(member: Member) -> Endpoint:
-    """Return the endpoint of a record."""
+    """Return the endpoint of a journal's record. Its metrics target is a placeholder if the
+    endpoint was scraped.
+    """
     return Endpoint(
         endpoint_id=member.endpoint_id,
         name=member.name,

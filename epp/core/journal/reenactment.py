@@ -1,5 +1,5 @@
-"""The re-enactment of a captured scheduler: the same inputs in the same order, with each decision
-compared.
+"""The re-enactment of a captured scheduler: a scheduler receives the same inputs in the same order,
+and each decision is compared.
 
 After each decision, the scheduler is set to the live one's state: a request that went elsewhere is
 moved. Every decision is therefore judged by the knowledge of the live picker at that time, and one
@@ -64,11 +64,13 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
 DIFFERENCES_SHOWN_MAX: Final = 10
 _NOWHERE: Final = ""
-"""Address that no endpoint has."""
+"""Address that stands for an unknown endpoint; no endpoint has it."""
 
 
 class Difference(StrEnum):
-    """The reason why a decision may differ; the first one that is true."""
+    """The reason why a repeated decision differs from the live one. The value names the first
+    difference in what was known, or "the same was known".
+    """
 
     KNOWLEDGE = "the index knew another number of blocks"
     CANDIDATES = "another number of endpoints was ready"
@@ -76,8 +78,8 @@ class Difference(StrEnum):
 
 
 class Compared(Struct, frozen=True, kw_only=True):
-    """One decision that differs. Endpoints are given by name, a refusal by its reason. If several
-    endpoints work on the request, that of the decode stage is first.
+    """A repeated decision that differs from the live one. Endpoints are given by name, a refusal by
+    its reason. If several endpoints work on the request, that of the decode stage is first.
     """
 
     request: int
@@ -87,27 +89,33 @@ class Compared(Struct, frozen=True, kw_only=True):
 
 
 class Reenacted(Struct, kw_only=True):
-    """The result of a re-enactment in numbers of decisions, including refusals."""
+    """The result of a re-enactment: numbers of repeated decisions, refusals included, and of
+    missing events.
+    """
 
     decisions: int = 0
     same: int = 0
     differences: dict[Difference, int] = field(default_factory=dict)
     first: list[Compared] = field(default_factory=list)
-    """First differences, at most `DIFFERENCES_SHOWN_MAX`."""
+    """First decisions that differ, at most `DIFFERENCES_SHOWN_MAX`."""
     unknown: int = 0
-    """Number of decisions that were skipped, because their requests are missing."""
+    """Number of decisions that were not repeated, because their requests are missing in the
+    capture.
+    """
     lost: int = 0
-    """Number of missing events."""
+    """Number of events that are missing in the capture."""
     gaps: int = 0
-    """Number of missing segments."""
+    """Number of segments that are missing between those of the capture."""
     learnt: int = 0
-    """Number of records shared by peers, which are not captured."""
+    """Number of records that peers shared with the live picker; their content is not captured."""
     begins_late: bool = False
-    """True if events before the first segment are missing, so the index starts empty."""
+    """True if the live picker had events before the first segment, so that the indexes of the
+    re-enactment start empty.
+    """
     share: float = 1.0
     coarse: bool = False
-    """True if the blocks of an index are not a multiple of the captured blocks; prompts have none
-    for it.
+    """True if the block size of some index is not a multiple of the captured block size, so that
+    prompts have no blocks in it.
     """
 
     @property
@@ -115,8 +123,8 @@ class Reenacted(Struct, kw_only=True):
         return self.decisions - self.same
 
     def caveats(self) -> list[str]:
-        """Return one sentence for each reason why decisions may differ without a change of
-        configuration.
+        """Return one sentence for each reason why repeated decisions may differ even with an
+        unchanged configuration.
         """
         told = {
             f"{self.unknown:,} decisions are left out, because their requests are missing": self.unknown,
@@ -132,11 +140,11 @@ class Reenacted(Struct, kw_only=True):
 
 
 class Reenactment:
-    """A re-enactment of one process' events, fed in order."""
+    """A re-enactment of the captured events of one picker process, which are fed in order."""
 
     def __init__(self, settings_of: Callable[[Configured], SchedulerSettings]) -> None:
-        """Start a re-enactment. `settings_of` returns the settings for a configuration event, and
-        may raise.
+        """Start a re-enactment. `settings_of` returns the scheduler's settings for a configuration
+        event, and may raise.
         """
         self._settings_of = settings_of
         self._scheduler: Scheduler | None = None
@@ -144,22 +152,24 @@ class Reenactment:
         self._decisions = 0
         self._segment = -1
         self._endpoints: dict[int, Endpoint] = {}
-        """Endpoints by the slot that the live picker gave them."""
+        """Endpoint in each slot of the live picker."""
         self._pages: dict[int, EndpointMetrics] = {}
         self._leases: dict[int, Lease] = {}
-        """Leases by the number of the request."""
+        """Lease of each running request, by the number of the request in the capture."""
         self._block_tokens = 64
         self.result = Reenacted()
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """Return the scheduler, or None before the first configuration."""
+        """Return the scheduler that repeats the decisions, or None before the first configuration
+        event.
+        """
         return self._scheduler
 
     def feed(self, event: Event) -> Difference | None:
-        """Apply `event`.
+        """Apply the captured `event`; repeat the decision if it is one.
 
-        Return why a repeated decision differs, or None if it does not or none was made.
+        Return why the repeated decision differs, or None if it is the same or there was none.
         """
         match event:
             case Opened():
@@ -383,15 +393,15 @@ def _of_engine(event: Told | Streamed | Voided, slot: int) -> Input:
 
 
 def _block_sizes(settings: SchedulerSettings) -> list[int]:
-    """Return the block sizes in tokens of all indexes that count blocks."""
+    """Return the block sizes, in tokens, of all indexes that count blocks, without repetition."""
     indexes: list[Any] = [*settings.indexes.values()]
     sizes = [index.block_tokens for index in indexes if index.abilities.counts_blocks]
     return list(dict.fromkeys([settings.block_tokens, *sizes]))
 
 
 def _every(chain: bytes, tokens: int, chained_tokens: int) -> bytes:
-    """Return the chain of blocks of `tokens` tokens from one of `chained_tokens`, or b"" if
-    impossible.
+    """Return the chain of blocks of `tokens` tokens, made from a chain of blocks of
+    `chained_tokens` tokens. Return b"" if `tokens` is not a multiple of that.
     """
     step, rest = divmod(tokens, chained_tokens)
     if rest or not step:

@@ -1,4 +1,4 @@
-"""The requests of a journal as lines of a trace: what was requested, and what came of it.
+"""The requests of a journal as lines of the capture format: each request with its answer.
 
 The line of a request follows when it ends, because the length of its answer is known only then. It
 follows at most `BEHIND_MAX` requests late, so that readers need not look far back.
@@ -27,14 +27,18 @@ from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
 BEHIND_MAX: Final = 8_000
-"""Maximum delay of a line in requests. Readers sort lines that are at most 10,000 out of order."""
+"""Maximum number of later requests whose lines come before that of a request. Readers sort lines
+that are at most 10,000 out of order.
+"""
 _OUTPUT_TOKENS_MAX: Final = 10_000_000
 _FAILED_FROM: Final = 400
-"""Lowest status of a response without an answer."""
+"""Lowest HTTP status of responses that count as failed, with no answer tokens."""
 
 
 def request_lines(events: Iterable[Event]) -> Iterator[CaptureLine]:
-    """Yield the lines of one process's requests. Requests without a shape have none."""
+    """Yield a line of the capture format for each request in the events of one process. A request
+    whose `shape` is missing has none.
+    """
     lines = _Lines()
     for event in events:
         yield from lines.feed(event)
@@ -46,9 +50,11 @@ class _Lines:
         self._unix_s: Seconds = 0.0
         self._block_tokens = 64
         self._names: dict[int, str] = {}
-        """Names of the endpoints by slot."""
+        """Name of the endpoint in each slot."""
         self._open: dict[int, tuple[Seconds, CaptureLine]] = {}
-        """Time and unfinished line of each open request by number, in the order of the numbers."""
+        """Arrival time and unfinished line of each request that has not ended, by number of the
+        request, in ascending order.
+        """
 
     def feed(self, event: Event) -> Iterator[CaptureLine]:
         match event:
@@ -71,7 +77,7 @@ class _Lines:
                 yield self._ended(event)
 
     def rest(self) -> Iterator[CaptureLine]:
-        """Yield the lines of requests that have not ended."""
+        """Yield the lines of all requests that have not ended."""
         for number in tuple(self._open):
             yield self._unfinished(number)
 
@@ -106,7 +112,9 @@ class _Lines:
 
 
 def request_line(shape: Shape, time_s: Seconds, block_tokens: int) -> CaptureLine:
-    """Return the line of a request that arrived at `time_s` and has not been answered."""
+    """Return the line of a request that arrived at `time_s` (Unix time) and has not been answered.
+    `block_tokens` is the number of tokens in a block of `shape`.
+    """
     first, *others = shape.chains or (b"",)
     line = CaptureLine(
         time_s=round(time_s, 6),
@@ -138,7 +146,7 @@ def request_line(shape: Shape, time_s: Seconds, block_tokens: int) -> CaptureLin
 
 
 def shape_of_line(line: CaptureLine) -> Shape:
-    """Return the request of a line."""
+    """Return the parts of the request in `line` that affect its placement."""
     first = line.blocks or b"".join(block.to_bytes(HASH_BYTES, "little") for block, _ in line.parts)
     return Shape(
         model=line.model,

@@ -1,4 +1,6 @@
-"""The events that a journal contains, made from the notes of a witness. Pure, without a thread."""
+"""Conversion of a witness's notes to the events that a journal contains. It has no I/O and no
+thread.
+"""
 
 from msgspec import structs
 
@@ -21,26 +23,32 @@ from epp.core.types import EndpointMetrics
 
 
 class Transcript:
-    """A converter of notes to events without text, with the state that a new segment repeats."""
+    """A converter of notes to events without text of clients. It also stores the state that each
+    new segment repeats.
+    """
 
     def __init__(self, salt: Salt) -> None:
         self._salt = salt
         self._configured: Configured | None = None
         self._replaced: Replaced | None = None
         self._observed: dict[int, Observed] = {}
-        """Last observation by slot, with its page."""
+        """Last good scrape of each endpoint as an event with its values, by slot."""
         self._scraped: dict[int, EndpointMetrics] = {}
-        """Last page by slot as it was scraped."""
+        """Last scraped values of each endpoint before adapter names are hashed, by slot."""
         self.decisions = 0
-        """Number of the last decision."""
+        """Number of the scheduler's last decision."""
 
     def block_tokens(self, note: Note | None = None) -> int:
-        """Return the block size in tokens of the requests after `note`, or of the next request."""
+        """Return the block size in tokens that applies to requests after `note`, or now if `note`
+        is None.
+        """
         configured = note if isinstance(note, Configured) else self._configured
         return 64 if configured is None else configured.block_tokens
 
     def event(self, note: Note) -> Event:
-        """Return the event of `note`, in the order of the notes."""
+        """Return the event for `note`, without text of clients. Call this in the order of the
+        notes.
+        """
         match note:
             case Decided(event, asked):
                 self.decisions = event.decision or self.decisions
@@ -58,7 +66,9 @@ class Transcript:
         return note
 
     def context(self) -> list[Event]:
-        """Return the events that make a reader know the configuration, the pool and its metrics."""
+        """Return the events that repeat the present configuration, pool and metrics, for the
+        beginning of a segment.
+        """
         state = (self._configured, self._replaced, *self._observed.values())
         return [event for event in state if event is not None]
 

@@ -1,4 +1,4 @@
-"""A witness that records everything that a scheduler takes and decides, for re-enactment.
+"""A witness that records every input and decision of a scheduler, for re-enactment.
 
 A record costs a few microseconds per request; hashing and writing happen elsewhere. A witness that
 fails does not affect decisions. After its first failure, it records nothing more.
@@ -60,31 +60,39 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Refusal, Seconds
 
 _BLOCKS_MAX: Final = 2_048
-"""Maximum number of blocks of a prompt that no index hashes: as many as the default index looks up."""
+"""Maximum number of recorded blocks of a prompt if no index hashes prompts: as many as the default
+index looks up.
+"""
 PROMPTS_MAX: Final = 256
-"""Maximum number of captured prompts of one request."""
+"""Maximum number of recorded prompts of one request."""
 NAME_CHARACTERS_MAX: Final = 256
-"""Maximum length of models, sessions and salts, which clients choose; longer ones are cut."""
+"""Maximum length in characters of recorded models, sessions and salts, which clients choose; longer
+ones are cut.
+"""
 _HASHES: Final = 2**64
 
 
 class Sample:
-    """A selection of the captured requests by whole sessions or whole conversations.
+    """A sample of the requests to record, drawn by whole sessions or whole conversations.
 
     The key is the session that the client names. Without one, it is the text up to the end of the
     user's first message, which is the same at each turn. Without such a message, it is the first
-    block. All requests of a session are thus captured together, and a fair part of the content that
+    block. All requests of a session are thus recorded together, and a fair part of the content that
     sessions share remains.
     """
 
     def __init__(self, share: float, secret: int) -> None:
-        """Select `share` of the sessions, 0 to 1, by a `secret` of 64 bits."""
+        """Create a sample of `share` of the sessions, 0 to 1. `secret`, a number of 64 bits,
+        determines which ones.
+        """
         self.share = share
         self._secret = secret
         self._below = int(share * _HASHES)
 
     def takes(self, session: str, request: InferenceRequest, block_bytes: int) -> bool:
-        """Return whether `request` is captured. Call this before its prompt is dropped."""
+        """Return whether the sample includes `request`, whose session is `session` or "". Call this
+        before its prompt is dropped.
+        """
         if self.share >= 1.0:
             return True
         if session:
@@ -102,7 +110,7 @@ class Sample:
 
 
 class CaptureWitness:
-    """The `Witness` of a scheduler that passes its records to `tell`."""
+    """A `Witness` of a scheduler that passes a note of each input and decision to `tell`."""
 
     def __init__(
         self,
@@ -112,34 +120,40 @@ class CaptureWitness:
         tell: Callable[[Note], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Watch `scheduler`. `failed` is called once, if `tell` or the making of a record raises."""
+        """Create a witness of `scheduler`. `failed` is called once, if `tell` or the making of a
+        note raises.
+        """
         self._scheduler = scheduler
         self._sample = sample
         self._tell = tell
         self._witness_failed = failed
         self._numbers: dict[Lease, int] = {}
-        """Numbers of the open leases that are captured."""
+        """Number of each recorded request that has not ended, by its lease."""
         self._next_number = 0
         self._learnt = 0
-        """Number of records shared by peers since the last tick."""
+        """Number of records that peers shared since the last tick."""
         self._session: str | None = None
-        """Session of the request that is being decided, or None if it is not captured."""
+        """Session of the request that is being decided, "" if it names none, or None if the request
+        is not recorded.
+        """
         self._sessions_named = _sessions_named(scheduler.settings)
 
     def asked(self, request: InferenceRequest) -> None:
-        """Decide whether `request` is captured, while it still has its prompt."""
+        """Determine whether `request` is recorded, while it still has its prompt."""
         self._session = self._taken(request)
 
     def decided(
         self, request: InferenceRequest, decision: Decision | Refusal, now: Seconds
     ) -> None:
-        """Record the decision about the last request."""
+        """Record the decision about the request that `asked` received last, if the request is
+        recorded.
+        """
         session = self._session
         if session is not None:
             self._note(lambda: self._decided(request, session, decision, now))
 
     def took(self, given: Input, effects: Effects, now: Seconds) -> None:
-        """Record what may be written of `given`."""
+        """Record the input `given`, without content that must not be written."""
         match given:
             case (
                 ResponseStarted(lease)
@@ -171,8 +185,8 @@ class CaptureWitness:
             self._note(lambda: Learnt(at_s=now, records=records))
 
     def _followed(self, number: int, given: Input, effects: Effects, now: Seconds) -> Note | None:
-        """Return the record for the captured request `number`, or None if there is nothing to
-        record.
+        """Return the note of an input about the recorded request `number`, or None if there is
+        nothing to record.
         """
         match given:
             case ResponseStarted():
@@ -197,7 +211,7 @@ class CaptureWitness:
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        """Stop recording, because an incomplete capture is useless."""
+        """Stop recording after a failure, because an incomplete capture is useless."""
         self._tell = _ignored
         self._sample = Sample(0.0, 0)
         self._numbers.clear()
@@ -206,7 +220,7 @@ class CaptureWitness:
 
     def _taken(self, request: InferenceRequest) -> str | None:
         """Return the session of `request`, "" if it names none, or None if the request is not
-        captured.
+        recorded.
         """
         try:
             session = self._session_in(request)
@@ -288,7 +302,7 @@ def _ignored(_: object) -> None:
 def _sessions_named(
     settings: SchedulerSettings,
 ) -> tuple[Callable[[InferenceRequest], str], ...]:
-    """Return the functions with which indexes of the configuration identify sessions."""
+    """Return the functions with which the configured indexes read the session of a request."""
     indexes: list[Any] = [*settings.indexes.values()]
     return tuple(index.session_in for index in indexes if index.abilities.names_sessions)
 
@@ -298,7 +312,9 @@ def _of_engine(
     effects: Effects,
     now: Seconds,
 ) -> Note | None:
-    """Return the record of an engine's report, without its tokens; None if it had no effect."""
+    """Return the note of an engine's report, without its tokens, or None if the report changed
+    nothing.
+    """
     match given:
         case EventsHeard(slot=slot, rank=rank):
             heard = effects.heard
@@ -328,7 +344,9 @@ def _ended(number: int, outcome: Outcome, now: Seconds) -> Completed:
 
 
 def _reported(number: int, header: str, now: Seconds) -> Reported:
-    """Return the reported numbers only, because the text may come from any server."""
+    """Return the event for a load report, with its numbers only, because the header's text may come
+    from any server.
+    """
     report = read_load_report(header)
     if report is None:
         return Reported(at_s=now, request=number)

@@ -1,1 +1,3 @@
-"""The state and the estimates of each endpoint, in columns by slot and in affinity indexes."""
+"""The picker's knowledge about each endpoint: scraped values and estimates in columns by slot, and
+cached prompts in affinity indexes.
+"""

@@ -22,20 +22,28 @@ SESSION_HEADER: Final = "x-session-id"
 SESSION_ATTRIBUTE: Final = "SessionIDDataKey"
 """Name of the attribute under which llm-d-router's `session-id-producer` publishes the session id."""
 _COOKIE_BYTES_MAX: Final = 16 * 1024
-"""Maximum size of a cookie header; a longer one names no session."""
+"""Maximum size of a cookie header in bytes; the picker ignores a longer one when it looks for the
+session id.
+"""
 _KEY_BYTES: Final = 16
-"""Size of the hash that stands for a session's id."""
+"""Size in bytes of the hash that stands for a session id."""
 _COLD: Final = (b"cold",)
 _SESSION_BYTES: Final = 240
-"""Size of one session with an id of 36 characters just after the table has grown, by `tracemalloc`."""
+"""Memory in bytes of one session with an id of 36 characters just after the table has grown, by
+`tracemalloc`.
+"""
 _USED_SLOT_BYTES: Final = 170
-"""Size of one endpoint's entry, rounded up from 166 bytes by `tracemalloc`."""
+"""Memory in bytes of one endpoint's entry in the index `NoHitLru`, rounded up from 166 by
+`tracemalloc`.
+"""
 _Sent: TypeAlias = tuple[int, Seconds]
-"""A slot, and the time at which a session was last sent there."""
+"""Slot of the endpoint to which a session's last request was sent, and the time of that request."""
 
 
 class SessionSource(Parameters, frozen=True):
-    """A place where a request may name its session. Raises `ValueError` for an invalid combination."""
+    """A place where a request may name its session: a header, or an attribute. Raises `ValueError`
+    if both or neither are given, or if the attribute is unknown.
+    """
 
     header: str = ""
     attribute: str = ""
@@ -43,7 +51,7 @@ class SessionSource(Parameters, frozen=True):
     of the `session-id-producer`.
     """
     producer: str = ""
-    """Name of the `session-id-producer`; there is only one."""
+    """Name of the `session-id-producer`; it has no effect, because there is only one."""
 
     def __post_init__(self) -> None:
         if bool(self.header.strip()) == bool(self.attribute):
@@ -56,13 +64,15 @@ class SessionSource(Parameters, frozen=True):
 
     @property
     def described(self) -> dict[str, str]:
-        """Return the source as a document spells it."""
+        """Return this session source as a mapping with the parameters that are not empty, as in a
+        configuration document.
+        """
         told = {"header": self.header, "attribute": self.attribute, "producer": self.producer}
         return {name: value for name, value in told.items() if value}
 
 
 SessionSources: TypeAlias = Annotated[tuple[SessionSource, ...], Meta(max_length=16)]
-"""Session sources; the first that a request has names its session."""
+"""Places where a request may name its session, in order; the first that the request has decides."""
 
 
 class SessionIndexSettings(
@@ -87,9 +97,9 @@ class SessionIndexSettings(
     only these two apply.
     """
     ttl: Duration = Duration(300.0)
-    """Time after its last request at which a session is forgotten."""
+    """Time after the last request of a session at which the index forgets it."""
     sessions_max: Annotated[int, Meta(ge=1)] = 65_536
-    """Maximum number of sessions; beyond it the least recently used session is forgotten."""
+    """Maximum number of sessions in the index; above it the least recently used session is dropped."""
 
     def __post_init__(self) -> None:
         check_above_zero("ttl", self.ttl)
@@ -105,8 +115,8 @@ class SessionIndexSettings(
 
     @property
     def places(self) -> tuple[tuple[str, str], ...]:
-        """Return the headers that may name a session, in order, each with the cookie within it or
-        "".
+        """Return (header, cookie) for each place that may name a session, in order; the cookie is
+        "" if the whole header is the session id.
         """
         own = ("cookie", self.cookie_name) if self.cookie_name else (self.header_name.lower(), "")
         named = ((source.header.strip().lower(), "") for source in self.sources)
@@ -121,31 +131,34 @@ class SessionIndexSettings(
         return ""
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty session index."""
         return SessionIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all settings to a running index."""
+        """Apply these settings to `index`, which keeps its sessions. Return False if `index` is of
+        another type than `SessionIndex`.
+        """
         return isinstance(index, SessionIndex) and index.configure(self)
 
 
 class SessionIndex:
-    """The slot to which each session was last sent. A match counts sessions: 1 of 1, or 0 of 1.
+    """An affinity index of the slot to which each session was last sent. A match counts sessions: 1
+    of 1, or 0 of 1.
 
     A request without a session id matches 0 of 0.
     """
 
     def __init__(self, settings: SessionIndexSettings) -> None:
         self._sessions: OrderedDict[bytes, _Sent] = OrderedDict()
-        """Slot and time of the last request of each session, by session key, least recently used
-        first.
+        """Slot and time of the last request of each session, by the hash of its id, least recently
+        used session first.
         """
         self._lookups = {"full": 0, "none": 0}
-        """Number of sessions looked up, by result."""
+        """Number of look-ups of a session: "full" if it was found, "none" if not."""
         self.configure(settings)
 
     def configure(self, settings: SessionIndexSettings) -> bool:
-        """Adopt `settings`, and drop sessions beyond their limits at once."""
+        """Apply `settings`, and drop the sessions above the new maximum at once. Return True."""
         self._settings = settings
         self._ttl_s = float(settings.ttl)
         self._sessions_max = settings.sessions_max
@@ -156,7 +169,9 @@ class SessionIndex:
         return len(self._sessions)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return 1 for the slot to which the session of `request` was last sent."""
+        """Return a match of 1 at the slot to which the session of `request` was last sent, and 0 at
+        all others.
+        """
         matched = np.zeros(slots, dtype=np.int64)
         session = self._key_of(request)
         slot, sent_at = self._sessions.get(session, (-1, -math.inf))
@@ -168,7 +183,7 @@ class SessionIndex:
         return Affinity(matched, 1 if session else 0)
 
     def measures(self) -> IndexMeasures:
-        """Return the measures of `MeasuresItself`; an entry is a session."""
+        """Return the number of sessions, their memory in bytes, and the look-ups of this index."""
         return IndexMeasures(
             entries=len(self._sessions),
             memory_bytes=len(self._sessions) * _SESSION_BYTES,
@@ -178,7 +193,9 @@ class SessionIndex:
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds
     ) -> tuple[_Sent, _Sent | None] | None:
-        """Assign the session of `request` to `slot`. Return the new and the previous assignment."""
+        """Assign the session of `request` to `slot`. Return the new and the previous assignment, or
+        None without a session.
+        """
         session = self._key_of(request)
         if not session:
             return None
@@ -190,18 +207,20 @@ class SessionIndex:
 
     @property
     def signature(self) -> str:
-        """Return the signature for `SharedIndex`: peers must use the same headers and cookies."""
+        """Return the signature of the session keys. Peers share sessions only if it is equal, that
+        is, if they use the same headers and cookies.
+        """
         named = (f"{header} {cookie}".rstrip() for header, cookie in self._settings.places)
         return "session:" + ",".join(named)
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """Return the session of `request`, if it has one."""
+        """Return the key of the session of `request`, or () if the request names none."""
         session = self._key_of(request)
         return (session,) if session else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """Record that a peer sent the sessions `keys` to `slot` at `stamp`; the latest assignment
-        wins.
+        """Record that a peer sent the sessions `keys` to `slot` at `stamp`, unless a later
+        assignment is known.
         """
         for session in keys:
             known_at = self._sessions.get(session, (-1, -math.inf))[1]
@@ -213,12 +232,14 @@ class SessionIndex:
         self._fit()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Return every session, least recently used first."""
+        """Yield (slot, time, keys) of every session in the index, least recently used first."""
         for session, (slot, sent_at) in tuple(self._sessions.items()):
             yield slot, sent_at, (session,)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo an assignment to `slot`; the session stays there if it was there before."""
+        """Undo the assignment of the session of `request` to `slot`. The session stays there if
+        `slot` was its previous assignment as well.
+        """
         session = self._key_of(request)
         if recorded is None or self._sessions.get(session) is not recorded[0]:
             return  # The session was assigned again since, or is forgotten.
@@ -229,13 +250,13 @@ class SessionIndex:
             del self._sessions[session]
 
     def forget(self, slot: int) -> None:
-        """Drop the sessions of `slot`."""
+        """Drop the sessions whose last request was sent to `slot`."""
         gone = [session for session, (at, _) in self._sessions.items() if at == slot]
         for session in gone:
             del self._sessions[session]
 
     def expire(self, now: Seconds) -> None:
-        """Drop sessions that were unused for the TTL, at most 4,096 per call."""
+        """Drop sessions that sent no request for the TTL, at most 4,096 of them per call."""
         for _ in range(4_096):
             oldest = next(iter(self._sessions.values()), None)
             if oldest is None or oldest[1] >= now - self._ttl_s:
@@ -243,7 +264,9 @@ class SessionIndex:
             self._sessions.popitem(last=False)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because the size of an engine's cache does not matter here."""
+        """Do nothing, because the number of sessions does not depend on the size of an engine's KV
+        cache.
+        """
 
     def _key_of(self, request: InferenceRequest) -> bytes:
         """Return a 16-byte hash of the session's id, or b"" if the request names none."""
@@ -271,58 +294,65 @@ def _cookie(header: str, name: str) -> str:
 class NoHitLruSettings(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """The settings of the index behind `no-hit-lru-scorer`, which creates it; configurations do not
-    name it.
+    """Settings of the index `NoHitLru`. `no-hit-lru-scorer` creates them; a configuration document
+    cannot name them.
     """
 
     type_name: ClassVar[str] = "no-hit-lru-producer"
     abilities: ClassVar[Abilities] = Abilities(shares=True, measures=True)
 
     lru_size: Annotated[int, Meta(ge=1)] = 1_024
-    """Maximum number of endpoints to remember."""
+    """Maximum number of endpoints whose last cold prompt is remembered."""
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index of cold prompts."""
         return NoHitLru(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all settings to a running index."""
+        """Apply these settings to `index`, which keeps its content. Return False if `index` is of
+        another type than `NoHitLru`.
+        """
         return isinstance(index, NoHitLru) and index.configure(self)
 
 
 class NoHitLru:
-    """The order in which endpoints last received a prompt that no endpoint had cached.
+    """An affinity index of the order in which endpoints last received a cold prompt, which no
+    endpoint had cached.
 
-    The unit is a rank: 0 for never, 1 for the least recently used, up to the number of remembered
-    endpoints, which is the total.
+    A match is a rank: 0 if the endpoint never received one, 1 for the least recently used endpoint,
+    up to the number of remembered endpoints, which is the total.
     """
 
     def __init__(self, settings: NoHitLruSettings) -> None:
         self._slots: OrderedDict[int, Seconds] = OrderedDict()
-        """Time of the last cold prompt by slot, least recently used first."""
+        """Time of each endpoint's last cold prompt by slot, least recently used endpoint first."""
         self.configure(settings)
 
     def configure(self, settings: NoHitLruSettings) -> bool:
-        """Adopt `settings`, and drop endpoints beyond their limit at once."""
+        """Apply `settings`, and drop the endpoints above the new maximum at once. Return True."""
         self._lru_size = settings.lru_size
         self._fit()
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the rank of each slot."""
+        """Return each endpoint's rank by the time of its last cold prompt: 0 for never, 1 for the
+        longest ago.
+        """
         ranks = np.zeros(max(slots, max(self._slots, default=0) + 1), dtype=np.int64)
         if self._slots:
             ranks[list(self._slots)] = np.arange(1, len(self._slots) + 1)
         return Affinity(ranks[:slots], len(self._slots))
 
     def measures(self) -> IndexMeasures:
-        """Return the measures of `MeasuresItself`; an entry is an endpoint."""
+        """Return the number of remembered endpoints and their memory in bytes."""
         return IndexMeasures(
             entries=len(self._slots), memory_bytes=len(self._slots) * _USED_SLOT_BYTES
         )
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Make `slot` the most recently used if `request` is cold; otherwise do nothing."""
+        """Make `slot` the most recently used slot if `request` is cold, that is, if no endpoint had
+        its prompt cached.
+        """
         if not request.moment.cold:
             return
         self._slots[slot] = now
@@ -330,14 +360,14 @@ class NoHitLru:
         self._fit()
 
     signature: ClassVar[str] = "cold"
-    """Signature of the keys, for `SharedIndex`."""
+    """Signature of the keys of this index. Peers share their cold prompts if it is equal."""
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """Return the key for a cold request if `request` is cold, else nothing."""
+        """Return the key that stands for any cold prompt if `request` is cold, else ()."""
         return _COLD if request.moment.cold else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """Record that a peer sent a cold request to `slot` at `stamp`."""
+        """Record that a peer sent a cold prompt to `slot` at `stamp`."""
         if not keys or stamp <= self._slots.get(slot, -math.inf):
             return
         newer = [at for at, used in takewhile(_used_after(stamp), reversed(self._slots.items()))]
@@ -348,26 +378,30 @@ class NoHitLru:
         self._fit()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Return every slot that was used, least recently used first."""
+        """Yield (slot, time, keys) of each slot that received a cold prompt, least recently used
+        first.
+        """
         for slot, used_at in tuple(self._slots.items()):
             if used_at > -math.inf:
                 yield slot, used_at, _COLD
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Make `slot` the least recently used, because it did not receive this cold request."""
+        """Make `slot` the least recently used slot, because the cold `request` was not served there
+        after all.
+        """
         if request.moment.cold and slot in self._slots:
             self._slots[slot] = -math.inf
             self._slots.move_to_end(slot, last=False)
 
     def forget(self, slot: int) -> None:
-        """Forget that `slot` was ever used."""
+        """Forget that the endpoint in `slot` ever received a cold prompt."""
         self._slots.pop(slot, None)
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because entries do not expire."""
+        """Do nothing, because entries of this index do not expire."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because the size of an engine's cache does not matter here."""
+        """Do nothing, because cold prompts do not depend on the size of an engine's KV cache."""
 
     def _fit(self) -> None:
         while len(self._slots) > self._lru_size:

@@ -12,25 +12,31 @@ from typing import Final
 from epp.core.types import EndpointMetrics
 
 ANSWERS_MIN: Final = 16
-"""Minimum number of answers before an endpoint counts."""
+"""Minimum number of ended answers of an endpoint before its average length counts in the pool's
+median.
+"""
 ANSWERS_REMEMBERED: Final = 256
-"""Number of answers after which the weight of an older answer has halved."""
+"""Number of an endpoint's answers after which the weight of an older answer has halved."""
 TOKENS_MIN: Final = 32.0
-"""Lower bound of the average. A context always costs the requests that decode beside it something."""
+"""Lower bound of the average answer length in tokens. It is above 0, because the context of a
+request always slows the requests that decode beside it.
+"""
 TOKENS_MAX: Final = 1e6
-"""Upper bound of tokens per answer; a larger increase is ignored."""
+"""Upper bound of the tokens per answer between two pages; an increase with more is ignored."""
 
 
 class _Slot:
-    """The counters of one endpoint since it started."""
+    """The answer counters of one endpoint since it started."""
 
     __slots__ = ("answers", "answers_total", "tokens", "tokens_total")
 
     def __init__(self) -> None:
         self.answers_total = self.tokens_total = math.nan
-        """Counters on the last page that had them."""
+        """Values of the engine's counters of answers and of answer tokens on the last page; NaN
+        before the first.
+        """
         self.answers = self.tokens = 0.0
-        """Decayed sums of answers and of their tokens."""
+        """Numbers of ended answers and of their tokens; older answers weigh less."""
 
     def rose(self, answers: float, tokens: float) -> None:
         kept = 0.5 ** (answers / ANSWERS_REMEMBERED)
@@ -39,17 +45,19 @@ class _Slot:
 
 
 class AnswerLengths:
-    """The average answer length of a pool. It depends only on its arguments."""
+    """The average number of tokens in the answers of a pool's endpoints. The class has no clock and
+    no randomness.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self.tokens: float | None = None
-        """Average number of tokens in an answer of the pool at the last `tick`, or None if too
-        little is known.
+        """Average number of tokens in an answer of the pool at the last `tick`, or None if no
+        endpoint has enough answers.
         """
 
     def scraped(self, slot: int, metrics: EndpointMetrics) -> None:
-        """Read a good page of the endpoint in `slot`."""
+        """Read the answer counters on a good metrics page of the endpoint in `slot`."""
         answers_total, tokens_total = metrics.answers_total, metrics.answer_tokens_total
         known = self._slots.get(slot)
         if known is None:
@@ -67,11 +75,11 @@ class AnswerLengths:
             known.rose(answers, tokens)
 
     def forget(self, slot: int) -> None:
-        """Drop the counters of `slot`, because its endpoint left or restarted."""
+        """Drop the answer counters of `slot`, because its endpoint left or restarted."""
         self._slots.pop(slot, None)
 
     def tick(self) -> None:
-        """Compute `tokens` from the pages so far."""
+        """Compute the pool's average answer length, `tokens`, from the pages so far."""
         lengths = [
             one.tokens / one.answers for one in self._slots.values() if one.answers >= ANSWERS_MIN
         ]

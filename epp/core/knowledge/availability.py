@@ -1,4 +1,6 @@
-"""The ready endpoints that may serve a request now: those that are in service and have room."""
+"""Selection of the ready endpoints that may serve a request now: those that are neither ejected nor
+full.
+"""
 
 import numpy as np
 from msgspec import Struct
@@ -10,19 +12,22 @@ from epp.core.types import Seconds
 
 
 class Available(Struct, frozen=True, gc=False):
-    """The endpoints that may serve a request, by slot. Each field is a part of the one before it."""
+    """The slots of the endpoints that may serve a request. Each field is a subset of the field
+    before it.
+    """
 
     ready: Ints
-    """Ready endpoints in the gateway's subset."""
+    """Slots of ready endpoints that the gateway's subset hint allows."""
     in_service: Ints
-    """Endpoints that are not ejected, or all if every one is."""
+    """Slots of `ready` whose endpoints are not ejected, or all of `ready` if every one is ejected."""
     with_room: Ints
-    """Endpoints that are not full, or all if every one is. It is `in_service` itself if none is
-    left out.
+    """Slots of `in_service` whose endpoints are not full, or all of `in_service` if every one is
+    full. It is the same array as `in_service` if none is excluded.
     """
 
     def left_out(self, slots: Ints, columns: Columns) -> dict[str, Ints]:
-        """Return the slots of ready endpoints that are not among `slots`, by cause.
+        """Return the slots of ready endpoints that are not among `slots`, by reason: ejected or
+        full.
 
         `slots` is `with_room` or `in_service`.
         """
@@ -37,7 +42,9 @@ class Available(Struct, frozen=True, gc=False):
 def available(
     ready: Ints, columns: Columns, ejection: Ejection, full: FullEndpoints, now: Seconds
 ) -> Available:
-    """Return which of the `ready` endpoints are in service and have room."""
+    """Return the slots of the `ready` endpoints that are not ejected, and of these the ones that
+    are not full.
+    """
     in_service = ready
     if ejection.masked:
         left = ready[~columns.ejected[ready]]

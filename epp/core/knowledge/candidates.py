@@ -32,19 +32,19 @@ SCRAPED: Final = (
     "adapter_state",
     "attribute",
 )
-"""Columns that change only with a new value in a scrape, or when an endpoint joins, leaves or
-restarts.
+"""Names of the columns that change only with a new value in a scrape, or when an endpoint joins,
+leaves or restarts.
 """
 LISTED: Final = ("endpoints", "labels")
-"""Columns that change only with the list of endpoints."""
+"""Names of the columns that change only when the list of endpoints changes."""
 VERSIONED: Final = (*SCRAPED, *LISTED)
 NUMBERS: Final = (
     *("waiting_requests", "running_requests", "kv_cache_usage", "kv_capacity_tokens"),
     *("metrics_age_s", "inflight_requests", "inflight_context_tokens"),
     *("inflight_prefill_tokens", "prefill_tokens_per_s", "matched_blocks"),
 )
-"""Columns that together describe the state of an endpoint at a decision, as returned by
-`numbers_of`.
+"""Names of the columns that together describe the state of one endpoint at a decision, in the order
+in which `numbers_of` returns them.
 """
 REPORTED_S_MAX: Final = 2.0
 """Maximum age in seconds of an endpoint's metrics that a scorer with costs (`TellsCost`) uses as
@@ -58,7 +58,7 @@ _ROWS: Final = (
     *("observed_at_s", "prefill_backlog_tokens", "prefill_drained_at_s"),
     *("prefill_tokens_per_s", "prefill_drain_tokens_per_s"),
 )
-"""Columns that are rows of one array, in this order."""
+"""Names of the columns that are rows of the array `Columns.rows`, in this order."""
 
 ATTRIBUTES_MAX: Final = 64
 """Maximum number of attributes of a pool, each of which is a column. Attributes beyond it are
@@ -67,14 +67,15 @@ unknown for every endpoint.
 
 _NO_ADAPTERS: Final = AdapterReport()
 _NOTHING: Final = np.zeros(())
-"""Zero as an array, because numpy takes longer to convert a Python float than to add a hundred
-values.
+"""Zero as a numpy array, used instead of a Python float. Converting a float takes numpy longer than
+adding a hundred values.
 """
 NO_COLUMNS: Final[Mapping[str, Floats]] = MappingProxyType({})
 
 
 class Affinity(Struct, frozen=True, eq=False, gc=False):
-    """The answer of an affinity index: `matched[i]` of `total`, in the index's own unit.
+    """The match of a request in an affinity index: `matched[i]` of `total`, in the index's own
+    unit.
 
     From an index, `matched` is int64 by endpoint slot; from `Candidates`, it is by candidate. The
     `columns` hold further values that the index knows of each endpoint, float64 by name, in the
@@ -91,12 +92,12 @@ class EngineLoad(Struct, frozen=True, eq=False):
 
     waiting_requests: Floats
     requests: Floats
-    """Waiting and running requests."""
+    """Number of waiting and running requests of each engine."""
     kv_used_tokens: Floats
-    """Tokens in KV blocks that requests reference."""
+    """Number of tokens in KV blocks that requests reference."""
     kv_capacity_tokens: Floats
     complete: bool
-    """True if every value is known; otherwise unknown values are NaN."""
+    """True if every value of these arrays is known; otherwise unknown values are NaN."""
 
 
 class Columns:
@@ -111,19 +112,25 @@ class Columns:
     kv_cache_usage: Floats
     kv_capacity_tokens: Floats
     observed_at_s: Floats
-    """Time of the last good scrape; -inf if there was none."""
+    """Time of each endpoint's last good scrape; -inf if there was none."""
     prefill_backlog_tokens: Floats
-    """Uncached prefill tokens that were pending at `prefill_drained_at_s`."""
+    """Number of uncached prompt tokens that each endpoint still had to prefill at
+    `prefill_drained_at_s`.
+    """
     prefill_drained_at_s: Floats
     prefill_tokens_per_s: Floats
-    """Configured prefill speed; an empty slot has the speed of its last endpoint."""
+    """Configured prefill speed of each endpoint in tokens per second; an empty slot has the speed
+    of its last endpoint.
+    """
     prefill_drain_tokens_per_s: Floats
-    """Rate at which `prefill_backlog_tokens` fall until the next observation of the endpoint."""
+    """Tokens per second by which `prefill_backlog_tokens` fall until the next observation of the
+    endpoint.
+    """
 
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
         self.identities: Hashes = np.empty(0, dtype=np.uint64)
-        """Hashes of endpoint ids; an empty slot has the hash of its last endpoint."""
+        """Hash of each endpoint's id; an empty slot has the hash of its last endpoint."""
         self.adapters: list[AdapterReport | None] = []
         self.rows: Floats = np.empty((len(_ROWS), 0))
         """The columns `_ROWS` as float64[rows, slots]; each is also an attribute.
@@ -132,47 +139,61 @@ class Columns:
         """
         self._name_rows()
         self.cache_queried_tokens: Floats = np.empty(0)
-        """Prompt tokens looked up since the engine started; NaN if not reported."""
+        """Number of prompt tokens that each engine looked up in its prefix cache since it started;
+        NaN if not reported.
+        """
         self.cache_hit_tokens: Floats = np.empty(0)
         self.observed_since_s: Seconds = -math.inf
-        """Lower bound of `observed_at_s` for all ready endpoints; it only rises while they stay."""
+        """Lower bound of `observed_at_s` of all ready endpoints; it never falls while the same
+        endpoints are ready.
+        """
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
-        """True if the engine itself refused a request (503) since the last good scrape."""
+        """True for each endpoint whose engine itself refused a request (503) since its last good
+        scrape.
+        """
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
-        """True if several scrapes in a row got no response."""
+        """True for each endpoint whose last scrapes, several in a row, got no response."""
         self.ejected: Bools = np.empty(0, dtype=np.bool_)
-        """True if outlier ejection excludes the endpoint now (module `ejection`)."""
+        """True for each endpoint that outlier ejection excludes now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
-        """Requests sent since the engine's last load report."""
+        """Number of requests that the picker sent to each endpoint since the last load report of
+        its engine.
+        """
         self.prefill_alike = False
-        """True if all endpoints are known to prefill equally fast."""
+        """True if all endpoints of the pool are known to have the same prefill speed."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapters_reported = 0
-        """Number of endpoints with any of the following adapter values."""
+        """Number of endpoints that report LoRA adapters, which have values in the following
+        columns.
+        """
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
         self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
         self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
         self.peers: PeerLoads | None = None
-        """Requests that peers have in flight, or None while there are no peers."""
+        """Loads that peers report for the endpoints, or None while there are no peers."""
         self.attributes: dict[str, Floats] = {}
-        """Column of each attribute by key, with NaN for unknown. A key without any value has no
-        column.
+        """Column of each attribute by the attribute's key; NaN where an endpoint does not report
+        it. A key that no endpoint reports has no column.
         """
         self.version = 0
-        """Number of changes of all columns in `versions`."""
+        """Total number of changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
-        """Number of changes of each column; the same number means the same values."""
+        """Number of changes of each column by its name. If it is unchanged, so are the column's
+        values.
+        """
         self.last_load: tuple[Ints, int, EngineLoad] | None = None
-        """Most recently gathered `EngineLoad`, with its slots and the `version` at that time."""
+        """The most recently gathered `EngineLoad`, after the slots and the `version` for which it
+        was gathered; None before the first.
+        """
 
     def __len__(self) -> int:
         return len(self.endpoints)
 
     def add_slot(self) -> int:
-        """Add space for one more endpoint and return its slot."""
+        """Add a slot for one more endpoint to all columns, and return its number."""
         slot = len(self.endpoints)
         if slot == len(self.waiting_requests):
             self._grow(max(8, 2 * slot))
@@ -184,13 +205,13 @@ class Columns:
         return slot
 
     def changed(self, *names: str) -> None:
-        """Record a change of the columns `names`, which must be among the `VERSIONED`."""
+        """Record that the columns `names`, which must be among the `VERSIONED`, have new values."""
         for name in names:
             self.versions[name] += 1
         self.version += len(names)
 
     def clear(self, slot: int) -> None:
-        """Forget everything about `slot`: its scrapes and its requests in flight."""
+        """Reset all columns at `slot`, those of its scrapes and those of its requests in flight."""
         if self.endpoints[slot] is not None:
             # A new list keeps earlier candidates intact: they still know the endpoint that was in
             # the slot.
@@ -207,7 +228,7 @@ class Columns:
             self.peers.forget_slot(slot)
 
     def forget_observations(self, slot: int) -> None:
-        """Forget the scrapes of `slot`; requests in flight stay."""
+        """Reset the scraped columns at `slot`; the counts of requests in flight stay."""
         self.set_load(slot, math.nan, math.nan, math.nan)
         self.set_kv_capacity(slot, math.nan)
         self.cache_queried_tokens[slot] = self.cache_hit_tokens[slot] = math.nan
@@ -232,7 +253,9 @@ class Columns:
     def set_load(
         self, slot: int, waiting_requests: float, running_requests: float, kv_cache_usage: float
     ) -> None:
-        """Store the scraped load of `slot`; a column with an equal value counts as unchanged."""
+        """Store the scraped queue, batch and KV usage of `slot`; a column with an equal value
+        counts as unchanged.
+        """
         # Scrapes come many times a second, and most values stay the same. NaN differs from itself.
         before = self.waiting_requests.item(slot)
         if before != waiting_requests and not (isnan(before) and isnan(waiting_requests)):
@@ -316,7 +339,7 @@ def kv_capacity_tokens(blocks: float | None, block_size_tokens: float | None) ->
 
 
 class AdapterColumns:
-    """The LoRA state of n candidates."""
+    """The state of LoRA adapters at n candidates, as their engines reported it."""
 
     __slots__ = ("_columns", "_slot")
 
@@ -326,30 +349,30 @@ class AdapterColumns:
 
     @property
     def generation(self) -> Ints:
-        """Return 0 if nothing is reported, 1 for `lora_requests_info`, 2 if residency is reported
-        too.
+        """Return int64[n]: 0 if no adapters are reported, 1 if `lora_requests_info` is, 2 if the
+        adapters in memory are reported in addition.
         """
         return self._columns.adapter_generation[self._slot]
 
     @property
     def slots_max(self) -> Ints:
-        """Return the number of adapters that the engine can run at once."""
+        """Return int64[n]: the number of adapters that each engine can run at once."""
         return self._columns.adapter_slots_max[self._slot]
 
     @property
     def active_count(self) -> Ints:
-        """Return the number of adapters with a running or waiting request."""
+        """Return int64[n]: the number of adapters with a running or waiting request."""
         return self._columns.adapters_active[self._slot]
 
     @property
     def resident_count(self) -> Ints:
-        """Return the number of adapters in GPU memory (generation 2)."""
+        """Return int64[n]: the number of adapters in GPU memory (generation 2)."""
         return self._columns.adapters_resident[self._slot]
 
     @property
     def idle_count(self) -> Ints:
-        """Return the number of adapters in GPU memory that are neither active nor pinned, and so
-        can be evicted.
+        """Return int64[n]: the number of adapters in GPU memory that are neither active nor pinned,
+        and so can be evicted.
         """
         return self._columns.adapters_idle[self._slot]
 
@@ -428,7 +451,9 @@ class Candidates:
         return len(self._slot)
 
     def take(self, keep: Bools | Ints) -> "Candidates":
-        """Return the candidates at `keep`, a mask or positions."""
+        """Return the subset of the candidates that `keep` selects, a Boolean mask or an array of
+        positions.
+        """
         return Candidates(
             self._columns,
             self._slot[keep],
@@ -455,11 +480,15 @@ class Candidates:
 
     @property
     def version(self) -> int:
-        """Return the number of changes of all versioned columns, of any endpoint of the pool."""
+        """Return the number of changes of all versioned columns; a change of any endpoint of the
+        pool counts.
+        """
         return self._columns.version
 
     def version_of(self, names: tuple[str, ...]) -> int:
-        """Return the number of changes of the columns `names`, which must be among the `VERSIONED`."""
+        """Return the number of changes of the columns `names` together, which must be among the
+        `VERSIONED`.
+        """
         versions = self._columns.versions
         changes = 0
         for name in names:
@@ -473,29 +502,31 @@ class Candidates:
 
     @property
     def waiting_requests(self) -> Floats:
-        """Return float64[n]: requests in the engine's queue; NaN if unknown."""
+        """Return float64[n]: the number of requests in each engine's queue; NaN if unknown."""
         return self._columns.waiting_requests[self._slot]
 
     @property
     def running_requests(self) -> Floats:
-        """Return float64[n]: requests in the engine's batch; NaN if unknown."""
+        """Return float64[n]: the number of requests in each engine's batch; NaN if unknown."""
         return self._columns.running_requests[self._slot]
 
     @property
     def kv_cache_usage(self) -> Floats:
-        """Return float64[n] in [0, 1]: the share of KV blocks that requests reference; NaN if
-        unknown.
+        """Return float64[n] in [0, 1]: the share of each engine's KV blocks that requests
+        reference; NaN if unknown.
         """
         return self._columns.kv_cache_usage[self._slot]
 
     @property
     def kv_capacity_tokens(self) -> Floats:
-        """Return float64[n]: the size of the KV cache in tokens, at least 1; NaN if unknown."""
+        """Return float64[n]: the size of each engine's KV cache in tokens, at least 1; NaN if
+        unknown.
+        """
         return self._columns.kv_capacity_tokens[self._slot]
 
     def engine_load(self) -> EngineLoad:
-        """Return waiting and running requests, KV-cache usage and KV capacity as the engines
-        reported them.
+        """Return the waiting and running requests, the KV-cache usage and the KV capacity that the
+        candidates' engines reported.
 
         The result is gathered once for all requests between two changes of scraped values.
         """
@@ -517,27 +548,29 @@ class Candidates:
 
     @property
     def cache_queried_tokens(self) -> Floats:
-        """Return float64[n]: prompt tokens that each engine looked up in its prefix cache; NaN if
-        unknown.
+        """Return float64[n]: the number of prompt tokens that each engine looked up in its prefix
+        cache since it started; NaN if unknown.
         """
         return self._columns.cache_queried_tokens[self._slot]
 
     @property
     def cache_hit_tokens(self) -> Floats:
-        """Return float64[n]: prompt tokens that each engine found in its prefix cache; NaN if
-        unknown.
+        """Return float64[n]: the number of prompt tokens that each engine found in its prefix cache
+        since it started; NaN if unknown.
         """
         return self._columns.cache_hit_tokens[self._slot]
 
     @property
     def metrics_age_s(self) -> Floats:
-        """Return float64[n]: seconds since the last good scrape; inf if there was none."""
+        """Return float64[n]: seconds since the last good scrape of each candidate; inf if there was
+        none.
+        """
         return self._now - self._columns.observed_at_s[self._slot]
 
     @property
     def metrics_age_s_max(self) -> Seconds:
-        """Return the largest `metrics_age_s`; inf if a candidate was never scraped or there are
-        none.
+        """Return the largest age of a candidate's metrics in seconds; inf if a candidate was never
+        scraped or there are no candidates.
         """
         observed_at_s = self._columns.observed_at_s[self._slot]
         if not len(observed_at_s):
@@ -545,7 +578,7 @@ class Candidates:
         return self._now - observed_at_s.item(observed_at_s.argmin())
 
     def all_observed_within(self, age_s: Seconds) -> bool:
-        """Return whether no candidate's metrics are older than `age_s`.
+        """Return whether no candidate's metrics are older than `age_s` seconds.
 
         This is faster than `metrics_age_s_max`, because it usually reads no column.
         """
@@ -553,17 +586,21 @@ class Candidates:
         return self._now - observed_since_s <= age_s or self.metrics_age_s_max <= age_s
 
     def metrics_age_s_of(self, position: int) -> Seconds:
-        """Return `metrics_age_s` of one candidate."""
+        """Return the seconds since the last good scrape of the candidate at `position`; inf if
+        there was none.
+        """
         return self._now - self._columns.observed_at_s.item(self._slot.item(position))
 
     @property
     def saturated(self) -> Bools:
-        """Return bool[n]: whether the engine refused a request (503) since its last good scrape."""
+        """Return bool[n]: whether each engine refused a request (503) since its last good scrape."""
         return self._columns.saturated[self._slot]
 
     @property
     def inflight_requests(self) -> Ints:
-        """Return int64[n]: running requests that this picker and its peers sent to each candidate."""
+        """Return int64[n]: the number of requests of this picker and its peers that each candidate
+        is serving.
+        """
         columns = self._columns
         own = columns.inflight_requests[self._slot]
         if columns.peers is not None:
@@ -572,26 +609,28 @@ class Candidates:
 
     @property
     def inflight_context_tokens(self) -> Ints:
-        """Return int64[n]: prompt tokens, including cached ones, of this picker's running requests.
+        """Return int64[n]: prompt tokens, cached ones included, of this picker's requests in flight
+        at each candidate.
 
-        Requests of peers are not included, because peers share only requests and prefill tokens.
-        Tokens of the answers so far are not counted.
+        Requests of peers are not included, because peers share only their number and their prefill
+        tokens. Answer tokens are not counted.
         """
         return self._columns.inflight_context_tokens[self._slot]
 
     @property
     def unreported_requests(self) -> Ints:
-        """Return int64[n]: requests that this picker sent since the engine's last load report.
+        """Return int64[n]: the number of requests that this picker sent to each candidate since the
+        last load report of its engine.
 
-        `waiting_requests` and `running_requests` do not include them yet. Requests that ended since
-        then are counted too.
+        `waiting_requests` and `running_requests` do not include them yet. Requests that have ended
+        since the report count as well.
         """
         return self._columns.unreported_requests[self._slot]
 
     @property
     def inflight_prefill_tokens(self) -> Floats:
-        """Return float64[n]: the estimate of uncached prompt tokens sent there and not yet
-        prefilled.
+        """Return float64[n]: the estimate of uncached prompt tokens that were sent to each
+        candidate and are not yet prefilled.
 
         The estimate follows the counter of first tokens on the endpoint's page, if it has one, and
         the first outputs that the picker sees. In between, it falls with the endpoint's speed.
@@ -610,20 +649,22 @@ class Candidates:
 
     @property
     def prefill_tokens_per_s(self) -> Floats:
-        """Return float64[n], above 0: the configured prefill speed of each candidate."""
+        """Return float64[n], above 0: the configured prefill speed of each candidate in tokens per
+        second.
+        """
         return self._columns.prefill_tokens_per_s[self._slot]
 
     @property
     def prefill_alike(self) -> bool:
-        """Return True if all endpoints prefill equally fast, so that tokens compare like seconds;
-        False if unknown.
+        """Return True if all endpoints of the pool have the same prefill speed, so that prefill
+        tokens of two endpoints can be compared instead of seconds. Return False if that is unknown.
         """
         return self._columns.prefill_alike
 
     @property
     def matched_blocks(self) -> Ints:
-        """Return int64[n]: leading full blocks of the prompt at each candidate, by the prefix
-        index.
+        """Return int64[n]: number of leading full blocks of the prompt that each candidate is
+        estimated to have cached, by the default prefix index.
         """
         return self.affinity("").matched
 
@@ -634,7 +675,9 @@ class Candidates:
 
     @property
     def uncached_tokens(self) -> Floats:
-        """Return float64[n]: tokens of this prompt that each candidate would have to compute."""
+        """Return float64[n]: number of tokens of this request's prompt that each candidate has not
+        cached and would have to compute.
+        """
         cached = self.matched_blocks * float(self.block_tokens)
         uncached: Floats = np.maximum(self.prompt_tokens - cached, 0.0)
         return uncached
@@ -646,7 +689,7 @@ class Candidates:
 
     @property
     def adapter_state(self) -> AdapterColumns:
-        """Return the LoRA adapters of the last good scrape."""
+        """Return the LoRA adapters that each candidate reported in its last good scrape."""
         return AdapterColumns(self._columns, self._slot)
 
     def attribute(self, key: str) -> Floats:
@@ -658,20 +701,20 @@ class Candidates:
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Return the candidates' endpoints, even if some have left since."""
+        """Return the endpoint of each candidate, even if it has left the pool since."""
         known = self._endpoints
         found = [known[slot] for slot in self._slot.tolist()]
         return tuple([endpoint for endpoint in found if endpoint is not None])
 
     def name_of(self, position: int) -> str:
-        """Return the name of the endpoint at `position`."""
+        """Return the name of the endpoint of the candidate at `position`."""
         endpoint = self._endpoints[self._slot.item(position)]
         assert endpoint is not None, "a candidate is an endpoint"
         return endpoint.name
 
     @property
     def labels(self) -> tuple[Mapping[str, str], ...]:
-        """Return the labels of each candidate."""
+        """Return the labels of each candidate's endpoint."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
 
     def rendezvous(self, key: int) -> Hashes:
@@ -684,12 +727,14 @@ class Candidates:
         return rendezvous_weights(self._columns.identities[self._slot], key)
 
     def prefix_match(self, position: int) -> tuple[int, int]:
-        """Return `matched_blocks` and `total_blocks` of one candidate."""
+        """Return `matched_blocks` and `total_blocks` of the candidate at `position`."""
         known = self._affinities.get(self._prefix)
         return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
 
     def matched_most(self) -> int:
-        """Return the largest `matched_blocks` of any candidate."""
+        """Return the largest number of leading full blocks that any candidate is estimated to have
+        cached.
+        """
         known = self._affinities.get(self._prefix)
         if known is None:
             return 0
@@ -697,14 +742,18 @@ class Candidates:
         return matched.item(matched.argmax())
 
     def inflight_requests_of(self, position: int) -> int:
-        """Return `inflight_requests` of one candidate."""
+        """Return the number of requests of this picker and its peers at the candidate at
+        `position`.
+        """
         columns = self._columns
         if columns.peers is not None:
             return int(self.inflight_requests[position])
         return columns.inflight_requests.item(self._slot.item(position))
 
     def numbers_of(self, position: int) -> tuple[float, ...]:
-        """Return the columns `NUMBERS` of one candidate, faster than gathering them would be."""
+        """Return the columns `NUMBERS` of the candidate at `position`, faster than gathering the
+        columns of all candidates.
+        """
         columns, slot, now = self._columns, self._slot.item(position), self._now
         waiting, running, usage, capacity, observed_at_s, *prefill = columns.rows[:, slot].tolist()
         backlog_tokens, drained_at_s, speed, drain_speed = prefill
@@ -730,7 +779,8 @@ class Candidates:
         )
 
     def affinity(self, name: str) -> Affinity:
-        """Return the match of the index `name`, int64[n]; all zero if there is no such index.
+        """Return the match of the index `name` at each candidate; all zero if there is no such
+        index.
 
         The name "" stands for the default prefix index.
         """

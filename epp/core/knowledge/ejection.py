@@ -25,9 +25,11 @@ from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 
 COMPARED_MIN: Final = 3
-"""Minimum number of endpoints to compare; of two, neither can be identified as the slow one."""
+"""Minimum number of endpoints whose speeds are compared. Between two, it cannot be told which one
+is the slow one.
+"""
 PROBES: Final = 3
-"""Number of requests that must succeed before an endpoint returns."""
+"""Number of probe requests that must succeed before an ejected endpoint returns to service."""
 
 
 class Cause(StrEnum):
@@ -51,9 +53,11 @@ class OutlierEjection(Parameters, frozen=True):
     enabled: bool = True
     """True if slow or failing endpoints are ejected."""
     slowness_factor: Annotated[float, Meta(ge=2)] = 3.0
-    """Multiple of the median from which an endpoint is slow."""
+    """Multiple of the pool's median time from which an endpoint counts as slow."""
     samples_min: Annotated[int, Meta(ge=5, le=32)] = 20
-    """Minimum number of answers of an endpoint before it is compared."""
+    """Minimum number of answers of an endpoint before its times are compared with those of the
+    others.
+    """
     consecutive_failures: Annotated[int, Meta(ge=1)] = 3
     """Number of errors in a row from which an endpoint is failing. If the other endpoints fail too,
     more errors are needed: as many as occur in a row by chance once in ten thousand.
@@ -63,15 +67,15 @@ class OutlierEjection(Parameters, frozen=True):
     other endpoints in service must have less than half of it.
     """
     requests_min: Annotated[int, Meta(ge=2)] = 10
-    """Minimum number of answers in the window before their share of errors counts."""
+    """Minimum number of an endpoint's answers in the window before its share of errors counts."""
     window: Duration = Duration(30.0)
-    """Approximate time for which an answer counts in that share."""
+    """Approximate time for which an answer counts in an endpoint's share of errors."""
     base_ejection_time: Duration = Duration(30.0)
-    """Duration of the first ejection. It is multiplied by the number of ejections, which falls by
-    one for each such time without an ejection.
+    """Duration of an endpoint's first ejection. Later ones last this time multiplied by the number
+    of ejections, which falls by one for each such time in service.
     """
     max_ejection_time: Duration = Duration(300.0)
-    """Longest duration of an ejection."""
+    """Longest duration of one ejection."""
     max_ejection_percent: Annotated[float, Meta(ge=0, le=50)] = 10.0
     """Largest share of the endpoints, rounded down, that may be ejected although they serve some
     requests; at least one if there are three endpoints or more.
@@ -91,15 +95,17 @@ class OutlierEjection(Parameters, frozen=True):
             )
 
     def away_max(self, endpoints: int, *, serving_some: bool) -> int:
-        """Return how many of `endpoints` may be away at a time."""
+        """Return how many of a pool's `endpoints` may be ejected at a time: more if they serve
+        nothing than if they serve some requests.
+        """
         if not serving_some:
             return int(endpoints * self.max_failing_percent / 100.0)
         share = int(endpoints * self.max_ejection_percent / 100.0)
         return max(share, int(endpoints >= COMPARED_MIN and self.max_ejection_percent > 0))
 
 
-class Away:
-    """An ejected endpoint."""
+class EjectedEndpoint:
+    """The state of one ejected endpoint."""
 
     __slots__ = ("cause", "open_probes", "passed", "probed", "serving_some", "since_s", "until_s")
 
@@ -110,20 +116,26 @@ class Away:
         self.serving_some = serving_some
         self.since_s = since_s
         self.until_s = until_s
-        """Time from which the endpoint is probed; results of requests sent before are ignored."""
+        """Time at which the ejected endpoint is probed; results of requests that were sent before
+        it are ignored.
+        """
         self.probed = False
         self.open_probes = 0
         self.passed = 0
 
     @property
     def probes_left(self) -> int:
-        """Return how many more probes may start now: one until the first has succeeded."""
+        """Return how many more probe requests may start now: one at a time until the first has
+        succeeded.
+        """
         allowed = PROBES - self.passed if self.passed else 1
         return allowed - self.open_probes
 
 
 class _Standing:
-    """The number of an endpoint's ejections, less one for each base time without an ejection."""
+    """The number of one endpoint's ejections, reduced by one for each base ejection time in
+    service.
+    """
 
     __slots__ = ("ejections", "good_since_s")
 
@@ -133,30 +145,32 @@ class _Standing:
 
 
 class Ejection:
-    """The ejected endpoints by slot. `Columns.ejected` marks those that receive no requests at the
-    moment.
+    """The ejected endpoints by slot. `Columns.ejected` is True for those that receive no requests
+    at the moment, not even probes.
     """
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._settings = OutlierEjection()
         self._standings: dict[int, _Standing] = {}
-        self.away: dict[int, Away] = {}
+        self.away: dict[int, EjectedEndpoint] = {}
         self.masked: set[int] = set()
-        """Slots that `Columns.ejected` marks."""
+        """Slots at which `Columns.ejected` is True."""
         self.total = dict.fromkeys(Cause, 0)
-        """Ejections since the start, by cause."""
+        """Number of ejections since the start of the picker, by cause."""
 
     def configure(self, settings: OutlierEjection) -> None:
-        """Use `settings` from now on. If ejection is disabled, all endpoints return."""
+        """Use `settings` from now on. If they disable ejection, all ejected endpoints return to
+        service.
+        """
         self._settings = settings
         if not settings.enabled:
             for slot in tuple(self.away):
                 self._end(slot)
 
     def eject(self, slot: int, cause: Cause, now: Seconds, *, serving_some: bool) -> bool:
-        """Eject the endpoint in `slot`, for longer than last time. Return False if the limits
-        forbid it.
+        """Eject the endpoint in `slot`, for longer than last time. Return False if ejection is
+        disabled, the endpoint is ejected already, or too many others are.
         """
         known = self.away.get(slot)
         if not self._settings.enabled or (known is not None and not known.probed):
@@ -168,7 +182,7 @@ class Ejection:
         settings = self._settings
         for_s = min(settings.base_ejection_time * standing.ejections, settings.max_ejection_time)
         since_s = now if known is None else known.since_s
-        self.away[slot] = Away(cause, since_s, now + for_s, serving_some=serving_some)
+        self.away[slot] = EjectedEndpoint(cause, since_s, now + for_s, serving_some=serving_some)
         self._mask(slot, masked=True)
         self.total[cause] += 1
         return True
@@ -183,7 +197,9 @@ class Ejection:
         return partial < few and len(self.away) < max(most, few)
 
     def due(self, now: Seconds) -> list[int]:
-        """Return the slots to probe from `now` on; each is returned once."""
+        """Return the slots whose ejection time is over at `now`, and begin to probe their
+        endpoints. Each is returned once.
+        """
         due = [slot for slot, one in self.away.items() if not one.probed and now >= one.until_s]
         for slot in due:
             self.away[slot].probed = True
@@ -191,7 +207,7 @@ class Ejection:
         return due
 
     def sent(self, lease: Lease) -> None:
-        """Count the request of `lease` as a probe if its slot is being probed."""
+        """Count the request of `lease` as a probe if the endpoint in its slot is being probed."""
         one = self.away.get(lease.slot)
         if one is not None and one.probed:
             lease.probe = True
@@ -199,7 +215,10 @@ class Ejection:
             self._mask(lease.slot, masked=one.probes_left <= 0)
 
     def probe_ended(self, lease: Lease, *, passed: bool) -> bool:
-        """End the probe of `lease`, which did not fail. Return True if it was the last one needed."""
+        """End the probe with the request of `lease`, which did not fail. `passed` is True if it
+        counts as a success. Return True if the endpoint has had enough successes to return to
+        service.
+        """
         lease.probe = False
         one = self.away.get(lease.slot)
         if one is None or not one.probed or lease.opened_at_s < one.until_s:
@@ -210,12 +229,14 @@ class Ejection:
         return one.passed >= PROBES
 
     def back(self, slot: int, now: Seconds) -> None:
-        """Put the endpoint in `slot` back in service at `now`."""
+        """End the ejection of the endpoint in `slot` at `now`."""
         self._end(slot)
         self._standings[slot].good_since_s = now
 
     def forgive(self, now: Seconds) -> None:
-        """Reduce the number of ejections of endpoints that stayed in service for a base time."""
+        """Reduce the number of ejections by one for each endpoint that was in service for a base
+        ejection time.
+        """
         base_s = self._settings.base_ejection_time
         for slot, standing in tuple(self._standings.items()):
             if slot not in self.away and now - standing.good_since_s >= base_s:
@@ -225,7 +246,9 @@ class Ejection:
                     del self._standings[slot]
 
     def forget(self, slot: int) -> None:
-        """Drop what is known of `slot`, because its endpoint left or restarted."""
+        """Drop the ejection and the number of ejections of `slot`, because its endpoint left or
+        restarted.
+        """
         self._standings.pop(slot, None)
         if slot in self.away:
             self._end(slot)

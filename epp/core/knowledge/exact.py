@@ -44,7 +44,7 @@ from msgspec import Struct
 from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Floats, Ints
-from epp.core.knowledge.exact_awaited import AwaitedEvents, told_blocks
+from epp.core.knowledge.exact_awaited import AwaitedEvents, reported_blocks
 from epp.core.knowledge.exact_parameters import (
     NUMBER_BYTES,
     ROW_BYTES,
@@ -57,7 +57,7 @@ from epp.core.knowledge.index import (
     HOST_BLOCKS,
     RANKS_MAX,
     AffinityIndex,
-    Heard,
+    EventResult,
     Held,
     IndexMeasures,
 )
@@ -72,18 +72,26 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, hash_tokens, token_seed
 from epp.core.types import Seconds
 
 TOKENS_MAX: Final = 131_072
-"""Maximum number of tokens of a prompt that are looked up."""
+"""Maximum number of tokens of a prompt that the exact index looks up."""
 SWEPT_MAX: Final = 8_192
-"""Maximum number of blocks of forgotten mirrors that one call removes."""
+"""Maximum number of blocks that one `expire` removes from mirrors of endpoints that left or
+restarted.
+"""
 SWEPT_AT_ONCE_MAX: Final = 1_024
-"""Size in blocks up to which a forgotten mirror is removed at once."""
+"""Maximum number of blocks of a mirror that is removed at once after its endpoint left or
+restarted, rather than in steps.
+"""
 KNOWN_SPARE_MAX: Final = 4_096
-"""Number of blocks that are stored before the memory limit is checked again: about 100 messages."""
+"""Maximum number of blocks that may be stored before the memory limit is checked again: about 100
+messages.
+"""
 GIVEN_UP_SHARE: Final = 64
-"""Divisor of a mirror's size that gives the least number of blocks to drop at a time for memory."""
+"""Divisor of the size of the largest mirror. The quotient is the least number of blocks that are
+dropped at a time to meet the memory limit.
+"""
 RECENT_BYTES_MAX: Final = 16 * 1024 * 1024
 HOST: Final = "cpu"
-"""Engines' name of the tier from which other engines can fetch blocks."""
+"""Engines' name of the tier in host memory, from which other engines can fetch blocks."""
 
 
 class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
@@ -101,17 +109,19 @@ class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
     )
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty exact index."""
         return ExactIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply settings to a running index. Return False if its keys or streams would change."""
+        """Apply these settings to `index`. Return False, without a change, if its block size or its
+        event settings would change.
+        """
         return isinstance(index, ExactIndex) and index.configure(self)
 
 
 class _RecentSettings(PrefixIndexSettings, frozen=True):
-    """The settings of the index of recent decisions, whose blocks may be as small as those of the
-    exact index.
+    """The settings of the index of recent decisions within the exact index. Its blocks may be
+    smaller than those of a usual prefix index.
     """
 
     @property
@@ -120,34 +130,38 @@ class _RecentSettings(PrefixIndexSettings, frozen=True):
 
 
 class ExactStatistics(Struct):
-    """Counts since the index was opened. Evictions count (key, endpoint) pairs."""
+    """Counts of look-ups and evictions since the exact index was opened. Evictions count (key,
+    endpoint) pairs.
+    """
 
     full_hits: int = 0
     partial_hits: int = 0
     no_hits: int = 0
     unknown_tokens: int = 0
-    """Requests without a look-up, because their tokens or their adapter were unknown."""
+    """Number of requests without a look-up, because their tokens or their adapter were unknown."""
     evicted_told: int = 0
-    """Blocks that the engine reported as removed."""
+    """Number of blocks that engines reported as removed."""
     evicted_memory: int = 0
     evicted_forgotten: int = 0
     unbalanced: int = 0
-    """Number of times that an engine's stores and removals did not balance."""
+    """Number of times that an engine's events contradicted each other, because its stores and
+    removals did not balance.
+    """
 
 
 class _Placed(Struct, frozen=True, gc=False):
-    """The data that undoes a `record` at a rank."""
+    """The data that undoes the record of a decision for one rank."""
 
     anywhere: Any
-    """Data to undo the record in the index of decisions for endpoints."""
+    """Data that undoes the record of the decision for the whole endpoint."""
     number: int
-    """Number of the rank in the index of decisions for ranks."""
+    """Number under which the rank is recorded in the index of decisions for ranks."""
     there: Any
 
 
 class ExactIndex:
-    """An `AffinityIndex` fed by KV-cache events; the unit is one full block of `block_tokens`
-    tokens.
+    """An `AffinityIndex` that learns from KV-cache events which blocks engines have cached; the
+    unit is one full block of `block_tokens` tokens.
     """
 
     def __init__(self, settings: ExactIndexSettings) -> None:
@@ -158,30 +172,38 @@ class ExactIndex:
         self._slots: list[SlotState] = []
         self._places: list[Place | None] = []
         self._slot_of: list[int] = []
-        """Slot of each place by its number; -1 if the place is forgotten."""
+        """Slot of the endpoint of each place, by the place's number; -1 if the endpoint left or
+        restarted.
+        """
         self._forgotten: list[Place] = []
         self._counted = 0
-        """Bits of the places whose streams count."""
+        """Bits of the places whose event streams count in a match."""
         self._mirror_rows, self._mirror_numbers = 0, 0
-        """Sizes of all mirrors."""
+        """Sizes of all mirrors together, as the number of rows and the number of stored integers,
+        from which the memory is estimated.
+        """
         self._known_spare = 0
-        """Part of `_spare` that is left since it was last computed."""
+        """Number of blocks that may be stored before the spare memory, `_spare`, is computed again."""
         self._memory_share = 1.0
         self._names = ModelNames()
         self._awaited = AwaitedEvents(self._rows, settings.block_tokens)
         self._exact: Floats | None = None
-        """The column `EXACT`, or None if it must be computed again."""
+        """The column `EXACT`: 1.0 for each slot whose cached blocks are all known, else 0.0. None
+        if it must be computed again.
+        """
         self._settings = settings
         self._recent = PrefixIndex(self._recent_settings(settings))
         self._placed = PrefixIndex(self._recent_settings(settings))
-        """Index of decisions for ranks, by the numbers of the ranks."""
+        """Index of recent decisions for ranks. Its "slots" are internal numbers, one for each rank
+        of each endpoint (`_number_of`).
+        """
         self._numbers = 0
-        """Number of rank numbers given out."""
+        """Number of internal rank numbers in use, which is the next one to assign."""
         self.configure(settings)
 
     def configure(self, settings: ExactIndexSettings) -> bool:
-        """Adopt weights and limits. Return False, without a change, if keys or engines would
-        differ.
+        """Apply new weights and limits. Return False, without a change, if the block size or the
+        event settings differ.
         """
         before = self._settings
         if (
@@ -207,8 +229,8 @@ class ExactIndex:
         )
 
     def limit_memory(self, share: float) -> None:
-        """Limit the index to `share` of `memoryMaxBytes`; the excess is dropped by later events and
-        sweeps.
+        """Limit the memory of the exact index to `share` of `memoryMaxBytes`; the excess is dropped
+        by later events and sweeps.
         """
         self._memory_share = share
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
@@ -216,16 +238,16 @@ class ExactIndex:
 
     @property
     def entries(self) -> int:
-        """Return the number of (key, endpoint) pairs in all tiers, including forgotten ones that
-        are not yet removed.
+        """Return the number of (key, endpoint) pairs in all tiers of the index, including those of
+        endpoints that left and are not yet removed.
         """
         return self._rows.entries
 
     # Look-ups.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the leading full blocks at each slot, weighted by tier and summed over the
-        prompts.
+        """Return the number of leading full blocks that each slot has cached, weighted by tier and
+        summed over the prompts of `request`.
         """
         chains = self._chains(request)
         self._look_for_awaited(now)
@@ -260,7 +282,7 @@ class ExactIndex:
         return Affinity(matched, total, columns)
 
     def measures(self) -> IndexMeasures:
-        """Return the measures of `MeasuresItself` for the metrics."""
+        """Return the entries, the memory, the look-ups and the evictions of this index."""
         told = self.statistics
         return IndexMeasures(
             entries=self.entries,
@@ -280,7 +302,7 @@ class ExactIndex:
 
     @property
     def bytes_estimated(self) -> int:
-        """Return the estimated memory of the index in the process, from measured constants."""
+        """Return the estimated memory of the exact index in bytes, from measured constants."""
         keys = self._rows.keys
         # One mirror of each key shares its number with the row.
         others = max(0, self._mirror_numbers - keys)
@@ -288,14 +310,20 @@ class ExactIndex:
         return told_bytes + self._recent.bytes_estimated + self._placed.bytes_estimated
 
     def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
-        """Return the mirror of `rank` at `slot`, or None if it has none."""
+        """Return the mirror of `rank` of the engine in `slot`, or None if the rank has reported no
+        blocks.
+        """
         place = self._rank(slot, rank).place if rank < self.ranks_at(slot) else None
         return None if place is None else place.mirror
 
     # Events of engines.
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0) -> Heard:
-        """Apply events of rank `rank` of the engine in `slot`."""
+    def hear(
+        self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0
+    ) -> EventResult:
+        """Apply KV-cache events of rank `rank` of the engine in `slot`. Return the changes of keys,
+        and whether the events contradict each other.
+        """
         told_rank = self._rank(slot, rank)
         known = self._slots[slot]
         changes: list[Changed] = []
@@ -332,7 +360,7 @@ class ExactIndex:
             self.statistics.unbalanced += 1
             told_rank.counting = False
             self.silence(slot, rank=rank)
-        return Heard(
+        return EventResult(
             cleared=cleared or unbalanced,
             changes=() if unbalanced else changes,
             engine_block_tokens=mirror.engine_block_tokens,
@@ -356,7 +384,9 @@ class ExactIndex:
         *,
         rank: int = 0,
     ) -> None:
-        """Apply the result of `hear`, for a caller that has only the changes."""
+        """Apply changes of keys, as `hear` returns them, for a caller that does not have the events
+        themselves.
+        """
         place = self._rank(slot, rank).place or self._new_place(slot, rank)
         place.mirror.engine_block_tokens = engine_block_tokens
         place.mirror.adopt(changes)
@@ -364,12 +394,12 @@ class ExactIndex:
         self._apply(changes, place)
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Note that engines serve LoRA adapters with these names."""
+        """Record that engines serve LoRA adapters with these names."""
         self._names.adapters_told(names)
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int = 0) -> None:
-        """Set the state of the stream of `rank` at `slot`. `complete` is True if all cached blocks
-        are known.
+        """Set the state of the event stream of `rank` at `slot`. `complete` is True if the rank
+        reported all blocks that it has cached.
         """
         known = self._rank(slot, rank)
         known.state = state
@@ -388,11 +418,14 @@ class ExactIndex:
         self._count_places()
 
     def ranks_at(self, slot: int) -> int:
-        """Return the number of ranks of the engine in `slot`."""
+        """Return the number of data-parallel ranks of the engine in `slot`; 1 if it sends no
+        events.
+        """
         return len(self._slots[slot].ranks) if slot < len(self._slots) else 1
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> list[int]:
-        """Return the leading full blocks at each rank of `slot`, reported or recently decided.
+        """Return the number of leading full blocks that each rank of `slot` has cached, as reported
+        or by recent decisions.
 
         The numbers are summed over the prompts.
         """
@@ -419,7 +452,7 @@ class ExactIndex:
         """Drop the reported blocks of `rank` at `slot`; recorded decisions stay."""
         known = self._rank(slot, rank)
         self._await_nothing(slot)
-        self._slots[slot].seek_no_more()
+        self._slots[slot].void_tracked()
         place, known.place = known.place, None
         if place is None:
             return
@@ -440,7 +473,7 @@ class ExactIndex:
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
-        if known is None or not known.told_all or not chains or not chains[0]:
+        if known is None or not known.reported_all or not chains or not chains[0]:
             return None
         if any(rank.state is not StreamState.LIVE for rank in known.ranks):
             return None
@@ -448,15 +481,17 @@ class ExactIndex:
         if not size or request.cache_salt or self._adapter_of(request) != "":
             return None
         keys = array("Q", chains[0])
-        total = told_blocks(len(keys), self.block_tokens, size)
+        total = reported_blocks(len(keys), self.block_tokens, size)
         if not total:
             return None
         most = max(self._held_blocks(place, keys, total) for place in known.places)
         held = Held(most, total, self.block_tokens)
-        return held if most == total else known.seek(keys[total - 1], held)
+        return held if most == total else known.track(keys[total - 1], held)
 
     def _held_blocks(self, place: Place, keys: "array[int]", total: int) -> int:
-        """Return how many of the first `total` of `keys` the place holds, from the first on."""
+        """Return how many of the first `total` of `keys` the place `place` has cached, counted from
+        the first key without a gap.
+        """
         # The key of a block depends on the whole prompt up to its end.
         if self._rows.holds(place.bit, keys[total - 1]):
             return total
@@ -470,10 +505,10 @@ class ExactIndex:
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds, *, rank: int | None = None
     ) -> Any:
-        """Assume for a short time that `slot` has `request` cached, at `rank` if it has several
-        ranks.
+        """Assume for a short time that `slot` has `request` cached, at `rank` if the engine has
+        several ranks.
 
-        Return the data that undoes it, or None.
+        Return the data that undoes this assumption, or None.
         """
         chains = self._chains(request)
         if not chains:
@@ -489,7 +524,9 @@ class ExactIndex:
         return _Placed(anywhere, number, self._placed.record(recent, number, now))
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the assumption, because `request` was not sent to `slot`."""
+        """Undo the assumption that `slot` has `request` cached, because the request was not sent
+        there.
+        """
         if recorded is not None:
             chains = request.token_chains.get(self.block_tokens, ())
             recent = self._as_recent(chains)
@@ -501,7 +538,7 @@ class ExactIndex:
                 self._awaited.not_sent(self._slot(slot), chains[0])
 
     def forget(self, slot: int) -> None:
-        """Drop all blocks of `slot`, because its endpoint left or restarted."""
+        """Drop all blocks of `slot`, reported and assumed, because its endpoint left or restarted."""
         if slot >= len(self._slots):
             return
         known = self._slots[slot]
@@ -512,7 +549,9 @@ class ExactIndex:
         self.clear(slot)
 
     def expire(self, now: Seconds) -> None:
-        """Remove forgotten rows and rows above the memory limit, a bounded number."""
+        """Remove a bounded number of blocks: those of endpoints that left or restarted, and those
+        above the memory limit.
+        """
         self._look_for_awaited(now)
         left = SWEPT_MAX
         while self._forgotten and left > 0:
@@ -524,7 +563,9 @@ class ExactIndex:
         self._placed.expire(now)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Set the number of blocks of the engine in `slot`, which it cannot exceed."""
+        """Set the number of blocks in the KV cache of the engine in `slot`. Its mirrors never store
+        more.
+        """
         self._slot(slot).blocks_total = max(0, blocks_total)
 
     # Keys and walks.
@@ -541,12 +582,14 @@ class ExactIndex:
         return request.token_chains_of(self.block_tokens, self._blocks_max, adapter=adapter)
 
     def _adapter_of(self, request: InferenceRequest) -> str | None:
-        """Return the adapter as `ModelNames.adapter_of` does."""
+        """Return the adapter that `request` names, "" if it names the base model, or None if that
+        is unknown.
+        """
         return self._names.adapter_of(request.model, self._rows.device)
 
     def _await_own(self, request: InferenceRequest, now: Seconds) -> None:
-        """Find out whether `request` names the base model, by watching what engines cache of its
-        prompt.
+        """Begin to find out whether `request` names the base model, by watching whether an engine
+        caches its prompt as the base model's.
         """
         names, prompts = self._names, request.token_ids
         if not prompts or self._sglang or any(request.moment.token_media):
@@ -568,8 +611,8 @@ class ExactIndex:
         return InferenceRequest(request_id="", chains={block_bytes: chains})
 
     def _tokens_of(self, request: InferenceRequest, number: int, blocks: int) -> int:
-        """Return the tokens of prompt `number`, or an estimate from the request or its blocks if
-        they were dropped.
+        """Return the number of tokens of prompt `number`. If the tokens were dropped, estimate it
+        from `request` or from its `blocks`.
         """
         prompts = request.token_ids
         if prompts:
@@ -603,8 +646,8 @@ class ExactIndex:
     def _limit_to_one_rank(
         self, matched: Ints, request: InferenceRequest, chains: tuple[bytes, ...], now: Seconds
     ) -> None:
-        """Limit `matched` to what the best single rank of each endpoint has, because one rank
-        serves all prompts.
+        """Limit `matched` at each endpoint to the blocks that its best single rank has cached,
+        because one rank serves all prompts of a request.
         """
         slots = len(matched)
         ranked = [at for at, one in enumerate(self._slots[:slots]) if len(one.ranks) > 1]
@@ -627,9 +670,10 @@ class ExactIndex:
         alive: int,
         at_of: Sequence[int] | Mapping[int, int],
     ) -> None:
-        """Raise `depths` to the leading `keys` that the places with bits `alive` reported.
+        """Raise `depths` to the number of leading `keys` that the places with bits in `alive`
+        reported.
 
-        `at_of` gives the position in `depths` of each place, by number of the place.
+        `at_of` gives the position in `depths` of each place, by the place's number.
         """
         found, lost = self._rows.walk(keys, alive)
         steps: Sequence[int] = ()
@@ -650,7 +694,9 @@ class ExactIndex:
             depths[at] = max(depths.item(at), weighed)
 
     def _add_placed(self, depths: Ints, slot: int, chain: bytes, usable: int, now: Seconds) -> None:
-        """Raise `depths`, by rank, to the recent decisions for the ranks of `slot`."""
+        """Raise `depths`, one number for each rank of `slot`, to the leading blocks of `chain` that
+        recent decisions sent to the rank.
+        """
         if not self._placed.entries or not self._slot(slot).placed:
             return
         known = self._placed.match(self._as_recent((chain,)), self._numbers, now).matched
@@ -659,7 +705,9 @@ class ExactIndex:
                 depths[rank] = max(depths.item(rank), min(known.item(number), usable))
 
     def _number_of(self, slot: int, rank: int) -> int:
-        """Return the number of a rank in the index of decisions for ranks."""
+        """Return the number under which a rank of `slot` is recorded in the index of decisions for
+        ranks.
+        """
         placed = self._slot(slot).placed
         number = placed.get(rank)
         if number is None:
@@ -668,7 +716,9 @@ class ExactIndex:
         return number
 
     def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
-        """Add to each slot the number of leading `keys` in the memory of its host."""
+        """Add to `host`, by slot, the number of leading `keys` that the endpoint has in host
+        memory.
+        """
         most: dict[int, int] = {}
         for place_number, blocks in walk_one(self._rows.tiers[HOST], keys, self._counted).items():
             place = self._places[place_number]
@@ -678,16 +728,20 @@ class ExactIndex:
             host[slot] += blocks
 
     def _exact_of(self, slots: int) -> Floats:
-        """Return 1.0 for each slot whose cached blocks are all known and stored."""
+        """Return a column with 1.0 for each slot whose endpoint reported all its cached blocks in
+        time, and all of them are stored here; 0.0 otherwise.
+        """
         exact = self._exact
         if exact is None or len(exact) < slots:
             exact = self._exact = np.zeros(max(slots, len(self._slots)))
             for slot, known in enumerate(self._slots):
-                exact[slot] = not known.overdue and known.told_all
+                exact[slot] = not known.overdue and known.reported_all
         return exact[:slots]
 
     def _steps(self, request: InferenceRequest, number: int) -> Sequence[int]:
-        """Return the chain of a prompt in steps, or nothing if its tokens were dropped."""
+        """Return the hashes of a prompt in steps of the mirrors' size, or () if its tokens were
+        dropped.
+        """
         step_tokens = next(place.mirror.step_tokens for place in self._places if place is not None)
         if not request.token_ids:
             return ()
@@ -698,7 +752,7 @@ class ExactIndex:
     # Delay of events.
 
     def _look_for_awaited(self, now: Seconds) -> None:
-        """Adapt the time to live of decisions to the delay of events."""
+        """Lengthen or shorten the time to live of recent decisions as the delay of events requires."""
         ttl_s = float(self._settings.speculative_ttl)
         if self._awaited.look(self._slots, now, ttl_s, self._stretch):
             self._exact = None
@@ -709,7 +763,7 @@ class ExactIndex:
             self._placed.stretch(number, factor)
 
     def _await_nothing(self, slot: int) -> None:
-        """Stop waiting for the events of all prompts sent to `slot` so far."""
+        """Stop waiting for the events of all prompts that were sent to `slot` so far."""
         known = self._slots[slot]
         known.awaited.clear()
         if known.overdue:
@@ -725,7 +779,9 @@ class ExactIndex:
         return slots[number]
 
     def _rank(self, slot: int, rank: int) -> RankState:
-        """Return the state of a rank. Raises `ValueError` for a rank beyond `RANKS_MAX`."""
+        """Return the state of one rank of `slot`. Raises `ValueError` if the rank is not below
+        `RANKS_MAX`.
+        """
         if not 0 <= rank < RANKS_MAX:
             raise ValueError(f"rank is {rank}; it must be at least 0 and below {RANKS_MAX}")
         ranks = self._slot(slot).ranks
@@ -737,11 +793,13 @@ class ExactIndex:
 
     @property
     def _ranks(self) -> int:
-        """Return the number of ranks of all slots."""
+        """Return the total number of data-parallel ranks of all endpoints."""
         return sum(len(known.ranks) for known in self._slots)
 
     def _blocks_left(self, known: SlotState, place: Place) -> int:
-        """Return how many of the engine's blocks can be in `place`, given those of its other ranks."""
+        """Return the maximum number of blocks in `place`: the size of the engine's cache less the
+        blocks of its other ranks.
+        """
         if len(known.ranks) == 1:
             return known.blocks_total
         held = sum(other.mirror.copies for other in known.places if other is not place)
@@ -763,7 +821,7 @@ class ExactIndex:
         return place
 
     def _count_places(self) -> None:
-        """Update `_counted` and `_exact` after a change of a stream or a place."""
+        """Update `_counted` and `_exact` after a change of an event stream or of a place."""
         self._exact = None
         self._counted = 0
         for known in self._slots:
@@ -772,14 +830,16 @@ class ExactIndex:
                     self._counted |= rank.place.bit
 
     def _apply(self, changes: Iterable[Changed], place: Place) -> int:
-        """Apply changes to the rows of `place`; return how many rows were removed."""
+        """Apply stored and removed keys to the rows of `place`; return how many rows were removed."""
         known = self._slots[place.slot] if place.slot >= 0 else None
         return self._rows.apply(changes, place.bit, known)
 
     # Memory.
 
     def _sweep(self, place: Place, blocks_max: int) -> int:
-        """Remove rows of a forgotten place; return how many blocks were removed."""
+        """Remove at most `blocks_max` blocks of a place whose endpoint left or restarted. Return
+        how many were removed, at least 1.
+        """
         changes: list[Changed] = []
         given = place.mirror.give_up(blocks_max, changes)
         self._count_rows(place)
@@ -790,7 +850,7 @@ class ExactIndex:
         return max(1, given)
 
     def _count_rows(self, place: Place) -> None:
-        """Update the totals with the current sizes of the mirror of `place`."""
+        """Update the totals of all mirrors with the current size of the mirror of `place`."""
         rows, numbers = place.mirror.rows, place.mirror.numbers
         self._mirror_rows += rows - place.mirror_rows
         self._mirror_numbers += numbers - place.mirror_numbers
@@ -798,19 +858,20 @@ class ExactIndex:
 
     @property
     def _spare(self) -> int:
-        """Return the number of blocks that still fit below the memory limit; below 0 if there are
-        too many.
+        """Return the number of blocks that the index may still store below its memory limit; below
+        0 if it stores too many.
         """
         return (self._memory_max_bytes - self.bytes_estimated) // (2 * ROW_BYTES)
 
     @property
     def _fair_blocks(self) -> int:
-        """Return the number of blocks to which each rank is entitled."""
+        """Return the number of blocks of an even share of the memory limit among all ranks."""
         return self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
 
     def _room(self, stored: Stored, place: Place) -> int:
-        """Return how many more blocks the mirror of `place` may store: those of `stored`, if they
-        fit.
+        """Return how many more blocks the mirror of `place` may store within the memory limit. Drop
+        blocks of the largest mirror if those of `stored` do not fit and `place` is below its even
+        share.
         """
         mirror = place.mirror
         wanted = mirror.tail_blocks * len(stored.hashes)
@@ -828,8 +889,9 @@ class ExactIndex:
         return room
 
     def _give_up(self, blocks: int) -> None:
-        """Drop `blocks` blocks of the largest place, and some more, so that this is not needed
-        again at once.
+        """Drop at least `blocks` blocks of the rank with most blocks, to meet the memory limit. It
+        drops a share of the rank's blocks if that is more, so that this is not needed again at
+        once.
         """
         places = [place for place in self._places if place is not None and place.slot >= 0]
         if not places or not blocks:

@@ -15,39 +15,45 @@ from epp.core.knowledge.exact_slots import SlotState
 from epp.core.types import Seconds
 
 LATE_S_MAX: Final[Seconds] = 30.0
-"""Time for which the index waits for the events of a decision."""
+"""Longest time in seconds for which the index waits for the events of one decision."""
 AWAITED_MAX: Final = 32
-"""Maximum number of decisions per endpoint whose events are awaited, spread over `LATE_S_MAX`."""
+"""Maximum number of decisions of one endpoint whose events the index awaits at a time, spread over
+`LATE_S_MAX`.
+"""
 
 
 class AwaitedEvents:
-    """The awaited events of all endpoints, whose keys appear in `rows` once they come."""
+    """The KV-cache events of all endpoints for which the index waits. An event has come once its
+    key is in `rows`.
+    """
 
     def __init__(self, rows: Rows, block_tokens: int) -> None:
         self._rows = rows
         self._block_tokens = block_tokens
         self._any = False
-        """True if the event of any decision is awaited."""
+        """True if the index waits for any event."""
         self._looked_at_s: Seconds = -math.inf
         """Time of the last check for awaited events."""
 
     def sent(self, known: SlotState, chain: bytes, now: Seconds) -> None:
-        """Wait for the event of a prompt that is sent to an endpoint now, if its arrival is
-        informative.
+        """Begin to wait for the event of a prompt that is sent to an endpoint now. Do nothing if
+        the last wait began a moment ago, or if no event is expected.
         """
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
-        if not known.told_all:
+        if not known.reported_all:
             return
         keys, size = array("Q", chain), known.engine_block_tokens
-        blocks = told_blocks(len(keys), self._block_tokens, size) if size else len(keys)
+        blocks = reported_blocks(len(keys), self._block_tokens, size) if size else len(keys)
         if not blocks or self._holds(known, keys[blocks - 1]):
             return
         known.awaited.append((now, keys[blocks - 1]))
         self._any = True
 
     def not_sent(self, known: SlotState, chain: bytes) -> None:
-        """Stop waiting for the prompt with this chain, because it was not sent there."""
+        """Stop waiting for the event of the prompt with this chain, because the prompt was not sent
+        to the endpoint.
+        """
         awaited = known.awaited
         keys = frozenset(array("Q", chain)) if awaited else ()
         for one in [one for one in awaited if one[1] in keys]:
@@ -60,7 +66,7 @@ class AwaitedEvents:
         ttl_s: Seconds,
         stretch: Callable[[int, SlotState, float], None],
     ) -> bool:
-        """Check for awaited events a few times per `ttl_s`, the time to live of decisions.
+        """Check for awaited events a few times per `ttl_s`, the time to live of recent decisions.
 
         Call `stretch` with the slot of each endpoint, its state and the factor by which its
         decisions live longer. Return whether any endpoint became overdue or ceased to be.
@@ -92,8 +98,12 @@ class AwaitedEvents:
         return any(self._rows.holds(place.bit, key) for place in known.places)
 
 
-def told_blocks(blocks: int, block_tokens: int, engine_block_tokens: int) -> int:
-    """Return how many of `blocks` blocks without a rest end within a whole block of the engine."""
+def reported_blocks(blocks: int, block_tokens: int, engine_block_tokens: int) -> int:
+    """Return how many of the first `blocks` blocks of the index are covered by whole blocks of the
+    engine.
+
+    An engine reports only whole blocks of its own size.
+    """
     size = engine_block_tokens
     if not block_tokens % size:
         return blocks

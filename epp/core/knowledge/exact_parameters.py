@@ -14,19 +14,20 @@ from epp.core.parameters import Parameters
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
 
 BLOCK_TOKENS: Final = 16
-"""Default number of tokens in a block, as in the reference picker."""
+"""Default number of tokens in a block, as in the reference picker (llm-d-router)."""
 BLOCK_TOKENS_ADVISED: Final = 32
 UNLISTED_WEIGHT: Final = 0.5
-"""Weight of a tier that is neither the device nor listed."""
+"""Weight of a block in a tier that is neither the device nor listed in the configuration."""
 
 ROW_BYTES: Final = 92
-"""Memory of one row in bytes: of a key with its holders, of an engine's block, or of the tokens
-kept for a block that ends inside a step. Measured growth of a process in CPython 3.11, averaged
-over the fill of its tables.
+"""Memory in bytes of one row: of a key with its places, of an engine's block, or of the tokens that
+are stored for a block that ends inside a step.
+
+Measured growth of a process in CPython 3.11, averaged over the fill of its tables.
 """
 NUMBER_BYTES: Final = 48
-"""Memory in bytes of a number at the end of an engine's block, or of ours within it, that is not
-the key of a row.
+"""Memory in bytes of a stored integer at the end of an engine's block, or of an index's block
+within it, that is not the key of a row.
 """
 _BYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _PREFIXES: Final = ("", "k", "m", "g", "t")
@@ -37,47 +38,47 @@ _EVERYWHERE: Final = ("*", "0.0.0.0", "::")  # noqa: S104  connections are check
 
 
 class TokenProcessorConfig(Parameters, frozen=True):
-    """The settings for making keys; only the block size has an effect here."""
+    """The settings of llm-d-router's token processor. Only the block size has an effect here."""
 
     block_size_tokens: Annotated[int, Meta(ge=1, le=65_536)] | None = None
     block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
-    """Deprecated name; it applies if `blockSizeTokens` is not given."""
+    """Deprecated name of `blockSizeTokens`; it applies if that one is not given."""
     hash_seed: str = ""
-    """No effect, because keys need not equal those of the engines."""
+    """Accepted without effect, because keys of the index need not equal the hashes of the engines."""
     hash_algorithm: str = ""
-    """No effect, because keys need not equal those of the engines."""
+    """Accepted without effect, because keys of the index need not equal the hashes of the engines."""
 
     @property
     def block_tokens(self) -> int:
-        """Return the effective number of tokens in a block."""
+        """Return the number of tokens in a block that results from these settings."""
         return self.block_size_tokens or self.block_size or BLOCK_TOKENS
 
 
 class TierWeight(Parameters, frozen=True):
-    """The value of a block in a tier, relative to one on the device."""
+    """The weight of a block in one tier, relative to a block on the device: 0 to 1."""
 
     name: Annotated[str, Meta(min_length=1)]
     weight: Annotated[float, Meta(ge=0, le=1)]
 
 
 class InMemoryConfig(Parameters, frozen=True):
-    """Settings of a memory store; `size` is the number of keys."""
+    """Settings of llm-d-router's memory store; `size` is its maximum number of keys."""
 
     size: Annotated[int, Meta(ge=1)] | None = None
     pod_cache_size: Annotated[int, Meta(ge=1)] | None = None
-    """No effect, because a key is stored for every endpoint that has it."""
+    """Accepted without effect, because a key is stored for every endpoint that has it cached."""
 
 
 class CostAwareMemoryConfig(Parameters, frozen=True):
     size: str = ""
-    """Size in bytes, with a unit such as MB or GiB."""
+    """Maximum size of the store in bytes, as text with a unit such as MB or GiB."""
 
     def __post_init__(self) -> None:
         self._read_size()
 
     @property
     def size_bytes(self) -> int | None:
-        """Return the size in bytes, or None if it is not given."""
+        """Return the maximum size of the store in bytes, or None if it is not given."""
         return self._read_size()
 
     def _read_size(self) -> int | None:
@@ -104,7 +105,9 @@ class KvBlockIndexConfig(Parameters, frozen=True):
     valkey_config: dict[str, Any] | None = None
     enable_metrics: bool = False
     metrics_logging_interval: str | int = 0
-    """Interval as a duration text, or in nanoseconds."""
+    """Interval between log lines with metrics, as a duration text or in nanoseconds; it has no
+    effect.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics_logging_interval, str):
@@ -117,7 +120,7 @@ class KvBlockIndexConfig(Parameters, frozen=True):
 
     @property
     def memory_max_bytes(self) -> int | None:
-        """Return the smallest given memory size for the index, or None if none is given."""
+        """Return the smaller of the given memory sizes for the index, or None if none is given."""
         given: list[int | None] = []
         if self.in_memory_config is not None and self.in_memory_config.size is not None:
             given.append(2 * ROW_BYTES * self.in_memory_config.size)
@@ -133,7 +136,7 @@ class IndexerConfig(Parameters, frozen=True):
         TierWeight(name="cpu", weight=0.8),
     )
     kv_cache_default_backend_weight: Annotated[float, Meta(ge=0, le=1)] = UNLISTED_WEIGHT
-    """Weight of tiers that are not listed."""
+    """Weight of a block in a tier that `kvCacheBackendConfigs` does not list."""
     tokenizers_pool_config: Any = None
 
     def __post_init__(self) -> None:
@@ -145,22 +148,23 @@ class IndexerConfig(Parameters, frozen=True):
 
 
 class PodDiscoveryConfig(Parameters, frozen=True):
-    """The places to which endpoints send their events."""
+    """The ports at which each endpoint publishes its KV-cache events."""
 
     socket_port: Port | None = None
-    """Port of the first rank. If None, each endpoint is asked for it, and 5557 applies if it does
-    not answer.
+    """Port at which the first rank of an endpoint publishes its events. If None, the picker asks
+    each endpoint, and uses 5557 if there is no answer.
     """
     replay_socket_port: Port | None = None
-    """Port for requests of old events. If None, the endpoint's own value applies, or old events are
-    not requested.
+    """Port at which the picker requests past events. If None, the port that the endpoint names
+    applies; without one, past events are not requested.
     """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    """Number of ranks behind each address, if the endpoint is not asked. The next rank publishes at
-    the next port, or names its rank in its messages if engines connect to the picker.
+    """Number of data-parallel ranks behind each address; if None, the picker asks each endpoint.
+    The next rank publishes at the next port, or names its rank in its messages if engines connect
+    to the picker.
     """
     pod_label_selector: str = ""
-    """No effect, because the picker subscribes to the endpoints of the pool."""
+    """Accepted without effect, because the picker subscribes to the endpoints of its pool."""
     pod_namespace: str = ""
 
     def __post_init__(self) -> None:
@@ -176,20 +180,21 @@ class PodDiscoveryConfig(Parameters, frozen=True):
 
 
 class KvEventsConfig(Parameters, frozen=True):
-    """The settings for receiving KV-cache events."""
+    """The settings for receiving KV-cache events from engines."""
 
     zmq_endpoint: str = ""
     """Address at which the picker listens for engines, such as "tcp://*:5557". An engine then sends
     to one picker only.
     """
     topic_filter: str = ""
-    """Prefix of topics. Endpoints are distinguished by their connection. Endpoints that connect
-    from a shared address are also distinguished by their topic, `kv@IP:PORT@MODEL`.
+    """Prefix of the topics to which the picker subscribes. Endpoints are distinguished by their
+    connection. Endpoints that connect from a shared address are also distinguished by their topic,
+    `kv@IP:PORT@MODEL`.
     """
     concurrency: Annotated[int, Meta(ge=1)] = 4
     engine_type: Literal["vllm", "sglang"] = "vllm"
     discover_pods: bool = True
-    """True if the picker connects to each endpoint of the pool."""
+    """True if the picker connects to each endpoint of the pool to receive its events."""
     pod_discovery_config: PodDiscoveryConfig = field(default_factory=PodDiscoveryConfig)
 
     def __post_init__(self) -> None:
@@ -197,8 +202,8 @@ class KvEventsConfig(Parameters, frozen=True):
 
     @property
     def binds(self) -> tuple[str, int] | None:
-        """Return the (address, port) at which engines may connect, with "" for every address; None
-        if they may not.
+        """Return the (address, port) at which the picker accepts connections of engines, with ""
+        for every address, or None if it accepts none.
         """
         return self._read_binds()
 
@@ -218,8 +223,8 @@ class KvEventsConfig(Parameters, frozen=True):
 
 
 def _is_own_address(host: str) -> bool:
-    """Return whether the picker can listen at `host`; a name is refused, because it may belong to
-    another machine.
+    """Return whether `host` is "*" or an IP address, at which the picker can listen. A host name is
+    refused, because it may belong to another machine.
     """
     if host == "*":
         return True
@@ -251,9 +256,13 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     asked. `zmqEndpoint` is the address to which engines connect.
     """
     speculative_indexing: bool = True
-    """True if recent decisions count as cached until the engine's events arrive."""
+    """True if a prompt that was recently sent to an endpoint counts as cached there until the
+    engine's events arrive.
+    """
     speculative_ttl: Duration = field(default=Duration(2.0), name="speculativeTTL")
-    """Time for which a decision counts as recent."""
+    """Time for which a prompt counts as cached after the decision, until the engine's events
+    arrive.
+    """
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 536_870_912
     """Estimated memory of the whole index in bytes; above it, the blocks stored last are dropped."""
 
@@ -266,11 +275,13 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Return the effective number of tokens in a block."""
+        """Return the number of tokens in a block that results from these parameters."""
         return self.token_processor_config.block_tokens
 
     def warnings(self) -> list[str]:
-        """Return one sentence for each parameter that has less effect than documented."""
+        """Return one sentence for each given parameter that has less effect than its documentation
+        says.
+        """
         found: list[str] = []
         processor, events = self.token_processor_config, self.kv_events_config
         if processor.block_size is not None:
@@ -301,7 +312,7 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
         return found
 
     def weight_of(self, tier: str) -> float:
-        """Return the weight of a block in `tier`, relative to one on the device."""
+        """Return the weight of a block in `tier`, relative to a block on the device: 0 to 1."""
         for listed in self.indexer_config.kv_cache_backend_configs:
             if listed.name.lower() == tier:
                 return listed.weight

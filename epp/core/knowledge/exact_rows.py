@@ -1,4 +1,6 @@
-"""The rows of the exact prefix index: for each key, the places that hold it, as a bit mask."""
+"""The rows of the exact prefix index: for each key, a bit mask of the places (engine ranks) that
+have it cached.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -8,24 +10,26 @@ from epp.core.kv_events.payload import DEVICE
 
 
 class Rows:
-    """The rows of all tiers. A place is a bit; a tier has a weight of 0 to 1."""
+    """The rows of the exact index in all tiers. A place is a bit of a mask; a tier has a weight
+    from 0 to 1.
+    """
 
     def __init__(self) -> None:
         self.tiers: dict[str, dict[int, int]] = {DEVICE: {}}
-        """Places that hold a key, as a bit mask, by tier, then by key."""
+        """Bit mask of the places that have a key cached, by tier, then by key."""
         self.entries = 0
-        """Number of (key, place) pairs in all tiers."""
+        """Number of (key, place) pairs in all tiers, that is, of cached keys of all places."""
         self._weights: dict[str, float] = {}
         self._weight_of: Callable[[str], float] = lambda _: 1.0
 
     @property
     def device(self) -> dict[int, int]:
-        """Return the rows of the fastest tier."""
+        """Return the rows of the device, the fastest tier."""
         return self.tiers[DEVICE]
 
     @property
     def keys(self) -> int:
-        """Return the number of keys in all tiers."""
+        """Return the number of rows, that is, of keys summed over all tiers."""
         return sum(map(len, self.tiers.values()))
 
     def weigh(self, weight_of: Callable[[str], float]) -> None:
@@ -34,13 +38,14 @@ class Rows:
         self._weights = {tier: weight_of(tier) for tier in self.tiers}
 
     def holds(self, bit: int, key: int) -> bool:
-        """Return whether the place with `bit` holds `key` in any tier."""
+        """Return whether the place with this bit has `key` cached in any tier."""
         return any(rows.get(key, 0) & bit for rows in self.tiers.values())
 
     def apply(self, changes: Iterable[Changed], bit: int, known: SlotState | None) -> int:
-        """Apply changes to the rows of the place with `bit`; return how many rows were removed.
+        """Apply stored and removed keys to the rows of the place with this bit; return how many
+        rows were removed.
 
-        `known` is the state of the place's endpoint, or None if the place is forgotten.
+        `known` is the state of the place's endpoint, or None if the endpoint left or restarted.
         """
         new = gone = 0
         for changed in changes:
@@ -59,8 +64,8 @@ class Rows:
                     elif not mask & bit:
                         rows[key] = mask | bit
                         new += 1
-                if known is not None and known.sought:
-                    known.found(keys)
+                if known is not None and known.tracked:
+                    known.complete_tracked(keys)
                 continue
             for key in keys:
                 mask = rows.get(key, 0)
@@ -74,17 +79,20 @@ class Rows:
         return gone
 
     def walk(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
-        """Return the leading `keys` that each place with a bit in `alive` holds, by number of the
-        place.
+        """Return the number of leading `keys` that each place with a bit in `alive` has cached, by
+        the place's number.
 
-        The second result is what lower tiers deduct, by number of the place.
+        The second result is the number of blocks to deduct because some are only in tiers with a
+        weight below 1, by the place's number.
         """
         if any(rows for tier, rows in self.tiers.items() if tier != DEVICE):
             return self._walk_tiers(keys, alive)
         return walk_one(self.device, keys, alive), {}
 
     def _walk_tiers(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
-        """Walk like `walk`; a block counts by the best tier that holds it."""
+        """Return the results of `walk` if any tier other than the device has keys. A block counts
+        by the tier with the largest weight that has it.
+        """
         found: dict[int, int] = {}
         lost: dict[int, float] = {}
         tiers = sorted(self.tiers.items(), key=lambda tier: -self._weights[tier[0]])
@@ -117,7 +125,9 @@ class Rows:
 
 
 def walk_one(rows: dict[int, int], keys: list[int], alive: int) -> dict[int, int]:
-    """Return the leading `keys` that each place holds in one tier, by number of the place."""
+    """Return the number of leading `keys` that each place with a bit in `alive` has cached in one
+    tier, by the place's number.
+    """
     found: dict[int, int] = {}
     for depth, key in enumerate(keys):
         mask = rows.get(key, 0) & alive
@@ -131,13 +141,15 @@ def walk_one(rows: dict[int, int], keys: list[int], alive: int) -> dict[int, int
 
 
 def _note(found: dict[int, int], mask: int, depth: int) -> None:
-    """Record a depth of `depth` blocks for the places of `mask`."""
+    """Store in `found` that each place in `mask` has `depth` leading blocks cached; do nothing if
+    that is 0.
+    """
     if depth:
         found.update(dict.fromkeys(_places_in(mask), depth))
 
 
 def _places_in(mask: int) -> Iterator[int]:
-    """Yield the numbers of the bits that are set."""
+    """Yield the number of each bit that is set in `mask`, lowest first."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1

@@ -1,4 +1,6 @@
-"""The state of endpoints and their ranks in the exact prefix index, apart from the rows."""
+"""The state that the exact prefix index stores of each endpoint and of its ranks, apart from the
+rows.
+"""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,14 +11,16 @@ from epp.core.kv_events.mirror import Mirror
 from epp.core.kv_events.stream import StreamState
 from epp.core.types import Seconds
 
-SOUGHT_MAX: Final = 256
-"""Maximum number of prompts per endpoint that were requested before the engine had cached them."""
+TRACKED_MAX: Final = 256
+"""Maximum number of answers of `held` per endpoint that are updated when the engine reports more of
+the prompt.
+"""
 COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
-"""States in which the blocks that a stream reported count."""
+"""States of an event stream in which the blocks that it reported count in a match."""
 
 
 class Place:
-    """The rows of one mirror, which share its bit."""
+    """The place of one rank's mirror in the rows: a number, and the bit with that number."""
 
     __slots__ = ("bit", "mirror", "mirror_numbers", "mirror_rows", "number", "rank", "slot")
 
@@ -24,15 +28,15 @@ class Place:
         self.number = number
         self.bit = 1 << number
         self.slot = slot
-        """Slot of the endpoint; -1 if the place is forgotten."""
+        """Slot of the endpoint; -1 if the endpoint left or restarted."""
         self.rank = rank
         self.mirror = mirror
         self.mirror_rows, self.mirror_numbers = 0, 0
-        """Sizes of the mirror when they were last counted."""
+        """Sizes of the mirror when the index last added them to its totals."""
 
 
 class RankState:
-    """The state of one rank's stream."""
+    """The state of the event stream of one rank."""
 
     __slots__ = ("complete", "counting", "place", "state")
 
@@ -44,76 +48,86 @@ class RankState:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the rank has no stream and no blocks."""
+        """Return whether the rank has neither an event stream nor reported blocks."""
         silent = self.place is None or not len(self.place.mirror)
         return self.state is StreamState.NONE and silent
 
     @property
-    def told_all(self) -> bool:
-        """Return whether all blocks that the rank has cached are known."""
+    def reported_all(self) -> bool:
+        """Return whether the index knows all blocks that the rank has cached."""
         place = self.place
         counts = self.complete and self.state in COUNTS
         return counts and place is not None and not place.mirror.cut
 
 
 class SlotState:
-    """The state of one endpoint, apart from its rows."""
+    """The state of one endpoint in the exact index, apart from its rows of cached keys."""
 
-    __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "sought")
+    __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "tracked")
 
     def __init__(self) -> None:
         self.ranks = [RankState()]
-        """States of the ranks; at least one, and usually only one."""
+        """State of each data-parallel rank by its number; at least one, and usually only one."""
         self.awaited: deque[tuple[Seconds, int]] = deque()
-        """Awaited decisions as (time, key that the engine will report), oldest first."""
+        """Decisions whose events are awaited, as (time, key that the engine will report), oldest
+        first.
+        """
         self.overdue = False
-        """True if an event was awaited for `LATE_S_MAX` and neither it nor a later one came."""
+        """True if the index waited for an event for `LATE_S_MAX`, and neither that event nor a
+        later one came.
+        """
         self.blocks_total = 0
-        """Number of blocks of all ranks; 0 if the engine does not report it."""
-        self.sought: dict[int, Held] = {}
-        """Answers that are updated until the engine has the whole prompt, by the prompt's last key."""
+        """Number of blocks in the KV caches of all ranks; 0 if the engine does not report it."""
+        self.tracked: dict[int, Held] = {}
+        """Answers of `held` that are updated until the engine has the whole prompt, by the last key
+        of the prompt.
+        """
         self.placed: dict[int, int] = {}
-        """Number of each rank in the index of decisions for ranks; it stays valid as long as this
-        object.
+        """Number of each rank in the index of decisions for ranks, by rank. It is valid as long as
+        this object.
         """
 
     @property
-    def told_all(self) -> bool:
-        """Return whether all blocks that each rank has cached are known."""
-        return all(rank.told_all for rank in self.ranks)
+    def reported_all(self) -> bool:
+        """Return whether the index knows all blocks that each rank of the endpoint has cached."""
+        return all(rank.reported_all for rank in self.ranks)
 
-    def seek(self, key: int, held: Held) -> Held:
-        """Update `held` from now on, or return the earlier answer for the prompt that ends with
-        `key`.
+    def track(self, key: int, held: Held) -> Held:
+        """Keep `held` up to date from now on and return it. If the prompt that ends with `key`
+        already has an answer, return that one.
         """
-        sought = self.sought
-        known = sought.get(key)
+        tracked = self.tracked
+        known = tracked.get(key)
         if known is not None:
             known.blocks = max(known.blocks, held.blocks)
             return known
-        if len(sought) >= SOUGHT_MAX:
-            sought.pop(next(iter(sought))).void = True
-        sought[key] = held
+        if len(tracked) >= TRACKED_MAX:
+            tracked.pop(next(iter(tracked))).void = True
+        tracked[key] = held
         return held
 
-    def found(self, keys: Iterable[int]) -> None:
-        """Record that the engine has `keys` cached from now on."""
-        for key in self.sought.keys() & keys:
-            held = self.sought.pop(key)
+    def complete_tracked(self, keys: Iterable[int]) -> None:
+        """Complete the answers for prompts whose last key is among `keys`, because the engine
+        reported it as cached.
+        """
+        for key in self.tracked.keys() & keys:
+            held = self.tracked.pop(key)
             held.blocks = held.total
 
-    def seek_no_more(self) -> None:
-        """Invalidate the answers, because the engine's events so far are no longer valid."""
-        for held in self.sought.values():
+    def void_tracked(self) -> None:
+        """Mark all answers as void, because the engine's events so far are no longer valid."""
+        for held in self.tracked.values():
             held.void = True
-        self.sought.clear()
+        self.tracked.clear()
 
     @property
     def places(self) -> list[Place]:
-        """Return the places of the ranks that have one."""
+        """Return the place of each rank that has reported blocks."""
         return [rank.place for rank in self.ranks if rank.place is not None]
 
     @property
     def engine_block_tokens(self) -> int:
-        """Return the largest number of tokens in a block of the engine; 0 if it reported none."""
+        """Return the number of tokens in the largest block of any rank of the engine; 0 if none is
+        reported.
+        """
         return max(place.mirror.engine_block_tokens for place in self.places)

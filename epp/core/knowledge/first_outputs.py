@@ -1,5 +1,5 @@
-"""The number of our requests at an endpoint that had their first output, from the counter on its
-page.
+"""The number of this picker's requests at an endpoint that had their first output, from the counter
+on the endpoint's page.
 
 Engines count the first tokens of all requests: `first_outputs_total` of a page. The increase since
 the last page are first outputs, oldest requests first. Some of them are already known, because the
@@ -23,31 +23,33 @@ from typing import Final
 from epp.core.types import EndpointMetrics, Seconds
 
 PAGE_S_MAX: Final = 2.0
-"""Largest time between two pages, in seconds, from which the increase is used."""
+"""Longest time in seconds between two metrics pages whose increase of the counter is used."""
 UNSHOWN_MAX: Final = 4
-"""Maximum number of known first outputs that the next page may show, because answers arrive while a
-page is read.
+"""Maximum number of first outputs seen by the picker that only the next page may show, because
+answers arrive while a page is read.
 """
 SILENT_MAX: Final = 4
-"""Number of known first outputs without any increase from which the counter counts as standing
-still.
+"""Number of first outputs seen by the picker without any increase of the counter. From this number
+on, the counter is not used.
 """
 RISES_AFTER_FALL: Final = 16
-"""Number of increases after a fall before the counter is used again."""
+"""Number of increases of the counter after which it is used again, if its value had fallen."""
 RISE_MAX: Final = 1e9
-"""Maximum increase between two pages; the excess is ignored."""
+"""Maximum increase of the counter between two pages; any excess is ignored."""
 PAGES_AVERAGED: Final = 16
-"""Number of pages over which our share of the requests is averaged."""
+"""Number of metrics pages over which this picker's share of an endpoint's requests is averaged."""
 OTHERS_MIN: Final = 1.0
-"""Average number of other clients' requests that pages must show before a share is applied.
-Requests of ours that end between the reading of a page and now look like those of others. A first
-output that is not counted as ours is never corrected.
+"""Average number of other clients' requests that pages must show before this picker's share is
+used.
+
+Requests of this picker that end between the reading of a page and now look like those of others. A
+first output that is not attributed to this picker is never corrected.
 """
 _KEPT: Final = 1.0 - 1.0 / PAGES_AVERAGED
 
 
 class FirstOutputs:
-    """The counter of one endpoint since it started."""
+    """The counter of first outputs of one endpoint since it started."""
 
     __slots__ = (
         *("_all", "_count", "_doubted", "_known", "_late", "_ours", "_rest", "_silent"),
@@ -56,43 +58,50 @@ class FirstOutputs:
 
     def __init__(self) -> None:
         self.counted = False
-        """True if the counter is usable to tell which prompts have been computed."""
+        """True if the counter is usable to determine which prompts have been computed."""
         self.rose = False
-        """True if the last page counts more first outputs than the page before it."""
+        """True if the last page counts more first outputs than the page before the last one."""
         self.to_come_max = math.inf
-        """Upper bound of the requests without a first output that the last page shows, those of all pickers."""
+        """Upper bound of the number of requests, of all pickers, without a first output at the last
+        page.
+        """
         self._uncounted = math.inf
         """Least value on any page of running plus answered requests minus first outputs."""
         self._count = math.nan
         self._doubted = 0
-        """Number of increases until a counter that fell is used again."""
+        """Number of increases until a counter whose value fell is used again."""
         self._known = 0
         """Number of first outputs that the picker saw since the last page."""
         self._late = 0
-        """Number of first outputs seen before the last page that it did not show."""
+        """Number of first outputs that the picker saw before the last page, but that the page did
+        not count.
+        """
         self._silent = 0
-        """Number of first outputs that the picker saw since the last increase."""
+        """Number of first outputs that the picker saw since the counter last increased."""
         self._rest = 0.0
-        """Fraction of a request that is left from our share of the increases."""
+        """Fraction of a first output, 0 to 1, that is carried over after attributing this picker's
+        share of the increases in whole requests.
+        """
         self._ours = self._all = 0.0
-        """Requests in flight, as decayed sums over the last pages: ours, and all that the pages
-        showed.
+        """Sums of requests at the endpoint over the last pages, older pages weighing less: this
+        picker's requests, and all requests on the pages.
         """
 
     def known(self) -> None:
-        """Record that one of our requests had its first output, seen by the picker."""
+        """Count a request of this picker whose first output the picker saw."""
         self._known += 1
         self._silent += 1
 
     def assumed(self) -> None:
-        """Record that one of our requests is assumed to have had its first output."""
+        """Count a request of this picker that is assumed to have had its first output."""
         self._known += 1
 
     def scraped(self, metrics: EndpointMetrics, inflight_requests: int, *, since_s: Seconds) -> int:
-        """Return how many of our requests had a first output that the picker has not seen.
+        """Return how many of this picker's requests had a first output, by this page's counter,
+        that the picker did not see itself.
 
-        `inflight_requests` are our requests there. `since_s` is the time since the last page, inf
-        if there was none.
+        `inflight_requests` is the number of this picker's requests at the endpoint. `since_s` is
+        the time since the last page, inf if there was none.
         """
         before = self._count
         count = self._count = metrics.first_outputs_total if metrics.adapters is None else math.nan
@@ -133,11 +142,11 @@ class FirstOutputs:
         return whole - shown if self.counted else 0
 
     def _bound(self, metrics: EndpointMetrics) -> None:
-        """Update `to_come_max`.
+        """Update `to_come_max`, the upper bound of requests without a first output.
 
-        Running plus answered requests minus first outputs is the number of running requests without a
-        first output, plus what the engine counted differently before. The least value seen stands for
-        the latter; it is exact whenever the engine is idle.
+        Running plus answered requests minus first outputs is the number of running requests without
+        a first output, plus what the engine counted differently before. The least value seen stands
+        for the latter; it is exact whenever the engine is idle.
         """
         running, waiting = metrics.running_requests, metrics.waiting_requests
         begun = running + metrics.answers_total - metrics.first_outputs_total
@@ -150,7 +159,9 @@ class FirstOutputs:
         self.to_come_max = waiting + begun - self._uncounted
 
     def _share(self) -> float:
-        """Return our share of the requests on the last pages; 1 if they do not show others."""
+        """Return this picker's share of the endpoint's requests on the last pages, 0 to 1; 1 if the
+        pages show too few requests of others.
+        """
         if self._all - self._ours <= OTHERS_MIN * PAGES_AVERAGED:
             return 1.0
         return self._ours / self._all

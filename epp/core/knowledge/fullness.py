@@ -20,18 +20,24 @@ from epp.core.knowledge.candidates import Ints
 from epp.core.types import Seconds
 
 PAUSE_S_MIN: Final = 1.0
-"""Pause after the first refusal without `retry-after`; it doubles with each further one."""
+"""Pause in seconds after the first refusal without `retry-after`; it doubles with each further
+refusal.
+"""
 PAUSE_S_MAX: Final = 30.0
 RETRY_AFTER_S_MAX: Final = 60.0
-"""Longest pause that an engine can request: a wrong header must not take it out of service."""
+"""Longest pause in seconds that a `retry-after` header can cause, so that a wrong header cannot
+take an endpoint out of service.
+"""
 STEP_S: Final = 1.0
-"""The number of requests that may be sent doubles after this time."""
+"""Length of a step in seconds. The number of requests that an endpoint may receive doubles with
+each step after its pause.
+"""
 STEPS: Final = 7
-"""Number of steps. The last one allows 64 requests; an endpoint that refused none of them is no
-longer full.
+"""Number of steps after the pause. The last one allows 64 requests; an endpoint that refused none
+of them is no longer full.
 """
 FULL: Final = "full"
-"""Name of this state for operators, and of the reason why a decision dropped an endpoint."""
+"""Name of this state in reports, and name of the reason why a decision excluded an endpoint."""
 NO_SLOTS: Final[Ints] = np.empty(0, dtype=np.int64)
 
 
@@ -39,26 +45,30 @@ class Full(Struct, kw_only=True):
     """The state of one full endpoint."""
 
     since_s: Seconds
-    """Time of the refusal that started the state."""
+    """Time of the refusal after which the endpoint counted as full."""
     refused_at_s: Seconds
-    """Time of the last refusal that counts. Results of requests sent before it are ignored."""
+    """Time of the last refusal that started a pause. Results of requests sent before it are
+    ignored.
+    """
     until_s: Seconds
-    """End of the pause."""
+    """Time at which the pause ends and the endpoint may receive requests again."""
     pause_s: Seconds = 0.0
-    """Length of the last pause that no `retry-after` set; 0 if there was none."""
+    """Length in seconds of the last pause after a refusal without `retry-after`; 0 if there was
+    none.
+    """
     step: int = 0
     sent: int = 0
-    """Requests sent in `step`."""
+    """Number of requests that were sent to the endpoint in the current `step`."""
 
     def has_room(self, now: Seconds) -> bool:
-        """Return whether the endpoint may receive a request at `now`."""
+        """Return whether the full endpoint may receive one more request at `now`."""
         if now < self.until_s:
             return False
         step = self._step_at(now)
         return step >= STEPS or step != self.step or self.sent < 1 << step
 
     def count_sent(self, now: Seconds) -> None:
-        """Count a request that is sent to the endpoint at `now`."""
+        """Count a request that is sent to the full endpoint at `now`."""
         step = self._step_at(now)
         if step != self.step:
             self.step, self.sent = step, 0
@@ -100,32 +110,36 @@ class FullEndpoints:
         full.step = full.sent = 0
 
     def served(self, slot: int, sent_at_s: Seconds) -> None:
-        """Record that the endpoint in `slot` served a request that was sent to it at `sent_at_s`."""
+        """End the full state of `slot`, because its endpoint served a request that was sent at
+        `sent_at_s`. Do nothing if that was before its last refusal.
+        """
         full = self.by_slot.get(slot)
         if full is not None and sent_at_s > full.refused_at_s:
             del self.by_slot[slot]
 
     def sent(self, slot: int, now: Seconds) -> None:
-        """Record that a request is sent to the endpoint in `slot`."""
+        """Count a request that is sent to the endpoint in `slot` at `now`, if the endpoint is full."""
         full = self.by_slot.get(slot)
         if full is not None:
             full.count_sent(now)
 
     def without_room(self, slots: Ints, now: Seconds) -> Ints:
-        """Return those of `slots` that may receive no request at `now`, in the same order."""
+        """Return those of `slots` whose full endpoints may receive no request at `now`, in the same
+        order.
+        """
         closed = [slot for slot, full in self.by_slot.items() if not full.has_room(now)]
         if not closed:
             return NO_SLOTS
         return slots[np.isin(slots, closed)]
 
     def tick(self, now: Seconds) -> None:
-        """Drop the endpoints that refused no request in the last step."""
+        """End the full state of endpoints that refused no request until their last step was over."""
         for slot, full in tuple(self.by_slot.items()):
             if now >= full.until_s + STEPS * STEP_S:
                 del self.by_slot[slot]
 
     def forget(self, slot: int) -> None:
-        """Drop the state of `slot`, because its endpoint left or restarted."""
+        """Drop the full state of `slot`, because its endpoint left or restarted."""
         self.by_slot.pop(slot, None)
 
     def states(self) -> Iterator[tuple[int, Full]]:

@@ -37,33 +37,39 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics, Seconds
 
 WINDOW_REQUESTS_MIN: Final = 32
-"""Number of our requests after which a window may end before `WINDOW_S_MAX`."""
+"""Number of this picker's requests after which a window may end before `WINDOW_S_MAX`."""
 WINDOW_S_MIN: Final[Seconds] = 20.0
-"""Shortest duration of a window, because an engine looks up the last requests of a window after its
-end.
+"""Shortest duration of a window in seconds, because an engine looks up the last requests of a
+window after its end.
 """
 WINDOW_S_MAX: Final[Seconds] = 300.0
-"""Longest duration of a window; it then counts if it has `FEW_REQUESTS_MIN` requests."""
+"""Longest duration of a window in seconds; it then counts if it has `FEW_REQUESTS_MIN` requests."""
 FEW_REQUESTS_MIN: Final = 8
-"""Number of requests below which the earlier results of an endpoint are dropped."""
+"""Minimum number of requests in a window of `WINDOW_S_MAX`. With fewer, the earlier results of the
+endpoint are dropped.
+"""
 KEPT_SHARE: Final = 0.5
-"""Weight of a window relative to the next one."""
+"""Weight of each window relative to the following one, which has weight 1."""
 ALL_KNOWN_SHARE: Final = 0.95
-"""Share of known requests from which an engine counts as having no others; the two counts never
-match in time.
+"""Share of an engine's requests that this picker and its peers must know before the engine counts
+as having no others. It is below 1, because the two counts are never of the same time.
 """
 BYTES_PER_TOKEN_MIN: Final = 1.0
 BYTES_PER_TOKEN_MAX: Final = 16.0
 EVIDENCE_TOKENS_MIN: Final = 16_384
-"""Number of tokens from which the bytes per token count as known."""
+"""Minimum number of tokens before the bytes per token of a model count as known."""
 MODELS_MAX: Final = 64
-"""Maximum number of models with known bytes per token; the one that was updated longest ago is
-dropped.
+"""Maximum number of models whose bytes per token are stored; above it, the model that was updated
+longest ago is dropped.
 """
 MODEL_CHARACTERS_MAX: Final = 256
-"""Longest name of a model whose bytes per token are learnt, because clients choose the names."""
+"""Maximum length in characters of a model name whose bytes per token are measured, because clients
+choose the names.
+"""
 ERROR_BOUNDS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-"""Upper bounds of the histogram of errors; no error exceeds 1.0."""
+"""Upper bounds of the buckets of the histogram of errors. Errors are shares of tokens, so none
+exceeds 1.0.
+"""
 NO_INDEXES: Final[Mapping[str, int]] = MappingProxyType({})
 
 
@@ -71,16 +77,16 @@ class Verdict(StrEnum):
     """The result of the last window of an endpoint."""
 
     WAITING = "waiting"
-    """No window has ended yet, or the last one had too few requests."""
+    """No window of the endpoint has ended yet, or the last window had too few requests."""
     MEASURED = "measured"
     UNTOLD = "untold"
-    """The page has no such counters."""
+    """The endpoint's metrics page has no counters of prefix-cache look-ups and hits."""
     STILL = "still"
-    """The counters did not change although requests were sent."""
+    """The engine's counters did not change although requests were sent."""
     FELL = "fell"
-    """A counter was lower than before, although the engine did not restart."""
+    """A counter of the engine was lower than before, although the engine did not restart."""
     IMPOSSIBLE = "impossible"
-    """More tokens were found than looked up."""
+    """The engine counted more tokens as found than as looked up."""
 
 
 class Side(StrEnum):
@@ -91,17 +97,19 @@ class Side(StrEnum):
 
 
 class Expected(Struct, frozen=True, kw_only=True, gc=False):
-    """The cache hit that a decision predicts for its endpoint."""
+    """The cache hit that a decision predicts for the request at the chosen endpoint."""
 
     prompt_tokens: int
-    """Number of prompt tokens; 0 if the prompt is unknown."""
+    """Number of prompt tokens of the request; 0 if the prompt is unknown."""
     predicted_tokens: int
-    """Number of prompt tokens that are predicted to be cached."""
+    """Number of prompt tokens that the endpoint is predicted to have cached."""
     prompt_bytes: int
     prompts: int = 1
-    """Number of prompts, each of which is a request to the engine."""
+    """Number of prompts in the request, each of which the engine counts as a request."""
     indexes: Mapping[str, int] = NO_INDEXES
-    """Prediction by each index other than the one fed by engines, had it been used alone."""
+    """Predicted number of cached tokens by each affinity index that receives no KV-cache events,
+    had it been used alone.
+    """
 
 
 def expected_hit(
@@ -111,9 +119,10 @@ def expected_hit(
     position: int,
     others: Sequence[str],
 ) -> Expected:
-    """Return the prediction that the candidate at `position` has `cached_tokens` cached.
+    """Return the prediction for a request whose chosen candidate, at `position`, has an estimated
+    `cached_tokens` cached.
 
-    `others` are the names of the indexes whose predictions are compared too.
+    `others` are the names of the indexes whose own predictions are compared in addition.
     """
     indexes = NO_INDEXES
     if others:
@@ -132,59 +141,82 @@ def expected_hit(
 
 
 class HitComparison(Struct, frozen=True, kw_only=True):
-    """The comparison of one endpoint over its last windows, each with half the weight of the next."""
+    """The predicted and the counted cache hits of one endpoint over its last windows, each with
+    half the weight of the next.
+    """
 
     predicted: float
-    """Predicted share of cached tokens among the prompt tokens sent there, 0 to 1."""
+    """Predicted share of cached tokens among the prompt tokens that were sent to the endpoint, 0 to
+    1.
+    """
     engine: float
-    """Share of found tokens among the prompt tokens that the engine looked up, from all senders."""
+    """Share of tokens found in the cache among the prompt tokens that the engine looked up for all
+    its clients, 0 to 1.
+    """
     low: float
     high: float
-    """Range of the possible share of our requests alone: `low` to `high`."""
+    """`low` and `high` are the bounds of the share of found tokens among this picker's requests
+    alone.
+    """
     known_share: float
-    """Share of the engine's requests that are ours or were shared by peers; 0 if it does not count
-    requests.
+    """Share of the engine's requests that this picker sent or peers reported, 0 to 1; 0 if the
+    engine does not count requests.
     """
     tiers: Mapping[str, float] = field(default_factory=dict)
-    """Share of the prompt tokens that was found in each tier, if the engine reports it."""
+    """Share of the looked-up prompt tokens that the engine found in each tier; empty if it does not
+    report tiers.
+    """
     indexes: Mapping[str, float] = field(default_factory=dict)
-    """Value of `predicted` by each index other than the one fed by engines, had it been used alone."""
+    """Predicted share, like `predicted`, by each index that receives no KV-cache events, had it
+    been used alone.
+    """
 
     @property
     def error(self) -> float:
-        """Return the error: above 0 if too much was predicted, below 0 if too little; 0 if unknown."""
+        """Return the difference of the predicted share of cached tokens and the range of the
+        counted one.
+
+        It is above 0 if the prediction was too high, below 0 if it was too low, and 0 if it lies
+        within the range.
+        """
         if self.predicted > self.high:
             return self.predicted - self.high
         return min(0.0, self.predicted - self.low)
 
 
 class Correction(Struct, frozen=True, kw_only=True):
-    """A window's result for the index whose predictions it compared."""
+    """The result of one window for the index whose predictions were compared with the engine's
+    counters.
+    """
 
     slot: int
     error: float
-    """Error as defined in `HitComparison`."""
+    """Difference of the predicted and the counted share of cached tokens, as `HitComparison.error`
+    defines it.
+    """
     bytes_per_token: float
     """Average bytes per token of all prompts sent to the pool."""
 
 
 class ErrorHistogram:
-    """A histogram of the errors of windows."""
+    """A histogram of the errors of predicted cache hits, one error for each window."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(ERROR_BOUNDS) + 1)
-        """Counts by bound; the last one is for errors above all bounds."""
+        """Number of errors in each bucket of `ERROR_BOUNDS`; the last number is for errors above
+        all bounds.
+        """
         self.total = 0.0
 
     def observe(self, error: float) -> None:
-        """Count an error of 0 to 1."""
+        """Count the error of one window, a share from 0 to 1."""
         at = sum(error > bound for bound in ERROR_BOUNDS)
         self.counts[at] += 1
         self.total += error
 
 
 class _Sums(Struct, kw_only=True):
-    """The sums of one window, or of several with their weights."""
+    """The sums of requests and tokens of one window, or of several windows with their weights."""
 
     known_requests: float = 0.0
     prompt_tokens: float = 0.0
@@ -196,7 +228,9 @@ class _Sums(Struct, kw_only=True):
     indexes: dict[str, float] = field(default_factory=dict)
 
     def weighed(self, newer: "_Sums") -> "_Sums":
-        """Return `newer` plus this with less weight; tiers and indexes are those of `newer`."""
+        """Return the sums of `newer` plus these sums with the weight `KEPT_SHARE`. Tiers and
+        indexes are only those of `newer`.
+        """
         return _Sums(
             known_requests=KEPT_SHARE * self.known_requests + newer.known_requests,
             prompt_tokens=KEPT_SHARE * self.prompt_tokens + newer.prompt_tokens,
@@ -210,7 +244,7 @@ class _Sums(Struct, kw_only=True):
 
 
 class _Slot:
-    """The open window of a slot, and the results of earlier ones."""
+    """The open window of one endpoint, and the sums of its earlier windows."""
 
     __slots__ = (
         "base",
@@ -232,8 +266,8 @@ class _Slot:
         self.open(None, -math.inf)
 
     def open(self, base: EndpointMetrics | None, now: Seconds) -> None:
-        """Start a window with the counters of `base`, or with those of the next scrape if `base` is
-        None.
+        """Start a window at `now` with the counters of `base`. If `base` is None, the next scrape
+        gives the counters and starts the window anew.
         """
         self.base = base
         self.since_s = now
@@ -244,11 +278,13 @@ class _Slot:
         self.predicted_tokens = 0
         self.indexes: dict[str, int] = {}
         self.model: str | None = None
-        """Model of all requests in the window, "" if there were several, or None without requests."""
+        """Model of all requests in the window, "" if they name several models, or None if there are
+        no requests.
+        """
 
 
 class _TokenSize(Struct):
-    """The bytes and tokens of one model; older values weigh less."""
+    """Sums of the prompt bytes and the tokens of one model; older windows weigh less."""
 
     prompt_bytes: float = 0.0
     tokens: float = 0.0
@@ -259,7 +295,9 @@ class _TokenSize(Struct):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return the bytes per token, or None if too little is known."""
+        """Return the bytes per token, within bounds, or None if fewer than `EVIDENCE_TOKENS_MIN`
+        tokens were measured.
+        """
         if self.tokens < EVIDENCE_TOKENS_MIN:
             return None
         ratio = self.prompt_bytes / self.tokens
@@ -267,21 +305,23 @@ class _TokenSize(Struct):
 
 
 class HitAccuracy:
-    """The accuracy of a pool's predictions. It depends only on its arguments."""
+    """The accuracy of a pool's predicted cache hits. The class has no clock and no randomness."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
         self._models: dict[str, _TokenSize] = {}
-        """Token sizes by model, in the order of their last update."""
+        """Bytes per token of each model by its name, the least recently updated model first."""
         self._pool = _TokenSize()
         self.errors: Final = {side: ErrorHistogram() for side in Side}
-        """Histograms of all measured windows; a window without error counts as 0 in both."""
+        """Histograms of the errors of all measured windows, one for too high and one for too low
+        predictions. A window without error counts as 0 in both.
+        """
 
     # Events.
 
     def decided(self, slot: int, model: str, expected: Expected) -> None:
-        """Count a decision for `slot`. A request with an unknown prompt counts as a request of
-        others.
+        """Add the prediction of one decision to the open window of `slot`. Do nothing if its prompt
+        is unknown, so that the request counts as one of other clients.
         """
         if not expected.prompt_tokens:
             return
@@ -298,8 +338,8 @@ class HitAccuracy:
             window.indexes[name] = window.indexes.get(name, 0) + tokens
 
     def withdrawn(self, slot: int, expected: Expected | None, decided_at_s: Seconds) -> None:
-        """Undo the count of a request that was not computed at `slot`; do nothing without a
-        prediction.
+        """Remove the prediction of a request that was not computed at `slot` from the open window.
+        Do nothing if `expected` is None or the window began later.
         """
         window = self._slot(slot)
         if expected is None or not expected.prompt_tokens or decided_at_s < window.since_s:
@@ -312,13 +352,17 @@ class HitAccuracy:
             window.indexes[name] = max(0, window.indexes.get(name, 0) - tokens)
 
     def peer_decided(self, slot: int, at_s: Seconds) -> None:
-        """Count a peer's decision for `slot`, unless it was made before the window."""
+        """Count a peer's request in the open window of `slot`, unless its decision was made before
+        the window.
+        """
         window = self._slot(slot)
         if at_s >= window.since_s:
             window.peer_requests += 1
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> Correction | None:
-        """Read the engine's counters. Return the correction of the window that ends here, or None."""
+        """Read the engine's counters of cache hits. Return the correction from the window that ends
+        with this scrape, or None if none ends or it does not count.
+        """
         window = self._slot(slot)
         base = window.base
         if isnan(metrics.cache_queried_tokens) or isnan(metrics.cache_hit_tokens):
@@ -343,33 +387,33 @@ class HitAccuracy:
         return self._end(slot, window, base, metrics, now)
 
     def forget(self, slot: int) -> None:
-        """Drop the results of `slot`, because its endpoint left or restarted."""
+        """Drop the windows of `slot`, because its endpoint left or restarted."""
         if slot < len(self._slots):
             self._slots[slot] = _Slot()
 
     # Results.
 
     def comparison(self, slot: int) -> HitComparison | None:
-        """Return the comparison of `slot`, or None if no window was measured or the last one could
-        not be.
+        """Return the comparison of predicted and counted hits of the endpoint in `slot`. Return
+        None if no window was measured, or if the last one could not be compared.
         """
         kept = self._slots[slot].kept if slot < len(self._slots) else None
         return None if kept is None else _compared(kept)
 
     def verdict(self, slot: int) -> Verdict:
-        """Return the result of the last window of `slot`."""
+        """Return the result of the last window of the endpoint in `slot`."""
         return self._slots[slot].verdict if slot < len(self._slots) else Verdict.WAITING
 
     def bytes_per_token(self, model: str) -> float | None:
-        """Return the bytes per token of prompts for a model, or of the pool; None if too little is
-        known.
+        """Return the average bytes per token of prompts for `model`. Use the average of the pool if
+        that is unknown, and return None if both are.
         """
         known = self._models.get(model)
         learnt = None if known is None else known.bytes_per_token
         return self._pool.bytes_per_token if learnt is None else learnt
 
     def models(self) -> Iterator[tuple[str, float]]:
-        """Yield (model, bytes per token) for each model with a known size."""
+        """Yield (model name, bytes per token) for each model whose bytes per token are known."""
         for model, size in self._models.items():
             learnt = size.bytes_per_token
             if learnt is not None:
@@ -481,7 +525,7 @@ def _added(older: Mapping[str, float], newer: Mapping[str, float]) -> dict[str, 
 
 
 def _rise(before: float, after: float) -> float:
-    """Return the increase, or 0 if a value is unknown."""
+    """Return the increase of a counter, or 0 if one of its values is NaN."""
     rise = after - before
     return 0.0 if isnan(rise) else rise
 
@@ -489,7 +533,7 @@ def _rise(before: float, after: float) -> float:
 def _risen(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the increase of each tier that both pages report and that did not fall."""
+    """Return the increase of the counter of each tier that both pages report and that did not fall."""
     if not before or not after:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""The protocols of affinity indexes and of their settings."""
+"""The protocols that affinity indexes and their settings implement."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -17,33 +17,37 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
 CHAINED_KEY_BYTES: Final = 128
-"""Key length in bytes above which a key is a chain, of which peers share only the new part."""
+"""Length of a key in bytes above which it is a chain of hashes. Peers share only the part of a
+chain that is new.
+"""
 
 
 EXACT: Final = "exact"
-"""Name of a column of an index fed by engines: 1.0 if it knows all cached blocks of the endpoint,
-so that other indexes are not needed for it.
+"""Name of a column of an index that receives KV-cache events: 1.0 if it knows all cached blocks of
+the endpoint, so that no other index is needed for it.
 """
 
 
 HOST_BLOCKS: Final = "host"
-"""Name of a column of an index fed by engines: leading blocks of the prompt in host memory, without
-a gap, from where other engines can fetch them.
+"""Name of a column of an index that receives KV-cache events: number of leading blocks of the
+prompt in host memory, without a gap, from where other engines can fetch them.
 """
 
 
 RANKS_MAX: Final = 64
-"""Maximum number of ranks of one engine: data-parallel engines behind one address, each with its
-own cache.
+"""Maximum number of data-parallel ranks of one engine, which share one address; each has its own
+cache.
 """
 
 
 class AffinityIndex(Protocol):
-    """The state that a strategy keeps about the requests sent to each endpoint (design D12)."""
+    """An affinity index: an estimate, for each endpoint, of what it has cached, learnt from the
+    requests that were sent to it (design D12). Other state, such as sessions, is possible.
+    """
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return how much of `request` each slot of 0..`slots`-1 is estimated to have cached.
-        Changes nothing.
+        """Return how much of `request` each slot in `range(slots)` is estimated to have cached.
+        Change no estimate.
         """
         ...
 
@@ -56,20 +60,22 @@ class AffinityIndex(Protocol):
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """Undo the `record` of `request` for `slot` that returned `recorded`.
 
-        It is called at most once for each `record`, and not after `forget` of the slot.
+        The scheduler calls it at most once for each `record`, and not after `forget` of the slot.
         """
         ...
 
     def forget(self, slot: int) -> None:
-        """Drop all that is known of `slot`, because its endpoint left or restarted."""
+        """Drop all content of `slot`, because its endpoint left or restarted."""
         ...
 
     def expire(self, now: Seconds) -> None:
-        """Do bounded housekeeping; called about once a second."""
+        """Remove a bounded amount of expired content. The scheduler calls it about once a second."""
         ...
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Record the cache size that the engine in `slot` reported. An index may ignore it."""
+        """Record the size of the KV cache that the engine in `slot` reported. An index may ignore
+        it.
+        """
         ...
 
 
@@ -83,11 +89,15 @@ class SharedIndex(AffinityIndex, Protocol):
 
     @property
     def signature(self) -> str:
-        """Return the signature; indexes with equal signatures understand each other's keys."""
+        """Return a text that describes the keys of this index. Indexes with equal signatures
+        understand each other's keys.
+        """
         ...
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """Return the keys that `record` of `request` adds, or none if there is nothing to share."""
+        """Return the keys that `record` of `request` adds to this index, or () if there is nothing
+        to share with peers.
+        """
         ...
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
@@ -97,12 +107,16 @@ class SharedIndex(AffinityIndex, Protocol):
         ...
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Yield (slot, stamp, keys) of the whole content, oldest first. It may change meanwhile."""
+        """Yield (slot, time, keys) of the whole content of the index, oldest first. The content may
+        change between two items.
+        """
         ...
 
 
 class CountsInflight(AffinityIndex, Protocol):
-    """An affinity index that depends on the running requests, not only on those that were sent."""
+    """An affinity index whose estimates depend on which requests are still running, so that it must
+    learn when they end.
+    """
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """Record that `request`, recorded for `slot`, has ended there.
@@ -114,10 +128,14 @@ class CountsInflight(AffinityIndex, Protocol):
 
 
 class CorrectedIndex(AffinityIndex, Protocol):
-    """An affinity index that is corrected by measured errors."""
+    """An affinity index that corrects its estimates when they differ from the cache hits that
+    engines count.
+    """
 
     def correct(self, correction: Correction) -> None:
-        """Apply a comparison of the engines' hits with the predictions of this index alone."""
+        """Correct the estimates by a comparison of the engines' counted hits with the predictions
+        of this index alone.
+        """
         ...
 
 
@@ -125,24 +143,24 @@ class LimitsMemory(AffinityIndex, Protocol):
     """An affinity index that drops its oldest content when memory is scarce."""
 
     def limit_memory(self, share: float) -> None:
-        """Use at most `share` of the settings' `memory_max_bytes`, at once or soon."""
+        """Use at most `share` of the settings' `memory_max_bytes`, from now on or soon."""
         ...
 
 
-class Heard(Struct, frozen=True, kw_only=True):
-    """The result of applying events."""
+class EventResult(Struct, frozen=True, kw_only=True):
+    """The result of applying KV-cache events of one engine to an index."""
 
     cleared: bool = False
-    """True if all cached blocks of the engine were dropped before the changes."""
+    """True if all cached blocks of the rank were dropped before these changes."""
     changes: Sequence[Changed] = ()
-    """Keys that were stored or removed, in order."""
+    """Keys that the engine stored or removed, in the order of its events."""
     engine_block_tokens: int = 0
-    """Largest number of tokens in a block of the engine."""
+    """Number of tokens in the largest block of the engine; 0 if none is known."""
     faults: Sequence[Fault] = ()
-    """Events that could not be applied."""
+    """Faults of the events that could not be applied."""
     unbalanced: bool = False
-    """True if the events contradict each other. They are dropped, and the engine must report
-    everything again.
+    """True if the events contradict each other. They are dropped, and the engine must report all
+    its cached blocks again.
     """
 
 
@@ -153,14 +171,14 @@ class Held(Struct):
     """
 
     blocks: int
-    """Number of leading blocks, without those that were only decided. It becomes `total` once the
-    engine reports all of them, and stays so after an eviction.
+    """Number of leading blocks that the engine reported as cached; recent decisions do not count.
+    It becomes `total` once the engine reports all of them, and stays so after an eviction.
     """
     total: int
     """Number of blocks that the engine caches of a prompt that it has computed."""
     block_tokens: int
     void: bool = False
-    """True if the later events are unknown, because the engine's events were invalidated or this
+    """True if `blocks` is no longer reliable, because the engine's events became invalid or this
     answer is no longer updated.
     """
 
@@ -175,19 +193,20 @@ class HearsEngines(AffinityIndex, Protocol):
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds, *, rank: int | None = None
     ) -> Any:
-        """Record as `AffinityIndex.record` does. `rank` is the rank that must serve, or None.
+        """Record as `AffinityIndex.record` does. `rank` is the data-parallel rank that must serve
+        the request, or None if the engine chooses.
 
         The engine in `slot` may have fewer ranks.
         """
         ...
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> Heard:
-        """Apply events of the engine in `slot`, which may be invalid."""
+    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> EventResult:
+        """Apply KV-cache events of one rank of the engine in `slot`. Events may be invalid."""
         ...
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int) -> None:
-        """Set the state of the stream of `rank`. `complete` is True if all its cached blocks were
-        reported.
+        """Set the state of the event stream of `rank` at `slot`. `complete` is True if the rank
+        reported all blocks that it has cached.
 
         A rank other than the first exists from its first report until its stream ends and `silence`
         is called.
@@ -195,15 +214,17 @@ class HearsEngines(AffinityIndex, Protocol):
         ...
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Note that engines serve LoRA adapters with these names. Called with every scrape that
-        names any.
+        """Record that engines serve LoRA adapters with these names. Called with each scrape that
+        reports adapters.
         """
         ...
 
     def change(
         self, slot: int, changes: Sequence[Changed], engine_block_tokens: int, *, rank: int
     ) -> None:
-        """Apply the result of `hear`, for a caller that has only the changes."""
+        """Apply changes of keys, as `hear` returns them, for a caller that does not have the events
+        themselves.
+        """
         ...
 
     def clear(self, slot: int, *, rank: int | None) -> None:
@@ -218,12 +239,14 @@ class HearsEngines(AffinityIndex, Protocol):
         ...
 
     def ranks_at(self, slot: int) -> int:
-        """Return the number of ranks of the engine in `slot`; 1 also if it sends no events."""
+        """Return the number of data-parallel ranks of the engine in `slot`; 1 if it sends no
+        events.
+        """
         ...
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> Sequence[int]:
-        """Return the leading blocks of `request` at each rank of the engine in `slot`, reported or
-        recently decided.
+        """Return the number of leading blocks of `request` that each rank of the engine in `slot`
+        has cached, as reported or by recent decisions.
         """
         ...
 
@@ -238,45 +261,47 @@ class HearsEngines(AffinityIndex, Protocol):
 
 
 class IndexMeasures(Struct, frozen=True, kw_only=True):
-    """The measures of one affinity index; the mappings are totals since it was opened."""
+    """The size and the look-ups of one affinity index; the mappings are totals since it was opened."""
 
     entries: int
     memory_bytes: int
     lookups: Mapping[str, int] = field(default_factory=dict)
-    """Number of look-ups by result, including "none"."""
+    """Number of look-ups by their result; "none" stands for look-ups without a match."""
     evictions: Mapping[str, int] = field(default_factory=dict)
-    """Number of evicted entries by cause."""
+    """Number of entries that were evicted, by cause."""
     known_from_peers: int = 0
 
     @property
     def hits(self) -> int | None:
-        """Return the look-ups with any result, or None if the index does not count them."""
+        """Return the number of look-ups that found at least a part, or None if the index does not
+        count look-ups.
+        """
         if not self.lookups:
             return None
         return sum(count for found, count in self.lookups.items() if found != "none")
 
 
 class MeasuresItself(AffinityIndex, Protocol):
-    """An affinity index that reports measures for the metrics."""
+    """An affinity index that reports its size and its look-ups for the picker's metrics."""
 
     def measures(self) -> IndexMeasures:
-        """Return the current measures."""
+        """Return the entries, the memory, the look-ups and the evictions of this index."""
         ...
 
 
 class IndexStanding(Struct, frozen=True, kw_only=True):
-    """The reported state of one configured index."""
+    """The state of one configured affinity index, as operators see it."""
 
     name: str
     type_name: str
     origin: Origin | None
-    """Source of its knowledge about cached blocks, or None if it has other content."""
+    """Source of what the index knows about cached blocks, or None if it stores something else."""
     is_open: bool
     """True if the index could be opened; if not, nothing is stored under its name."""
     memory_max_bytes: int | None
-    """Limit of its memory in bytes, or None if it is limited otherwise."""
+    """Limit of the index's memory in bytes, or None if its settings have no such limit."""
     measures: IndexMeasures | None
-    """Measures of the index, or None if it has none or failed to return them."""
+    """Entries, memory and look-ups of the index, or None if it does not report them or failed to."""
 
 
 VERBS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -291,7 +316,9 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
         *("ranks_at", "held_by_ranks"),
     ),
 }
-"""Methods that an index must have for each ability, and "" for those that every index must have."""
+"""Names of the methods that an index must have for each ability; "" stands for those that every
+index must have.
+"""
 
 
 class AffinityIndexSettings(Plugin, Protocol):
@@ -300,18 +327,20 @@ class AffinityIndexSettings(Plugin, Protocol):
     """
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty index with these settings."""
         ...
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to a running index, which keeps its content. Return False if that is
+        """Apply these settings to `index`, which keeps its content. Return False if that is
         impossible.
         """
         ...
 
 
 def missing_verbs(abilities: Abilities, index: object) -> list[str]:
-    """Return the methods that an index with `abilities` lacks."""
+    """Return the names of the methods that `index` lacks although an index with these abilities
+    must have them.
+    """
     wanted = [
         verb
         for ability, verbs in VERBS.items()

@@ -26,7 +26,7 @@ from epp.core.knowledge.index import (
     AffinityIndexSettings,
     CorrectedIndex,
     CountsInflight,
-    Heard,
+    EventResult,
     HearsEngines,
     Held,
     IndexStanding,
@@ -45,46 +45,52 @@ from epp.core.types import EndpointMetrics, Seconds
 
 
 class IndexesSettings(Struct, frozen=True):
-    """The settings of all indexes, and the names of those that fill `matched_blocks`."""
+    """The settings of all affinity indexes, and the names of the indexes whose match becomes
+    `matched_blocks`.
+    """
 
     by_name: Mapping[str, AffinityIndexSettings]
-    """Settings of each index, in the order in which the indexes match."""
+    """Settings of each index by its name, in the order in which the indexes match."""
     prefix: str = ""
-    """Name of the index that fills `matched_blocks`, or "" if none does."""
+    """Name of the index whose match becomes `matched_blocks`, or "" if there is none."""
     joined: tuple[str, ...] = ()
-    """Names of the indexes that fill `matched_blocks` together, `prefix` among them; () if `prefix`
-    does it alone.
+    """Names of the indexes whose joint match becomes `matched_blocks`, `prefix` among them; () if
+    `prefix` alone does.
     """
 
 
 class Indexes(Mapping[str, AffinityIndex]):
-    """The open indexes by name, in the configured order. A failing index never raises here."""
+    """The open affinity indexes by name, in the configured order. An index that fails does not
+    raise from here.
+    """
 
     def __init__(self, failures: PluginFailures) -> None:
         self.failures = failures
         self.shared: dict[str, SharedIndex] = {}
-        """Indexes that can be shared with peers, in the order in which they match. The dictionary
-        is replaced, never changed, when an index is opened.
+        """Indexes that can be shared with peers by name, in the order in which they match. The
+        dictionary is replaced, never changed, when an index is opened.
         """
         self.hearing: dict[str, HearsEngines] = {}
-        """Indexes that receive KV-cache events from engines."""
+        """Indexes that receive KV-cache events from engines, by name."""
         self.joins = False
-        """True if several indexes fill `matched_blocks` together."""
+        """True if `matched_blocks` is the joint match of several indexes."""
         self.lives: dict[int, int] = {}
-        """Number of times that the knowledge about a slot's endpoint was dropped, because it left
-        or restarted.
+        """Number of times that the indexes dropped the content of each slot, because its endpoint
+        left or restarted.
         """
         self._settings = IndexesSettings({})
         self._by_name: dict[str, AffinityIndex] = {}
         self._counting: dict[str, CountsInflight] = {}
-        """Indexes that are notified when a request ends."""
+        """Indexes that must learn when a request ends, by name."""
         self._measuring: dict[str, MeasuresItself] = {}
-        """Indexes that report their size and their hits."""
+        """Indexes that report their entries, memory and look-ups, by name."""
         self._corrected: dict[str, CorrectedIndex] = {}
         self._limited: dict[str, LimitsMemory] = {}
         self._memory_share = 1.0
         self._sizes: dict[int, tuple[int | None, int | None]] = {}
-        """Cache size that each engine reports, by slot, if all indexes have accepted it."""
+        """KV-cache size that each engine reported, as (blocks, tokens in a block), by slot. An
+        entry is missing until all indexes have accepted the size.
+        """
         self._asleep: set[int] = set()
         """Slots whose engine is in sleep mode. Maintained only if an index receives KV-cache
         events.
@@ -105,7 +111,7 @@ class Indexes(Mapping[str, AffinityIndex]):
     # The set of indexes.
 
     def configure(self, settings: IndexesSettings) -> tuple[str, ...]:
-        """Replace the settings. Return the names of the indexes that start empty.
+        """Replace the settings of all indexes. Return the names of the indexes that start empty.
 
         An index keeps its content if it can adopt its new settings.
         """
@@ -125,7 +131,7 @@ class Indexes(Mapping[str, AffinityIndex]):
         return tuple(restarted)
 
     def open(self, name: str) -> None:
-        """Open a new, empty index `name`. If that fails, there is no index of this name."""
+        """Open a new, empty index under `name`. If that fails, no index has this name."""
         self._sizes.clear()
         settings = self._settings.by_name[name]
         try:
@@ -161,8 +167,8 @@ class Indexes(Mapping[str, AffinityIndex]):
         self._limited = self._able(lambda abilities: abilities.limits_memory)
 
     def _able(self, ability: Callable[[Abilities], bool]) -> dict[str, Any]:
-        """Return the open indexes with one of the abilities in `VERBS`, whose methods `open`
-        checked.
+        """Return the open indexes for whose settings `ability` is true, by name. `open` has checked
+        that they have the methods of `VERBS`.
         """
         settings = self._settings.by_name
         return {
@@ -195,7 +201,7 @@ class Indexes(Mapping[str, AffinityIndex]):
         )
 
     def limit_memory(self, share: float) -> None:
-        """Limit each index that can do so to `share` of its configured maximum."""
+        """Limit the memory of each index that supports it to `share` of its configured maximum."""
         self._memory_share = share
         for name in self._by_name:
             self._limit(name)
@@ -206,7 +212,7 @@ class Indexes(Mapping[str, AffinityIndex]):
             self.failures.call(name, "limit_memory", limited.limit_memory, self._memory_share)
 
     def expire(self, now: Seconds) -> None:
-        """Let each index do its bounded housekeeping; called about once a second."""
+        """Let each index remove a bounded amount of expired content; called about once a second."""
         for name, index in self._by_name.items():
             self.failures.call(name, "expire", index.expire, now)
 
@@ -220,9 +226,10 @@ class Indexes(Mapping[str, AffinityIndex]):
         *,
         names: Sequence[str] | None = None,
     ) -> dict[str, Affinity]:
-        """Return how much of `request` each slot of 0..`slots`-1 has cached, by name of the index.
+        """Return how much of `request` each slot in `range(slots)` has cached, by name of the
+        index.
 
-        An index that fails is left out. `names` limits the call to these indexes.
+        An index that fails is omitted. With `names`, only these indexes are called.
         """
         indexes = self._by_name
         if names is not None:
@@ -242,8 +249,8 @@ class Indexes(Mapping[str, AffinityIndex]):
         return found
 
     def join(self, affinities: Mapping[str, Affinity]) -> Affinity | None:
-        """Return the joint match of the indexes that fill `matched_blocks`, or None if all of them
-        failed.
+        """Return the joint match of the indexes whose match becomes `matched_blocks`, or None if
+        `affinities` has none of them.
         """
         names = [name for name in self._filling if name in affinities]
         if not names:
@@ -251,13 +258,15 @@ class Indexes(Mapping[str, AffinityIndex]):
         return joined([affinities[name] for name in names], list(map(self.block_tokens_of, names)))
 
     def matched_at(self, request: InferenceRequest, slot: int, slots: int, now: Seconds) -> int:
-        """Return the blocks of `request` that `slot`, one of `slots`, is estimated to have cached."""
+        """Return the number of blocks of `request` that the endpoint in `slot` is estimated to have
+        cached. `slots` is the number of slots.
+        """
         known = self.join(self.match(request, slots, now, names=self._filling))
         return 0 if known is None else int(known.matched[slot])
 
     @property
     def _filling(self) -> tuple[str, ...]:
-        """Return the names of the indexes that fill `matched_blocks`."""
+        """Return the names of the indexes whose joint match becomes `matched_blocks`."""
         return self._settings.joined or (self._settings.prefix,)
 
     def block_tokens_of(self, name: str) -> int:
@@ -267,7 +276,7 @@ class Indexes(Mapping[str, AffinityIndex]):
         return tokens
 
     def correct(self, correction: Correction) -> None:
-        """Pass on a comparison of predicted hits with an engine's count to the index that made the
+        """Pass a comparison of predicted and counted cache hits on to the index that made the
         prediction.
         """
         prefix = self._settings.prefix
@@ -279,9 +288,9 @@ class Indexes(Mapping[str, AffinityIndex]):
     # Requests.
 
     def record(self, lease: Lease, now: Seconds, left_out: Container[str] = ()) -> None:
-        """Record in each index that the request of `lease` goes to its endpoint.
+        """Record in each index that the request of `lease` is sent to the endpoint in its slot.
 
-        The lease stores what undoes that. Indexes named in `left_out` record nothing.
+        The lease stores the data that undoes this. Indexes named in `left_out` record nothing.
         """
         slot = lease.slot
         hearing = self.hearing if lease.rank >= 0 else {}
@@ -298,7 +307,9 @@ class Indexes(Mapping[str, AffinityIndex]):
                 self.failures.raised(name, "record", error)
 
     def undo(self, lease: Lease, slot: int, now: Seconds, names: Sequence[str]) -> None:
-        """Undo what the indexes `names` recorded for `lease`, unless they were reset since then."""
+        """Undo what the indexes `names` recorded for `lease`. An index that was opened again since
+        then is left unchanged.
+        """
         for name in names:
             index, recorded = lease.recorded.pop(name, (None, None))
             known = self._by_name.get(name)
@@ -307,7 +318,7 @@ class Indexes(Mapping[str, AffinityIndex]):
                 self.failures.call(name, "retract", known.retract, *given)
 
     def release(self, lease: Lease, now: Seconds) -> None:
-        """Tell the indexes that count running requests that the request of `lease` has ended."""
+        """Notify the indexes that depend on running requests that the request of `lease` has ended."""
         for name, counting in self._counting.items():
             index, recorded = lease.recorded.get(name, (None, None))
             if counting is index:
@@ -317,7 +328,9 @@ class Indexes(Mapping[str, AffinityIndex]):
     # Endpoints.
 
     def scraped(self, slot: int, metrics: EndpointMetrics) -> None:
-        """Pass on what a scrape of the engine in `slot` reports about its cache."""
+        """Pass the cache size, the sleep mode and the adapters on this metrics page of the engine
+        in `slot` on to the indexes.
+        """
         size = (metrics.blocks_total, metrics.block_size_tokens)
         # Every scrape reports the size, so only a change matters.
         if size != self._sizes.get(slot):
@@ -331,8 +344,8 @@ class Indexes(Mapping[str, AffinityIndex]):
                     self.failures.call(name, "adapters_told", told, adapters.names)
 
     def _resize(self, slot: int, blocks_total: int | None, block_size_tokens: int | None) -> None:
-        """Report a cache size to every index. If one of them fails, the next scrape reports it
-        again.
+        """Report the KV-cache size of the engine in `slot` to every index. If an index fails, the
+        next scrape repeats the report.
         """
         if not (blocks_total and block_size_tokens):
             return
@@ -344,7 +357,7 @@ class Indexes(Mapping[str, AffinityIndex]):
             self._sizes[slot] = (blocks_total, block_size_tokens)
 
     def _note_sleep(self, slot: int, *, asleep: bool) -> None:
-        """Clear the engine's cached blocks when it starts to sleep.
+        """Clear the engine's cached blocks in the indexes when the engine enters sleep mode.
 
         A sleeping engine drops its cache, but its KV-cache events report that only with its next
         request.
@@ -368,7 +381,7 @@ class Indexes(Mapping[str, AffinityIndex]):
     # Peers.
 
     def signatures(self) -> dict[str, str]:
-        """Return the signature of each shared index by name, without indexes that fail."""
+        """Return the signature of each shared index by name; an index that fails is omitted."""
         found: dict[str, str] = {}
         for name, index in self.shared.items():
             try:
@@ -386,7 +399,7 @@ class Indexes(Mapping[str, AffinityIndex]):
             return ()
 
     def shared_entries(self, name: str) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Yield (slot, stamp, keys) of the content of the shared index `name`, oldest first.
+        """Yield (slot, time, keys) of the content of the shared index `name`, oldest first.
 
         Yield nothing if there is no such index, and nothing more once it fails.
         """
@@ -407,16 +420,18 @@ class Indexes(Mapping[str, AffinityIndex]):
     def learn(
         self, name: str, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds
     ) -> None:
-        """Record that a peer added `keys` for `slot` at `stamp` to its counterpart of `name`."""
+        """Record in the shared index `name` that a peer added `keys` for `slot` at `stamp`."""
         self.failures.call(name, "learn", self.shared[name].learn, keys, slot, stamp, now)
 
     # KV-cache events of engines.
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> Heard | None:
-        """Apply events. Return the result of the first index that receives them, or None if all
-        failed.
+    def hear(
+        self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int
+    ) -> EventResult | None:
+        """Apply KV-cache events of one engine. Return the result of the first index that receives
+        events, or None if all of these failed.
         """
-        heard: Heard | None = None
+        heard: EventResult | None = None
         for name, hearing in self.hearing.items():
             try:
                 said = hearing.hear(slot, events, now, rank=rank)
@@ -435,7 +450,9 @@ class Indexes(Mapping[str, AffinityIndex]):
         rank: int,
         cleared: bool,
     ) -> None:
-        """Apply the result of `hear`, for a caller that has only the changes."""
+        """Apply changes of keys, as `hear` returns them, to each index that receives KV-cache
+        events, for a caller that does not have the events.
+        """
         if cleared:
             self._clear(slot, rank)
         for name, hearing in self.hearing.items():
@@ -474,7 +491,8 @@ class Indexes(Mapping[str, AffinityIndex]):
     def tokens_by_rank(
         self, request: InferenceRequest, slot: int, now: Seconds
     ) -> Sequence[int] | None:
-        """Return the tokens of `request` that each rank of the engine in `slot` has cached.
+        """Return the number of tokens of `request` that each rank of the engine in `slot` has
+        cached.
 
         Return () if the engine has one rank or no index receives its events, and None if the index
         fails.
@@ -491,7 +509,8 @@ class Indexes(Mapping[str, AffinityIndex]):
         return ()
 
     def fewest_ranks(self, slots: Sequence[int]) -> int | None:
-        """Return the smallest number of ranks of the engines in `slots`, or None if the index fails.
+        """Return the smallest number of ranks of the engines in `slots`, or None if the index
+        fails; 1 if no index receives events.
 
         `slots` must not be empty.
         """
@@ -505,7 +524,9 @@ class Indexes(Mapping[str, AffinityIndex]):
 
 
 def affinity_fault(found: object, slots: int) -> str:
-    """Return what is wrong with `found`, which must be an `Affinity` of `slots` endpoint slots."""
+    """Return a sentence that says why `found` is no `Affinity` of `slots` slots, or "" if it is
+    one.
+    """
     if not isinstance(found, Affinity):
         return f"{kind_of(found)}, expected Affinity"
     matched, total = found.matched, found.total

@@ -31,30 +31,34 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics, Seconds, Stage
 
 OUTPUT_TOKENS_ESTIMATE: Final = 256
-"""Assumed answer length of a request without a limit: the typical length in public chat traces."""
+"""Assumed answer length in tokens of a request that sets no limit: the typical length in public
+chat traces.
+"""
 SECONDS_PER_OUTPUT_TOKEN_ESTIMATE: Final = 0.025
-"""Decode time of a loaded 8B to 70B model on data-centre GPUs, rounded up."""
+"""Assumed decode time of one answer token in seconds: that of a loaded 8B to 70B model on
+data-centre GPUs, rounded up.
+"""
 
 BUSY_S_MAX: Final = 0.5
-"""Longest time between two observations of pending tokens for which the endpoint counts as busy in
-between.
+"""Longest time in seconds between two observations of pending prefill tokens for which the endpoint
+counts as busy in between.
 """
 ARRIVAL_S_PER_TOKEN: Final = 20e-6
-"""Longest time that a server takes to tokenize one token of a prompt, before its engine counts the request
-as waiting. Source: twice the front-end time of the simulator's profiles.
+"""Longest time in seconds that a server takes to tokenize one token of a prompt, before its engine
+counts the request as waiting. Source: twice the front-end time of the simulator's profiles.
 """
 UNSEEN_PREFILL_S: Final = 1.0
 """Time in seconds from the estimated end of a prefill or encode stage until its lease is closed, if
 no event shows the end.
 """
 SHOWN_S_MAX: Final = 10.0
-"""Time since the last first chunk after which the gateway may no longer show any, if no page counts
-them.
+"""Time in seconds since the last first chunk after which the picker assumes that the gateway no
+longer shows answers, unless the endpoint's page counts first outputs.
 """
 
 
 MAY_BE_FULL: Final = frozenset({429, 503})
-"""Statuses with which an endpoint may report that it is full."""
+"""HTTP statuses with which an endpoint may report that it is full."""
 
 
 class Ending(StrEnum):
@@ -64,11 +68,11 @@ class Ending(StrEnum):
     CLIENT_LEFT = "client-disconnect"
     ERROR = "error"
     UNSEEN = "unseen"
-    """The gateway shows no responses, so the request may still run."""
+    """The gateway does not show responses to the picker, so the request may still run."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True, gc=False):
-    """The outcome of a request, for `RequestEnded`."""
+    """The outcome of a request: how it ended, with what status and how many tokens."""
 
     ending: Ending = Ending.COMPLETE
     status: int | None = None
@@ -80,7 +84,9 @@ class Outcome(Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int | None = None
     """Number of prompt tokens that the engine reported as cached, or None if not reported."""
     retry_after_s: Seconds | None = None
-    """Seconds after which a 429 or 503 allows another attempt, or None if it does not say."""
+    """Seconds after which a response 429 or 503 allows another attempt, or None if it has no
+    `retry-after`.
+    """
 
     @property
     def failed(self) -> bool:
@@ -96,14 +102,16 @@ class Outcome(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def unserved(self) -> bool:
-        """Return whether the prompt was not computed: after a failure, a refusal or an invalid
-        request.
+        """Return whether the engine did not compute the prompt, because the request failed, was
+        refused or was invalid.
         """
         return self.failed or (self.status is not None and self.status >= 400)
 
     @property
     def answered(self) -> bool:
-        """Return whether there was a complete answer, so that the prompt was computed."""
+        """Return whether the client got a complete answer, which shows that the engine computed the
+        prompt.
+        """
         return self.ending is Ending.COMPLETE and not self.unserved
 
 
@@ -115,30 +123,36 @@ class Lease(Struct, eq=False, gc=False):
     """Slot of the endpoint; -1 once the lease is closed."""
     generation: int
     matched_blocks: int
-    """Number of blocks that the endpoint had before this request was recorded there."""
+    """Number of blocks of the prompt that the endpoint had cached before this request was recorded
+    there.
+    """
     opened_at_s: Seconds
-    """Time at which the request was sent to its current endpoint."""
+    """Time at which the request was sent to the endpoint in `slot`."""
     expected: Expected | None = None
-    """Prediction that is compared with the engine's counters, or None."""
+    """Prediction of the cache hit that is compared with the engine's counters, or None if there is
+    none.
+    """
     first_output_at_s: Seconds | None = None
     ahead_tokens: float = 0.0
-    """Uncached prompt tokens that the endpoint had to compute at that time, with this request's
-    own, if it prefills at the configured speed.
+    """Uncached prompt tokens that the endpoint had to compute when the request was sent, this
+    request's included, if the endpoint prefills at its configured speed.
     """
     prefill_tokens: float = 0.0
     """Estimate of this request's uncached prompt tokens that are still to be computed."""
     uncached_tokens: float = 0.0
-    """All uncached prompt tokens of this request."""
+    """Number of all uncached prompt tokens of this request, at the decision."""
     prefilled: bool = False
-    """True once the prompt is known to be computed, or known never to be."""
+    """True once the prompt of this request is known to be computed, or known never to be."""
     assumed: bool = False
-    """True if the tokens drained without any evidence of first outputs; later evidence is not
-    counted for it.
+    """True if the request's prompt was assumed to be computed without any evidence of first
+    outputs. A first output that is seen later is not counted again.
     """
     recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    """Each affinity index with the result of its `record` for this request, by name of the index."""
+    """Pair of each affinity index and the data that undoes its `record` for this request, by name
+    of the index.
+    """
     rank: int = -1
-    """Rank that must serve the request; -1 if the engine chooses."""
+    """Data-parallel rank that must serve the request; -1 if the engine chooses."""
     probe: bool = False
     """True if the request is a probe of an ejected endpoint (module `ejection`)."""
     stage: Stage = Stage.DECODE
@@ -151,7 +165,9 @@ class Lease(Struct, eq=False, gc=False):
     """False if another lease of the same request counts it at the endpoint."""
 
     def undrain(self) -> float:
-        """Reset the tokens to compute to all uncached ones; return how many had drained."""
+        """Set the request's tokens to compute to all uncached ones again. Return the number of
+        tokens that had been assumed to be computed.
+        """
         drained = self.uncached_tokens - self.prefill_tokens
         self.prefill_tokens = self.uncached_tokens
         return drained
@@ -162,7 +178,7 @@ class Lease(Struct, eq=False, gc=False):
 
 
 class _Backlog:
-    """The requests at an endpoint whose first output was not seen yet, oldest first."""
+    """The requests at one endpoint whose first output the picker has not seen, oldest first."""
 
     __slots__ = (
         *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
@@ -172,39 +188,47 @@ class _Backlog:
     def __init__(self, believed_tokens_per_s: float) -> None:
         self.queue: deque[Lease] = deque()
         self.drained: deque[Lease] = deque()
-        """Requests ahead of `queue` whose tokens have drained since the last evidence; more
-        evidence is expected.
+        """Requests older than those of `queue` that are assumed to be computed. Evidence of their
+        first outputs is still expected.
         """
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
-        """Time of the last first chunk of a streamed answer."""
+        """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
-        """Time at which evidence last showed pending tokens; -inf if the last evidence showed none."""
+        """Time at which a page or an answer last showed that the endpoint had pending tokens; -inf
+        if the last one showed none.
+        """
         self.counted_last = False
-        """True if the speed was learned from the interval before the last evidence, and that showed pending
-        tokens.
+        """True if the speed was measured in the interval before the last observation, and that
+        observation showed pending tokens.
         """
         self.begun_tokens = 0.0
-        """Estimate of the tokens of `queue` that were computed when the last page was read."""
+        """Estimated number of tokens of `queue` that were computed when the last page was read."""
         self.rises_s = (-math.inf, -math.inf)
-        """Times of the last two pages that counted more first outputs, the earlier one first."""
+        """Times of the last two metrics pages whose counter of first outputs had increased, the
+        earlier one first.
+        """
         self.unhindered_tokens = 0.0
-        """Tokens left at `unhindered_at_s` at the configured speed, to which slow endpoints are
-        compared.
+        """Prefill tokens that would be left at `unhindered_at_s` if the endpoint had its configured
+        speed. Slow endpoints are detected by comparison with it.
         """
         self.unhindered_at_s: Seconds = -math.inf
 
     def ahead_of(self, prefill_tokens: float, tokens_per_s: float, now: Seconds) -> float:
-        """Add the tokens of one request to `unhindered_tokens` and return the sum."""
+        """Add the tokens of a request to `unhindered_tokens`, after draining it until `now`, and
+        return the sum.
+        """
         drained = (now - self.unhindered_at_s) * tokens_per_s
         self.unhindered_tokens = max(self.unhindered_tokens - drained, 0.0) + prefill_tokens
         self.unhindered_at_s = now
         return self.unhindered_tokens
 
     def let_go(self, first: Lease, now: Seconds) -> None:
-        """Record that `first`, the oldest request, has drained."""
+        """Record that the prompt of `first`, the oldest request in the queue, is assumed to be
+        computed.
+        """
         counted = self.first_outputs.counted
         shown = first.request.stream and self.shown_at_s > -math.inf
         if first.prefilled:
@@ -223,7 +247,9 @@ class _Backlog:
                 self.first_outputs.assumed()
 
     def restore(self) -> float:
-        """Undo the drain of all tokens; return how many these were."""
+        """Count the tokens that were only assumed to be computed as pending again. Return how many
+        these were.
+        """
         queue, restored = self.queue, 0.0
         if queue and not queue[0].prefilled:
             restored = queue[0].undrain()
@@ -235,11 +261,13 @@ class _Backlog:
         return restored
 
     def worked(self, computed: float, now: Seconds, *, busy: bool) -> bool:
-        """Learn the speed from the interval since the last evidence. Return True if it was learned.
+        """Measure the prefill speed in the interval since the last observation. Return False if the
+        interval does not count.
 
-        `computed` are the tokens that were computed in the interval. `busy` is True if tokens are pending now.
-        The interval in which the last prompt ends counts as a whole if the interval before it counted. This
-        makes up for the interval in which the first prompt begins, which does not count.
+        `computed` is the number of tokens that were computed in the interval. `busy` is True if
+        tokens are pending now. The interval in which the last prompt ends counts as a whole if the
+        interval before it counted. This makes up for the interval in which the first prompt begins,
+        which does not count.
         """
         interval_s = now - self.busy_since_s
         counts = (busy or self.counted_last) and 0.0 <= interval_s <= BUSY_S_MAX
@@ -249,11 +277,13 @@ class _Backlog:
         return counts
 
     def progress(self, computed: float, since_s: Seconds) -> float:
-        """Return the estimated tokens of the queue that were computed before the page that was read now.
+        """Return the estimated number of tokens of the queue that were computed before the page
+        that was read now.
 
-        `computed` are the tokens of the prompts whose first output this page shows. `since_s` is the time since
-        the page before. The engine does not pause while prompts wait. All that it computed beyond `computed`
-        belongs to the oldest prompt, because that prompt has no first output yet.
+        `computed` are the tokens of the prompts whose first output this page shows. `since_s` is
+        the time since the page before. The engine does not pause while prompts wait. All that it
+        computed beyond `computed` belongs to the oldest prompt, because that prompt has no first
+        output yet.
         """
         worked = since_s * self.speed.tokens_per_s
         begun, self.begun_tokens = self.begun_tokens + worked - computed, 0.0
@@ -264,7 +294,9 @@ class _Backlog:
         return self.begun_tokens
 
     def head(self) -> Lease | None:
-        """Return the oldest lease of the queue whose prompt is to be computed, or None."""
+        """Return the oldest lease of the queue whose prompt is still to be computed, or None if
+        there is none.
+        """
         return next((lease for lease in self.queue if not lease.prefilled), None)
 
     def surplus(self, now: Seconds) -> int:
@@ -287,8 +319,8 @@ class _Backlog:
         return max(0, there - int(first_outputs.to_come_max))
 
     def release(self, requests: int) -> float:
-        """Mark the oldest `requests` of the queue as computed; return the tokens that they had
-        left.
+        """Mark the oldest `requests` of the queue as computed; return the number of tokens that
+        they still had to compute.
         """
         queue, tokens = self.queue, 0.0
         while requests and queue:
@@ -302,7 +334,7 @@ class _Backlog:
 
 
 class InflightLedger:
-    """The open leases, and their sums in the columns of the pool."""
+    """The ledger of requests in flight: the open leases, and their sums in the columns of the pool."""
 
     def __init__(
         self, columns: Columns, ended: Callable[[Lease, Seconds], None] | None = None
@@ -315,7 +347,9 @@ class InflightLedger:
         self._backlogs: dict[int, _Backlog] = {}
         self._generations: dict[int, int] = {}
         self._sent: dict[int, dict[int, int]] = {}
-        """Number of live leases placed at each rank, by slot, then by rank; zeros are left out."""
+        """Number of live leases at each rank by slot, then by rank; ranks without a lease are
+        omitted.
+        """
         self._unseen: list[tuple[Seconds, int, Lease]] = []
         self._unseen_count = 0
         self.open_leases = 0
@@ -331,7 +365,7 @@ class InflightLedger:
         now: Seconds,
         stage: Stage = Stage.DECODE,
     ) -> Lease:
-        """Count one more request and its uncached tokens at `slot`."""
+        """Open a lease for a request at `slot`: count the request and its uncached tokens there."""
         generation = self._generations.get(slot, 0)
         lease = Lease(request, slot, generation, matched_blocks, now, stage=stage)
         self.open_leases += stage is Stage.DECODE
@@ -348,19 +382,23 @@ class InflightLedger:
         unreported[lease.slot] = unreported.item(lease.slot) - 1
 
     def place(self, lease: Lease, rank: int) -> None:
-        """Place the request of `lease`, which has no rank yet, at this rank of its endpoint."""
+        """Set the rank of `lease`, which has none yet, and count the request at that rank of its
+        endpoint.
+        """
         lease.rank = rank
         self._count_rank(lease, 1)
 
     def sent_to_ranks(self, slot: int, ranks: int) -> list[int]:
-        """Return the live leases placed at each of the first `ranks` ranks of the endpoint in
+        """Return the number of live leases at each of the first `ranks` ranks of the endpoint in
         `slot`.
         """
         sent = self._sent.get(slot, {})
         return [sent.get(rank, 0) for rank in range(ranks)]
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
-        """Record the first output of the request, which shows that its prompt is prefilled."""
+        """Record the first output of the request of `lease`, which shows that its prompt is
+        prefilled.
+        """
         if lease.first_output_at_s is None:
             lease.first_output_at_s = now
         if lease.earlier:
@@ -383,7 +421,9 @@ class InflightLedger:
         self._take_stock(lease.slot, backlog, left - computed, computed, now)
 
     def _release_prefill(self, lease: Lease, now: Seconds, *, computed: bool) -> None:
-        """Release the tokens of a live lease. `computed` is True if the picker saw its output."""
+        """Stop counting the tokens of a live lease as pending. `computed` is True if the picker saw
+        its output.
+        """
         columns, slot = self._columns, lease.slot
         self._drain(slot, now)
         if lease.prefill_tokens:
@@ -398,7 +438,9 @@ class InflightLedger:
         lease.prefilled = True
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Read a good page of the endpoint in `slot`, which may count first outputs."""
+        """Read a good metrics page of the endpoint in `slot`, and update its pending tokens if the
+        page counts first outputs.
+        """
         backlog = self._backlogs.get(slot)
         if backlog is None:
             if isnan(metrics.first_outputs_total):
@@ -441,8 +483,8 @@ class InflightLedger:
     def _take_stock(
         self, slot: int, backlog: _Backlog, left: float, computed: float, now: Seconds
     ) -> None:
-        """Use new evidence: `computed` tokens since the last evidence, and `left` tokens to
-        compute.
+        """Apply an observation of the endpoint in `slot`: it computed `computed` tokens since the
+        last observation, and `left` tokens are pending.
         """
         columns = self._columns
         # Less than one token is a rounding error.
@@ -453,9 +495,10 @@ class InflightLedger:
         columns.prefill_backlog_tokens[slot] = left if busy else 0.0
 
     def close(self, lease: Lease, now: Seconds, *, answered: bool = False) -> bool:
-        """Release the load of the lease. Return False if it was closed before.
+        """Close the lease and stop counting its request and tokens. Return False if it was closed
+        before.
 
-        `answered` is True if its prompt was computed.
+        `answered` is True if the prompt was computed.
         """
         if lease.slot < 0:
             return False
@@ -479,8 +522,8 @@ class InflightLedger:
             self.close(earlier, now, answered=answered)
 
     def close_later(self, lease: Lease, now: Seconds, at_most_s: Seconds) -> None:
-        """Close the lease when its request has probably ended, because no more events of it will
-        come.
+        """Schedule the lease to be closed when its request has probably ended, because no more
+        events of it will come.
         """
         self._unseen_count += 1
         ends_at_s = now + min(at_most_s, self._remaining_s(lease, now))
@@ -489,12 +532,14 @@ class InflightLedger:
             self.close_later(earlier, now, at_most_s)
 
     def close_due(self, now: Seconds) -> None:
-        """Close the leases that `close_later` scheduled until now."""
+        """Close the leases whose time, set by `close_later`, has come."""
         while self._unseen and self._unseen[0][0] <= now:
             self.close(heapq.heappop(self._unseen)[2], now)
 
     def move(self, lease: Lease, slot: int, prefill_tokens: float, now: Seconds) -> None:
-        """Move the share of load to the endpoint that serves the request; earlier leases stay."""
+        """Move the lease, its request and tokens, to the endpoint in `slot`, which serves the
+        request instead. The leases in `lease.earlier` stay at their endpoints.
+        """
         if self.is_live(lease):
             self._release_prefill(lease, now, computed=False)
             if lease.counted:
@@ -521,7 +566,9 @@ class InflightLedger:
         speed_of: Callable[[Endpoint], float],
         now: Seconds,
     ) -> None:
-        """Set the configured prefill speed of each endpoint, given with its slot."""
+        """Set the configured prefill speed of each endpoint to the result of `speed_of`. Each
+        endpoint is given with its slot.
+        """
         for slot, endpoint in endpoints:
             self.set_speed(slot, speed_of(endpoint), now)
 
@@ -533,7 +580,9 @@ class InflightLedger:
         self._believe_speed(slot, None)
 
     def is_live(self, lease: Lease) -> bool:
-        """Return whether the lease is open and its endpoint has neither left nor restarted."""
+        """Return whether the lease is open and its endpoint has neither left nor restarted since
+        the lease was opened.
+        """
         return lease.slot >= 0 and lease.generation == self._generations.get(lease.slot, 0)
 
     def _charge(self, lease: Lease, prefill_tokens: float, now: Seconds) -> None:
@@ -558,7 +607,7 @@ class InflightLedger:
         lease.ahead_tokens = queued.ahead_of(prefill_tokens, speed, now)
 
     def _believe_speed(self, slot: int, backlog: _Backlog | None) -> None:
-        """Reset the speed of `slot` to the configured one."""
+        """Set the speed at which pending tokens of `slot` fall to the configured prefill speed."""
         speed = self._columns.prefill_tokens_per_s.item(slot)
         self._columns.prefill_drain_tokens_per_s[slot] = speed
         if backlog is not None:
@@ -598,7 +647,9 @@ class InflightLedger:
                 queue.remove(lease)
 
     def _drain(self, slot: int, now: Seconds) -> None:
-        """Drain the tokens that `slot` has prefilled since the last call, oldest prompt first."""
+        """Subtract the tokens that the endpoint in `slot` is assumed to have prefilled since the
+        last call, oldest prompt first.
+        """
         columns = self._columns
         elapsed_s = now - columns.prefill_drained_at_s.item(slot)
         if elapsed_s < 0.0:

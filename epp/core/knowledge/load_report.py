@@ -1,7 +1,6 @@
-"""Parser of the load that an engine reports in response headers. Pure.
+"""Parser of the load that an engine reports in a response header. It has no I/O.
 
 vLLM adds `endpoint-load-metrics` to answers that are not streamed, if the request asked for it:
-
     TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=2.0
     JSON {"named_metrics": {"kv_cache_usage_perc": 0.4, "num_requests_waiting": 2.0}}
 
@@ -20,19 +19,19 @@ LOAD_REPORT_HEADER: Final = "endpoint-load-metrics"
 LOAD_REPORT_REQUEST_HEADER: Final = "endpoint-load-metrics-format"
 LOAD_REPORT_FORMAT: Final = "TEXT"
 LENGTH_MAX: Final = 1_024
-"""Maximum length of the header in characters: ten times what vLLM sends."""
+"""Maximum length in characters of a load-report header: ten times what vLLM sends."""
 _VALUE_MAX: Final = 1e15
 _NUMBER_LENGTH_MAX: Final = 32
 _PREFIX: Final = "named_metrics."
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """The values of one load report; NaN if a value is not reported."""
+    """The values of one load report of an engine; NaN if a value is not reported."""
 
     waiting_requests: float = math.nan
     running_requests: float = math.nan
     kv_cache_usage: float = math.nan
-    """Usage of the KV cache, from 0 to 1."""
+    """Share of the KV cache in use, from 0 to 1."""
 
 
 class _Document(Struct):
@@ -43,8 +42,8 @@ _JSON: Final = msgspec.json.Decoder(_Document)
 
 
 def read_load_report(text: str) -> LoadReport | None:
-    """Return the report in the header's value; None if it is malformed, too long, or has no load
-    values.
+    """Return the load report in the value of a response header. Return None if the value is
+    malformed, too long, or has no load values.
     """
     if len(text) > LENGTH_MAX:
         return None
@@ -69,7 +68,9 @@ def read_load_report(text: str) -> LoadReport | None:
 
 
 def _pairs(text: str) -> Iterable[tuple[str, float]]:
-    """Yield (name, value) pairs. Raises `ValueError` for a malformed number."""
+    """Yield (name, value) pairs of a report in the TEXT format. Raises `ValueError` for a malformed
+    number.
+    """
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
         if not name.startswith(_PREFIX):
@@ -80,5 +81,5 @@ def _pairs(text: str) -> Iterable[tuple[str, float]]:
 
 
 def _count(value: float | None) -> float:
-    """Return the value, or NaN if it is not a valid load."""
+    """Return a reported value, or NaN if it is missing, negative or too large."""
     return value if value is not None and 0 <= value <= _VALUE_MAX else math.nan

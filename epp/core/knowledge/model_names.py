@@ -1,4 +1,4 @@
-"""The requested model names that are LoRA adapters, as far as engines show it.
+"""The distinction between requested model names that are LoRA adapters and names of the base model.
 
 An adapter and its base model share no blocks, so mistaking one for the other predicts wrong hits.
 Engines name the adapter of a block, and their scrapes name the loaded adapters. Nothing lists the
@@ -15,48 +15,50 @@ from epp.core.types import Seconds
 
 ADAPTERS_MAX: Final = 8_192
 NAMES_MAX: Final = 256
-"""Maximum number of requested names that engines have not named; clients choose these names."""
-AWAITED_S: Final[Seconds] = 10.0
-"""Time in seconds for an engine to cache the prompt of one request, after which another one is
-used.
+"""Maximum number of stored names of the base model, and of watched unknown names; clients choose
+these names.
 """
+AWAITED_S: Final[Seconds] = 10.0
+"""Time in seconds within which at most `AWAITED_MAX` requests of one unknown name are watched."""
 AWAITED_MAX: Final = 8
-"""Maximum number of awaited requests for one name. Some leave no event, and some blocks are evicted
-early.
+"""Maximum number of watched requests for one unknown name. Some leave no event, and some blocks are
+evicted early.
 """
 
 _Kept = TypeVar("_Kept")
 
 
 class ModelNames:
-    """The known names of one pool."""
+    """The model names that are known to be adapters or the base model of one pool."""
 
     def __init__(self) -> None:
         self._adapters: set[str] = set()
         self._adapters_served = False
         self._own: OrderedDict[str, None] = OrderedDict()
-        """Names of the base model."""
+        """Names of the base model, in the order in which they were found."""
         self._awaited: OrderedDict[str, deque[tuple[int, Seconds]]] = OrderedDict()
-        """Keys that an engine will soon cache if the name is one of the base model, with their
-        times, by name.
+        """Keys of recent prompts under each unknown name, with the times of the requests. If an
+        engine caches one of the keys, the name is one of the base model.
         """
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Note that engines serve adapters with these names."""
+        """Record that engines serve LoRA adapters with these names, so that other names need not be
+        the base model.
+        """
         self._adapters_served = True
         self.adapters_named(names)
 
     def adapters_named(self, names: Collection[str]) -> None:
-        """Note that these names are adapters; this says nothing about other names."""
+        """Record that these names are LoRA adapters, without a conclusion about other names."""
         adapters = self._adapters
         if len(adapters) < ADAPTERS_MAX:
             adapters.update(names)
 
     def adapter_of(self, name: str, held: Container[int]) -> str | None:
-        """Return the adapter that `name` is, "" if it is the base model, or None if that is
+        """Return `name` if it is an adapter, "" if it is the base model, or None if that is
         unknown.
 
-        `held` are the keys that any engine has cached.
+        `held` are the keys that any engine has cached for the base model.
         """
         if name in self._adapters:
             return name
@@ -72,13 +74,13 @@ class ModelNames:
         return ""
 
     def awaits(self, name: str, now: Seconds) -> bool:
-        """Return whether a recent request already serves to find out what `name` is."""
+        """Return whether a recent request for `name` is already being watched."""
         known = self._awaited.get(name)
         return known is not None and now - known[-1][1] < AWAITED_S / AWAITED_MAX
 
     def asked(self, name: str, key: int, held: Container[int], now: Seconds) -> None:
-        """Wait for `key`, the last key of a prompt requested under `name` if that is the base
-        model.
+        """Watch for `key`, which an engine will cache if `name` is the base model: the last key of
+        a prompt requested under that name.
         """
         if key not in held:
             awaited = self._awaited.get(name) or deque(maxlen=AWAITED_MAX)

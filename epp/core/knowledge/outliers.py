@@ -44,68 +44,78 @@ from epp.core.knowledge.inflight import (
 from epp.core.types import EndpointMetrics, Seconds
 
 SAMPLES_AVERAGED: Final = 32
-"""Number of requests in an average; the last one has weight one in this number. If times scatter by
-a factor of e, the average scatters by 13 %.
+"""Number of requests of an endpoint in a running average; the newest one weighs one in this number.
+If times scatter by a factor of e, the average scatters by 13 %.
 """
 ANSWERS_AVERAGED: Final = 256
-"""Number of answers of all endpoints in the average time of answers."""
+"""Number of answers, of all endpoints together, in the running average of answer times."""
 SAMPLE_LOG_MAX: Final = math.log(100.0)
-"""Largest logarithm of one quotient: a request counts as at most a hundred times too slow or too
-fast.
+"""Largest logarithm of the quotient of a request's time and its expected time: a request counts as
+at most a hundred times too slow or too fast.
 """
 FRESH_S: Final = 300.0
-"""Time in seconds without an answer after which an endpoint is not compared."""
+"""Time in seconds without an answer after which the speed of an endpoint is not compared."""
 KIND_SHARE: Final = 3
-"""Divisor that gives the share of endpoints that may be slow; more of them are a kind of endpoint."""
+"""Divisor of the number of compared endpoints. If more than the quotient are slow, none counts as
+slow, because they are a kind of endpoint of their own.
+"""
 BACK_SHARE: Final = 2 / 3
-"""Share of the factor below which a slow endpoint recovers, which avoids flicker. Endpoints above
-it count as similar to the slow ones.
+"""Share of the slowness factor below which a slow endpoint recovers. It is below 1 to avoid
+flicker. Endpoints above it count as similar to the slow ones.
 """
 EVALUATE_EVERY_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.2
-"""Time in seconds until the next check after an ejection failed, because a check compares all
-endpoints.
+"""Shortest time in seconds between two attempts to eject a failing endpoint, because each attempt
+compares all endpoints.
 """
 PAGES_TO_CONTRADICT: Final = 2
-"""Number of pages after a 503 that must not count it as a refusal; the first may have been on its
-way.
+"""Number of metrics pages after a 503 that must not count it as a refusal before it counts as an
+error. The first page may have been on its way.
 """
 OTHERS_SHARE: Final = 4
-"""Divisor of the number of other endpoints. The largest error rate in the best quarter counts as
-the pool's rate.
+"""Divisor of the number of other endpoints. The largest error rate in the best quarter of them
+counts as the error rate of the others.
 """
 CHANCE: Final = 1e-4
-"""Probability above which a row of errors counts as chance, at the error rate of the others."""
+"""Probability above which a row of errors counts as chance, given the error rate of the other
+endpoints.
+"""
 PATIENCE_S: Final = 5.0
-"""Time in seconds after which a probe without an answer counts as failed if its client leaves."""
+"""Time in seconds without an answer after which a probe counts as failed if its client disconnects."""
 PAGE_S: Final = 5.0
-"""Age of a page in seconds above which a 503 counts as an error at once, because no page will soon
-explain it.
+"""Age in seconds of the last metrics page above which a 503 counts as an error at once, because no
+page will soon explain it.
 """
 REFUSALS_MAX: Final = 50
-"""Maximum number of 503s in a row from a full engine, which would have served some request by then."""
+"""Maximum number of responses 503 in a row that count as refusals. An engine that is only full
+would have served some request by then.
+"""
 
 
 class Outlier(Struct, frozen=True, kw_only=True):
-    """The reason why an endpoint is reported as an outlier."""
+    """The reason why an endpoint is reported as an outlier, with the figures behind it."""
 
     cause: Cause
     slowness: float
-    """Slowness as a multiple of the pool's median; NaN if unknown."""
+    """Time of its requests relative to the expected time, as a multiple of the pool's median; NaN
+    if unknown.
+    """
     failures: int
-    """Number of failures in a row."""
+    """Number of the endpoint's last answers, in a row, that were errors."""
     ejected: bool
-    """True if the endpoint receives no requests, or only probes."""
+    """True if the endpoint is ejected: it receives no requests, or only probes."""
     probed: bool = False
-    """True if the endpoint is being probed."""
+    """True if the endpoint is ejected and being probed with single requests."""
     failure_share: float = math.nan
-    """Share of failures among its answers in the window; NaN if there were too few."""
+    """Share of errors among the endpoint's answers in the window, 0 to 1; NaN if there were too few
+    answers.
+    """
     since_s: Seconds = -math.inf
     """Time at which the endpoint became an outlier."""
 
 
 class _Average:
-    """A running average of the logarithms of the last quotients."""
+    """A running average of the logarithms of request times divided by expected times."""
 
     __slots__ = ("_samples_max", "last_at_s", "log", "samples")
 
@@ -123,7 +133,9 @@ class _Average:
 
 
 class _Recent:
-    """The errors among the last answers, in the current half window and the one before."""
+    """The numbers of answers and errors of one endpoint in the last window: in the current half of
+    it and in the half before.
+    """
 
     __slots__ = ("_answers", "_failures", "_since_s")
 
@@ -138,7 +150,9 @@ class _Recent:
         self._failures[1] += failed
 
     def share(self, now: Seconds, window_s: Seconds, answers_min: int) -> float:
-        """Return the share of failures, or NaN if there were fewer than `answers_min` answers."""
+        """Return the share of errors among the answers of the last window, or NaN if there were
+        fewer than `answers_min` answers.
+        """
         self._turn(now, window_s)
         answers = sum(self._answers)
         return sum(self._failures) / answers if answers >= answers_min else math.nan
@@ -153,7 +167,7 @@ class _Recent:
 
 
 class _Record:
-    """The record of one endpoint."""
+    """The times, errors and refusals of one endpoint."""
 
     __slots__ = (
         "anew_s",
@@ -177,22 +191,23 @@ class _Record:
         self.slowness = math.nan
         self.slow = False
         self.failures = 0
-        """Number of failures in a row."""
+        """Number of the endpoint's last answers, in a row, that were errors."""
         self.since_s: Seconds = math.inf
         """Time at which the endpoint became slow or failing; inf if it is neither."""
         self.refused = 0
-        """Number of 503s of the engine that no page has explained yet."""
+        """Number of responses 503 of the engine that no metrics page has explained yet."""
         self.refused_in_a_row = 0
         self.pages = 0
-        """Number of pages since the first of `refused`."""
+        """Number of metrics pages read since the first unexplained 503 (`refused`)."""
         self.rejections = rejections
-        """Last value of the engine's counter of refusals."""
+        """Last value of the engine's counter of refused requests; None if it has no such counter."""
         self.anew_s = anew_s
-        """Time before which sent requests no longer count."""
+        """Time from which a request must have been sent to count in this record."""
 
 
 class Outliers:
-    """The averages by slot, the outliers among them, and the ejected endpoints.
+    """The request times of each endpoint, the outliers among the endpoints, and the ejected
+    endpoints.
 
     The effect of other clients' requests is not accounted for. If another picker loads an endpoint
     more than the others, it looks slow here.
@@ -206,18 +221,24 @@ class Outliers:
         self._due_s: Seconds = -math.inf
         self._look_again_s: Seconds = -math.inf
         self._answers = _Average(ANSWERS_AVERAGED)
-        """Average logarithm of the seconds that answers of all endpoints take after the prompt."""
+        """Running average of the logarithm of the seconds that answers take after the prompt is
+        computed, over all endpoints.
+        """
         self._middles: dict[str, float] = {}
-        """Median of the last comparison, by name of the average."""
+        """Median of the endpoints' averages in the last comparison, by name of the average:
+        "duration" or "first_output".
+        """
 
     def configure(self, settings: OutlierEjection) -> None:
-        """Use `settings` from now on."""
+        """Use `settings` from now on, and compare the endpoints at the next `tick`."""
         self._settings = settings
         self._due_s = -math.inf
         self.ejection.configure(settings)
 
     def ended(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
-        """Record the end of the request of `lease`. Called once, while the lease is live."""
+        """Record the end of the request of `lease`, its time and whether it failed. Called once,
+        while the lease is live.
+        """
         slot = lease.slot
         record = self._record(slot)
         if lease.opened_at_s < record.anew_s:
@@ -251,12 +272,14 @@ class Outliers:
         self.ejection.eject(slot, Cause.FAILING, now, serving_some=False)
 
     def left(self, lease: Lease) -> None:
-        """Drop the request of `lease`, because another endpoint serves it."""
+        """End the probe of `lease`, if it is one, because another endpoint serves the request."""
         if lease.probe:
             self.ejection.probe_ended(lease, passed=False)
 
     def observed(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Read a page of the endpoint in `slot`, which may explain its 503s."""
+        """Read a metrics page of the endpoint in `slot`, whose counter of refusals may explain
+        earlier responses 503.
+        """
         record = self._records.get(slot)
         if record is None:
             if metrics.rejections_total is not None:
@@ -277,7 +300,9 @@ class Outliers:
                 self._judge(slot, record, now)
 
     def tick(self, now: Seconds) -> None:
-        """Start probes of endpoints that were ejected long enough, and compare all now and then."""
+        """Start probes of endpoints that were ejected long enough, and compare the speed of all
+        endpoints every `EVALUATE_EVERY_S`.
+        """
         for slot in self.ejection.due(now):
             self._start_anew(slot, now)
         if now >= self._due_s:
@@ -285,12 +310,16 @@ class Outliers:
             self._evaluate(now)
 
     def forget(self, slot: int) -> None:
-        """Drop the record of `slot`, because its endpoint left or restarted."""
+        """Drop the times, errors and the ejection of `slot`, because its endpoint left or
+        restarted.
+        """
         self._records.pop(slot, None)
         self.ejection.forget(slot)
 
     def slowness(self) -> dict[int, float]:
-        """Return the slowness of each slot in the last comparison, as a multiple of the median."""
+        """Return the slowness of each slot in the last comparison, as a multiple of the median.
+        Slots that were not compared are omitted.
+        """
         return {
             slot: record.slowness
             for slot, record in self._records.items()
@@ -298,7 +327,7 @@ class Outliers:
         }
 
     def detected(self, now: Seconds) -> Iterator[tuple[int, Outlier]]:
-        """Yield slot and reason of each endpoint that is slow, failing or ejected at `now`."""
+        """Yield (slot, reason) of each endpoint that is slow, failing or ejected at `now`."""
         for slot, record in self._records.items():
             away = self.ejection.away.get(slot)
             share = self._failure_share(record, now)
@@ -326,14 +355,16 @@ class Outliers:
         return record
 
     def _start_anew(self, slot: int, now: Seconds) -> None:
-        """Reset the record of `slot`: only requests sent from `now` on count."""
+        """Reset the record of `slot`, so that only requests that are sent from `now` on count."""
         rejections = self._record(slot).rejections
         self._records[slot] = _Record(anew_s=now, rejections=rejections)
 
     # Failures.
 
     def _failed(self, slot: int, record: _Record, outcome: Outcome, now: Seconds) -> bool:
-        """Record the outcome. Return whether it was an error of the endpoint."""
+        """Record how a request of the endpoint ended. Return whether that was an error of the
+        endpoint; a refusal because it is full is none.
+        """
         if outcome.full:
             return False
         if outcome.status == 503 and not outcome.by_gateway:
@@ -362,7 +393,9 @@ class Outliers:
         return record.recent.share(now, self._settings.window, self._settings.requests_min)
 
     def _fails(self, record: _Record, share: float) -> bool:
-        """Return whether the endpoint fails. `share` may be NaN if it is unknown."""
+        """Return whether the endpoint fails, by its errors in a row or by `share`, its share of
+        errors (NaN if unknown).
+        """
         settings = self._settings
         return (
             record.failures >= settings.consecutive_failures
@@ -370,7 +403,7 @@ class Outliers:
         )
 
     def _judge(self, slot: int, record: _Record, now: Seconds) -> None:
-        """Eject the endpoint if it fails and the others do better."""
+        """Eject the endpoint in `slot` if it fails and the other endpoints fail less."""
         share = self._failure_share(record, now)
         if not self._fails(record, share):
             return
@@ -395,7 +428,9 @@ class Outliers:
         self._look_again_s = now + LOOK_AGAIN_S
 
     def _loss(self, record: _Record | None, now: Seconds) -> float:
-        """Return the share of its requests that an endpoint fails; 0 if unknown."""
+        """Return the share of errors among an endpoint's answers in the window, 0 to 1; 0 if
+        unknown, 1 after several errors in a row.
+        """
         if record is None:
             return 0.0
         if record.failures >= self._settings.consecutive_failures:
@@ -404,7 +439,9 @@ class Outliers:
         return 0.0 if math.isnan(share) else share
 
     def _let_failing_back(self, now: Seconds) -> None:
-        """Return all ejected endpoints to service, because all endpoints fail."""
+        """Return the endpoints that were ejected for failing to service, because all endpoints
+        fail.
+        """
         for slot, one in tuple(self.ejection.away.items()):
             if one.cause is Cause.FAILING:
                 self.ejection.back(slot, now)
@@ -412,7 +449,9 @@ class Outliers:
     def _probed(
         self, lease: Lease, record: _Record, now: Seconds, *, passed: bool, failed: bool
     ) -> None:
-        """Evaluate a probe that ended."""
+        """Evaluate a probe that ended: eject its endpoint again, return it to service, or wait for
+        more probes.
+        """
         slot = lease.slot
         one = self.ejection.away.get(slot)
         enough = self.ejection.probe_ended(lease, passed=passed)
@@ -427,7 +466,9 @@ class Outliers:
             self._start_anew(slot, lease.opened_at_s)
 
     def _probes_were_slow(self, record: _Record) -> bool:
-        """Return whether the probes were slow relative to the median of the last comparison."""
+        """Return whether the probes of an endpoint were slow relative to the medians of the last
+        comparison.
+        """
         for name, middle in self._middles.items():
             average: _Average = getattr(record, name)
             if average.samples and average.log - middle >= math.log(self._settings.slowness_factor):
@@ -437,7 +478,9 @@ class Outliers:
     # Slowness.
 
     def _took(self, lease: Lease, record: _Record, ending: Ending, now: Seconds) -> None:
-        """Record the time of a request relative to its expected time."""
+        """Record the time of a finished request relative to the time that was expected at its
+        endpoint.
+        """
         speed = self._columns.prefill_tokens_per_s.item(lease.slot)
         prefill_s = lease.ahead_tokens / speed
         request = lease.request
@@ -461,7 +504,9 @@ class Outliers:
             record.duration.add(log, now)
 
     def _evaluate(self, now: Seconds) -> None:
-        """Compare each endpoint with the median, by first outputs and by durations."""
+        """Compare each endpoint's times with the median of all, by first outputs and by durations,
+        and eject the slow endpoints.
+        """
         slow: set[int] = set()
         compared: dict[int, float] = {}
         for name in ("duration", "first_output"):
@@ -496,8 +541,8 @@ class Outliers:
     def _compare(
         self, name: str, averages: Mapping[int, _Average], now: Seconds
     ) -> dict[int, float]:
-        """Return each slot's multiple of the median, or {} if too few endpoints have enough
-        samples.
+        """Return the time of each slot as a multiple of the median, or {} if too few endpoints have
+        enough samples.
         """
         fresh = {
             slot: average
@@ -512,17 +557,21 @@ class Outliers:
         return {slot: math.exp(average.log - middle) for slot, average in fresh.items()}
 
     def _factor(self, *, slow: bool) -> float:
-        """Return the slowness from which an endpoint is slow; it is lower for one that already is."""
+        """Return the slowness from which an endpoint counts as slow. It is lower if `slow`, that
+        is, if the endpoint already counts as slow.
+        """
         return max(self._settings.slowness_factor * (BACK_SHARE if slow else 1.0), 1.0)
 
 
 def _answered(outcome: Outcome) -> bool:
-    """Return whether the endpoint answered, neither failing nor full."""
+    """Return whether the endpoint gave an answer that was no failure."""
     return outcome.status is not None and not outcome.failed and outcome.ending is not Ending.UNSEEN
 
 
 def _log_of(quotient: float) -> float:
-    """Return the logarithm within bounds; the lower bound for 0 or less."""
+    """Return the logarithm of `quotient`, limited to ±`SAMPLE_LOG_MAX`; the lower limit if
+    `quotient` is 0 or less.
+    """
     if quotient <= 0.0:
         return -SAMPLE_LOG_MAX
     return min(max(math.log(quotient), -SAMPLE_LOG_MAX), SAMPLE_LOG_MAX)

@@ -1,5 +1,5 @@
-"""The requests that peers have in flight, as each peer reports them, apart from our own (design
-D17).
+"""The load that peers report for their own requests in flight, apart from this picker's load
+(design D17).
 
 A peer reports absolute numbers, never differences, so the next report repairs a lost one. The
 numbers of a peer are dropped when it leaves.
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from epp.core.types import Seconds
 
 REQUESTS_MAX: Final = 1_000_000
-"""Maximum that a peer can report for one endpoint, so that sums cannot overflow."""
+"""Maximum number of requests that a peer can report for one endpoint, so that sums cannot overflow."""
 TOKENS_MAX: Final = 1e9
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
@@ -21,7 +21,7 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class _Load:
-    """The load of one peer by endpoint slot."""
+    """The numbers that one peer reports about its own requests in flight, by endpoint slot."""
 
     __slots__ = ("prefill_tokens", "reported_at_s", "requests")
 
@@ -39,7 +39,7 @@ class _Load:
 
 
 class PeerLoads:
-    """The loads of all peers, by the origin that each peer uses for itself."""
+    """The loads of all peers, each stored under the peer's own origin id."""
 
     def __init__(self) -> None:
         self._loads: dict[bytes, _Load] = {}
@@ -59,9 +59,10 @@ class PeerLoads:
         whole: bool,
         size: int,
     ) -> None:
-        """Store the load that `origin` reports for `slots`, which are below `size`.
+        """Store the load that the peer `origin` reports for its requests at `slots`, each of which
+        is below `size`.
 
-        If `whole` is True, it has no load at other slots.
+        If `whole` is True, the peer has no load at other slots.
         """
         load = self._loads.setdefault(origin, _Load())
         load.fit(size)
@@ -74,12 +75,12 @@ class PeerLoads:
         self._add_up()
 
     def forget(self, origin: bytes) -> None:
-        """Drop the load of the peer `origin`, which is gone."""
+        """Drop the load of the peer `origin`, because the peer is gone."""
         if self._loads.pop(origin, None) is not None:
             self._add_up()
 
     def forget_slot(self, slot: int) -> None:
-        """Drop the loads at `slot`, because its endpoint left or restarted."""
+        """Drop the loads of all peers at `slot`, because its endpoint left or restarted."""
         for load in self._loads.values():
             if slot < len(load.requests):
                 load.requests[slot] = 0
@@ -87,14 +88,16 @@ class PeerLoads:
         self._add_up()
 
     def requests(self, slots: _Ints, size: int) -> _Ints:
-        """Return int64[n]: requests of all peers at `slots`, which are below `size`."""
+        """Return int64[n]: number of requests that all peers together have in flight at each of
+        `slots`.
+        """
         if len(self._requests) < size:
             self._add_up(size)
         return self._requests[slots]
 
     def prefill_tokens(self, slots: _Ints, now: Seconds, tokens_per_s: _Floats) -> _Floats:
-        """Return float64[n]: uncached prompt tokens of all peers, less those prefilled since their
-        reports.
+        """Return float64[n]: uncached prompt tokens that all peers together have pending at each of
+        `slots`, less those prefilled since the reports.
 
         `tokens_per_s`, float64[n], is the prefill speed of each of `slots`.
         """

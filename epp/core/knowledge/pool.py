@@ -1,4 +1,6 @@
-"""The pool of endpoints: their columns, and the selection of those that may receive requests now."""
+"""The pool of endpoints: their state in columns, and the selection of those that may receive
+requests now.
+"""
 
 import ipaddress
 import math
@@ -15,33 +17,37 @@ from epp.core.knowledge.rendezvous import identity_hash
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 FAILURES_BEFORE_SET_ASIDE: Final = 2
-"""Number of 502, 503 or 504 responses in a row, without a good scrape in between, that set an
-endpoint aside.
+"""Number of responses 502, 503 or 504 in a row, without a good scrape in between, after which an
+endpoint is set aside, that is, gets no requests.
 """
 UNUSUAL_SPELLINGS_FREE: Final = 256
-"""Number of entries of a subset hint, in addition to two per endpoint, that may be spelt
-differently from the pool's addresses. Later such entries match no endpoint.
+"""Number of entries of a subset hint, in addition to two per endpoint, that are parsed because they
+are spelt differently from the pool's addresses. Later such entries match no endpoint.
 """
 UPSTREAM_FAILURES: Final = frozenset({502, 503, 504})
 SET_ASIDE_UNSCRAPED_S: Final = 10.0
-"""Time in seconds for which an endpoint without metrics stays set aside, because no scrape can end
-it.
+"""Time in seconds for which an endpoint that serves no metrics stays set aside, because no scrape
+can end that state.
 """
 UNANSWERED_BEFORE_UNREACHABLE: Final = 2
-"""Number of scrapes in a row without a connection or an answer; a single one may be an accident."""
+"""Number of scrapes in a row without a connection or an answer after which an endpoint counts as
+unreachable. A single one may be an accident.
+"""
 
 
 class Standing(StrEnum):
-    """The rank of an endpoint for new requests: ready, or the reason why it is not preferred."""
+    """The standing of an endpoint for new requests: ready, or the reason why other endpoints are
+    preferred.
+    """
 
     READY = "ready"
     UNREACHABLE = "unreachable"
-    """Its scrapes get no answer."""
+    """Scrapes of the endpoint get no answer."""
     STALE = "stale"
-    """Its metrics are too old, although its scrapes get an answer."""
+    """The endpoint's metrics are too old, although its scrapes get an answer."""
     ASLEEP = "asleep"
     SET_ASIDE = "set aside"
-    """Requests to it failed; it waits for its next good scrape."""
+    """Requests to the endpoint failed, so it receives none until its next good scrape."""
     NEVER_SCRAPED = "never scraped"
 
 
@@ -63,17 +69,17 @@ class _Member:
         self.joined_at_s = joined_at_s
         self.failures = 0
         self.unanswered = 0
-        """Number of scrapes in a row without an answer."""
+        """Number of scrapes of the endpoint in a row without an answer."""
         self.set_aside_at_s: Seconds | None = None
         self.process_started_at_s: float | None = None
         self.requests_total: float | None = None
         self.asleep = False
         self.kv_size: tuple[float | None, float | None] = (None, None)
-        """Number of blocks, and tokens in each."""
+        """Reported number of KV-cache blocks, and number of tokens in each; None if not reported."""
 
 
 class EndpointPool:
-    """The endpoints by slot. A slot is reused once its endpoint has left.
+    """The endpoints of the pool by slot. A slot is reused once its endpoint has left.
 
     An endpoint is *ready* if its engine is awake and it was scraped, or `ready_after_s` after it
     joined. It is not ready while it is *set aside* (excluded): after two upstream failures in a row
@@ -87,11 +93,15 @@ class EndpointPool:
     def __init__(self) -> None:
         self.columns = Columns()
         self.generation = 0
-        """Number of replacements; the same number means the same endpoints."""
+        """Number of times that the list of endpoints was replaced. If it is unchanged, so are the
+        endpoints.
+        """
         self._slot_by_id: dict[str, int] = {}
         self._slot_by_address: dict[str, int] = {}
         self._canonical: dict[str, str] = {}
-        """Canonical spelling of each endpoint's address, by the endpoint's own spelling."""
+        """Canonical spelling of the address of each endpoint, by the spelling that the endpoint
+        itself uses.
+        """
         self._slots_by_ip: dict[str, list[int]] = {}
         self._members: list[_Member | None] = []
         self._free: list[int] = []
@@ -106,12 +116,12 @@ class EndpointPool:
         return f"<EndpointPool [{len(self)} endpoints, {self.set_aside_count()} set aside]>"
 
     def endpoints(self) -> list[tuple[int, Endpoint]]:
-        """Return slot and endpoint of all members, by slot."""
+        """Return (slot, endpoint) of all endpoints of the pool, in the order of the slots."""
         columns = self.columns
         return [(slot, at) for slot, at in enumerate(columns.endpoints) if at is not None]
 
     def endpoint_in(self, slot: int) -> Endpoint:
-        """Return the endpoint in `slot`, which must not be empty."""
+        """Return the endpoint in `slot`. The slot must not be empty."""
         endpoint = self.columns.endpoints[slot]
         assert endpoint is not None, f"slot {slot} is empty"
         return endpoint
@@ -126,12 +136,15 @@ class EndpointPool:
         return slot if present.incarnation == endpoint.incarnation else None
 
     def slot_at(self, address: str) -> int | None:
-        """Return the slot of the endpoint at `address` ("ip:port"), or None."""
+        """Return the slot of the endpoint at `address` ("ip:port"), or None if there is none in the
+        pool.
+        """
         slot = self._slot_by_address.get(address)
         return self._slot_by_address.get(canonical_address(address)) if slot is None else slot
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> list[int]:
-        """Replace the endpoints. Return the slots whose past must be forgotten.
+        """Replace the list of endpoints. Return the slots whose endpoints left or restarted, of
+        which all knowledge must be dropped.
 
         An endpoint with a new incarnation keeps its slot and is reset. One with new labels or a new
         address keeps everything.
@@ -157,7 +170,8 @@ class EndpointPool:
         return forgotten
 
     def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> bool:
-        """Store a good scrape. Return True if it shows that the engine restarted.
+        """Store the values of a good scrape of `slot`. Return True if they show that the engine
+        restarted.
 
         A changed process start time or a counter that fell shows a restart. The container may have
         restarted inside its pod, which keeps the pod's UID (design D5).
@@ -196,8 +210,8 @@ class EndpointPool:
         return restarted
 
     def report(self, slot: int, report: LoadReport) -> bool:
-        """Store the load that the engine reported in a response. Return False if it was never
-        scraped.
+        """Store the load that the engine in `slot` reported in a response. Return False, without a
+        change, if the endpoint was never scraped.
 
         Only the reported values become newer. The age stays that of the last good scrape, because
         all other values are of that age. Marks that a good scrape would clear stay too, because an
@@ -219,7 +233,9 @@ class EndpointPool:
         return True
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
-        """Record a failed scrape. `answered` is False if there was no connection or no answer."""
+        """Record a failed scrape of `slot`. `answered` is False if there was no connection or no
+        answer.
+        """
         member = self._member(slot)
         if answered:
             self._mark_answered(slot, member)
@@ -238,7 +254,8 @@ class EndpointPool:
             self.columns.unreachable[slot] = False
 
     def responded(self, slot: int, status: int, now: Seconds, *, by_gateway: bool = False) -> bool:
-        """Record the status of a response. Return True if its failures now set the endpoint aside.
+        """Record the HTTP status of a response of `slot`. Return True if this failure makes the
+        pool set the endpoint aside.
 
         `by_gateway` is True if the response is the gateway's own, because it could not reach the
         endpoint.
@@ -272,11 +289,12 @@ class EndpointPool:
         return True
 
     def set_aside_count(self) -> int:
-        """Return the number of endpoints that are set aside."""
+        """Return the number of endpoints that are set aside, so that they receive no requests."""
         return sum(m is not None and m.set_aside_at_s is not None for m in self._members)
 
     def standings(self, now: Seconds, staleness_s: Seconds) -> dict[int, Standing]:
-        """Return the standing of each endpoint by slot; metrics older than `staleness_s` are stale.
+        """Return the standing of each endpoint by slot. Metrics older than `staleness_s` seconds
+        are stale.
 
         If no endpoint serves metrics, none counts as stale.
         """
@@ -307,8 +325,8 @@ class EndpointPool:
         return Standing.STALE if known else Standing.NEVER_SCRAPED
 
     def ready(self, subset: tuple[str, ...] | None, now: Seconds) -> Ints:
-        """Return the slots that may receive requests, ascending; with a `subset`, only those that
-        it names.
+        """Return the slots of the endpoints that may receive requests, ascending. With a `subset`
+        of addresses, return only those that it names.
         """
         if now >= self._ready_until_s:
             self._find_ready(now)
@@ -327,8 +345,8 @@ class EndpointPool:
         return self._ready[np.isin(self._ready, allowed)]
 
     def all_observed_since(self, cutoff_s: Seconds) -> bool:
-        """Return whether all ready endpoints were last observed at `cutoff_s` or later and are
-        reachable.
+        """Return whether all ready endpoints are reachable and have a good scrape of `cutoff_s` or
+        later.
         """
         if self._unreachable:
             return False
@@ -340,13 +358,15 @@ class EndpointPool:
         return self.columns.observed_since_s >= cutoff_s
 
     def _named(self, entry: str) -> Sequence[int]:
-        """Return the slots of `entry`, an address or a bare IP address in canonical spelling."""
+        """Return the slots of the endpoints at `entry`, an address or a bare IP address in
+        canonical spelling; () if there is none.
+        """
         slot = self._slot_by_address.get(entry)
         return (slot,) if slot is not None else self._slots_by_ip.get(entry, ())
 
     def _find_ready(self, now: Seconds) -> None:
-        """Determine the ready endpoints, and the time until which that holds without an
-        observation.
+        """Determine the ready endpoints, and the time until which this result is valid if no scrape
+        comes.
         """
         ready: list[int] = []
         until_s = math.inf
@@ -394,7 +414,9 @@ class EndpointPool:
         return slot
 
     def _restart(self, slot: int, now: Seconds) -> None:
-        """Drop the observations and the requests in flight of an endpoint whose process is new."""
+        """Drop the scraped values and the requests in flight of an endpoint whose process
+        restarted.
+        """
         endpoint = self.columns.endpoints[slot]
         self._unreachable.discard(slot)
         self.columns.clear(slot)
@@ -421,8 +443,8 @@ class EndpointPool:
 
 
 def canonical_address(text: str) -> str:
-    """Return "ip:port" or a bare IP address in canonical spelling: IPv6 shortest, in brackets
-    before a port.
+    """Return the address `text`, "ip:port" or a bare IP address, in canonical spelling: IPv6
+    shortest, in brackets before a port.
 
     Any other text is returned unchanged; it equals no endpoint's address.
     """

@@ -9,20 +9,20 @@ from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 
 PREFILL_TOKENS_PER_S: Final = 15_928.0
-"""Prefill speed in tokens per second if none is known: the default of llm-d-router's
-`peakPrefillThroughput`, which was measured with Qwen3-32B on two H100s.
+"""Prefill speed in tokens per second that is assumed if none is configured: the default of
+llm-d-router's `peakPrefillThroughput`, which was measured with Qwen3-32B on two H100s.
 """
 BELIEVED_S: Final = 1.0
-"""Weight of the configured speed, as seconds of work."""
+"""Weight of the configured speed in the measured one, as seconds of prefill work."""
 BUSY_REMEMBERED_S: Final = 20.0
-"""Seconds of work that determine the measured speed; at least half of them count."""
+"""Seconds of prefill work over which the speed is measured; at least half of them count."""
 FACTOR_MAX: Final = 8.0
 """Largest ratio between the measured and the configured speed, because a page may report any value."""
 
 
 class LabelledSpeed(Parameters, frozen=True):
-    """A prefill speed, `peak_prefill_throughput` (tokens/s), of endpoints with all of
-    `match_labels`.
+    """A configured prefill speed, `peak_prefill_throughput` in tokens per second, for endpoints
+    that have all labels in `match_labels`.
     """
 
     match_labels: Annotated[dict[str, str], Meta(min_length=1)]
@@ -32,8 +32,8 @@ class LabelledSpeed(Parameters, frozen=True):
 def speed_by_labels(
     labels: Mapping[str, str], speeds: Sequence[LabelledSpeed], otherwise: float
 ) -> float:
-    """Return the speed of the first of `speeds` whose labels are all among `labels`, else
-    `otherwise`.
+    """Return the prefill speed in tokens per second of the first of `speeds` whose labels are all
+    among `labels`, else `otherwise`.
     """
     for speed in speeds:
         if speed.match_labels.items() <= labels.items():
@@ -51,13 +51,15 @@ class LearntSpeed:
     __slots__ = ("_believed", "_busy_s", "_tokens", "tokens_per_s")
 
     def __init__(self, believed: float) -> None:
-        """Start with the speed `believed`, in tokens per second."""
+        """Start with `believed`, the configured speed in tokens per second."""
         self._believed = self.tokens_per_s = believed
         self._busy_s = 0.0
         self._tokens = 0.0
 
     def worked(self, tokens: float, busy_s: Seconds) -> None:
-        """Add `tokens` that were computed in `busy_s` without an idle moment."""
+        """Update the measured speed: the endpoint computed `tokens` in `busy_s` seconds without
+        being idle.
+        """
         if self._busy_s > BUSY_REMEMBERED_S:
             self._busy_s /= 2.0
             self._tokens /= 2.0

@@ -55,44 +55,51 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Seconds
 
 BLOCK_TOKENS_MIN: Final = 64
-"""Smallest block; smaller ones use more memory without a gain. The reference picker has the same
-limit.
+"""Minimum number of tokens in a block; smaller blocks use more memory without a gain. The reference
+picker has the same limit.
 """
 
 CHAIN_BLOCKS_MAX: Final = 65_536
-"""Longest chain to look up without other limits: 4 million tokens in blocks of 64. It bounds the
-depth of the tree, which Python frees recursively (a stack of 8 MB ends at 110,000).
+"""Maximum number of blocks of a prompt that are looked up if the settings give no limit: 4 million
+tokens in blocks of 64. It bounds the depth of the tree, which Python frees recursively (a stack of
+8 MB ends at 110,000).
 """
 
 # Bytes of process memory on CPython 3.11, fitted to the growth that `bench/index.py` measures.
 # "estimate / memory" there is 1.02 to 1.05 for prompts of 4 to 128 blocks.
 _NODE_BYTES: Final = 430
-"""Size of a node, its run without the hashes, its table of up to five holders, and its row in the
-dict.
+"""Memory in bytes of a tree node, its run without the hashes, its table of up to five holders, and
+its row in the dict.
 """
 _HOLDING_BYTES: Final = 40
-"""Size of one slot in a node's table."""
+"""Memory in bytes of one slot in a node's table of holders."""
 _RECORD_BYTES: Final = 42
-"""Size of one entry of a slot's queue with its stamp."""
+"""Memory in bytes of one entry in a slot's queue of prompts, with its stamp."""
 
 _SHRINK_HOLDINGS_MAX: Final = 512
-"""Maximum number of holdings that one `record` removes for the memory limit; it never adds as many."""
+"""Maximum number of (node, slot) pairs that one `record` removes to meet the memory limit; it never
+adds as many.
+"""
 _SEARCHED_MAX: Final = 4_096
-"""Maximum number of prompts of an endpoint that `retract` searches for one that it must keep."""
+"""Maximum number of an endpoint's prompts that one `retract` searches for content that it must not
+remove.
+"""
 
 CORRECTION_MAX: Final = 8.0
-"""Largest factor by which corrections change capacity and TTL, up or down. The capacity never
-exceeds the cache size that the engine reported.
+"""Largest factor by which corrections raise or lower the capacity and the TTL of an endpoint. The
+capacity never exceeds the cache size that the engine reported.
 """
 CORRECTION_STEP_MAX: Final = 0.2
-"""Largest relative change of capacity and TTL by one window."""
+"""Largest relative change of an endpoint's capacity and TTL by the correction of one window."""
 ERROR_TOLERATED: Final = 0.02
-"""Share of the prompt tokens below which an error is not corrected."""
+"""Error of the predicted hits, as a share of the prompt tokens, up to which nothing is corrected."""
 CORRECTED_BLOCKS_MAX: Final = 4_096
 """Maximum number of blocks that one correction removes from an endpoint; the next one continues."""
 
 _SINGLE_BITS_MAX: Final = 12
-"""Number of slots up to which writing them one by one is faster than an array of bits."""
+"""Number of slots up to which it is faster to write their depths one by one than through an array
+of bits.
+"""
 
 
 class PrefixIndexSettings(
@@ -120,22 +127,26 @@ class PrefixIndexSettings(
     block_size_tokens: Annotated[int, Meta(ge=1)] = BLOCK_TOKENS_MIN
     """Number of tokens in a block; values below 64 become 64."""
     block_size: Annotated[int, Meta(ge=1)] | None = None
-    """Deprecated name; it applies while `blockSizeTokens` has its default."""
+    """Deprecated name of `blockSizeTokens`; it applies while that one has its default."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 31_250
-    """Maximum number of blocks that an endpoint is assumed to have cached, if the engine reports no
-    size.
+    """Maximum number of blocks that an endpoint is assumed to have cached, if its engine reports no
+    cache size or `autoTune` is off.
     """
     max_prefix_tokens_to_match: Annotated[int, Meta(ge=0)] = 131_072
     """Maximum number of prompt tokens to look up; 0 to use `maxPrefixBlocksToMatch` instead."""
     max_prefix_blocks_to_match: Annotated[int, Meta(ge=0)] = 2_048
     """Maximum number of prompt blocks to look up if the token limit is 0; if both are 0, 65,536."""
     ttl: Duration = Duration(300.0)
-    """Time after its last routing to an endpoint at which a block is forgotten."""
+    """Time since a block's prompt was last sent to an endpoint after which the block is no longer
+    assumed to be cached there.
+    """
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 268_435_456
-    """Estimated memory of the whole index in bytes; above it, the oldest content is dropped first."""
+    """Maximum estimated memory of the whole index in bytes; above it, the oldest content is dropped
+    first.
+    """
     correct_by_engine: bool = False
-    """True if capacity and TTL of each endpoint are corrected by the cache hits that its engine
-    counts.
+    """True if capacity and TTL of each endpoint are corrected when its engine counts fewer or more
+    cache hits than predicted.
     """
 
     def __post_init__(self) -> None:
@@ -143,7 +154,7 @@ class PrefixIndexSettings(
 
     @property
     def block_tokens(self) -> int:
-        """Return the effective number of tokens in a block."""
+        """Return the number of tokens in a block that results from these settings."""
         size = self.block_size_tokens
         if self.block_size is not None and size == BLOCK_TOKENS_MIN:
             size = self.block_size
@@ -151,47 +162,52 @@ class PrefixIndexSettings(
 
     @property
     def blocks_max(self) -> int:
-        """Return the effective maximum number of blocks to look up in a prompt."""
+        """Return the maximum number of blocks of a prompt to look up that results from these
+        settings.
+        """
         limit = self.max_prefix_blocks_to_match or CHAIN_BLOCKS_MAX
         if self.max_prefix_tokens_to_match:
             limit = self.max_prefix_tokens_to_match // self.block_tokens
         return min(limit, CHAIN_BLOCKS_MAX)
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index."""
+        """Return a new, empty prefix index."""
         return PrefixIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply settings, except the block size, to a running index. Return False if the block size
-        differs.
+        """Apply these settings to `index`, which keeps its content. Return False, without a change,
+        if the block size differs.
         """
         return isinstance(index, PrefixIndex) and index.configure(self)
 
 
 class PrefixStatistics(Struct):
-    """Counts since the index was opened. Evictions count (block, endpoint) pairs."""
+    """Counts since the prefix index was opened. Evictions count (block, endpoint) pairs."""
 
     lookups: int = 0
-    """Requests with at least one full block; each counts as one of the three kinds of hits."""
+    """Number of requests with at least one full block; each counts as a full hit, a partial hit or
+    no hit.
+    """
     full_hits: int = 0
-    """Requests for which some endpoint held all full blocks (of each prompt)."""
+    """Number of requests for which some endpoint had all full blocks of each prompt cached."""
     partial_hits: int = 0
     no_hits: int = 0
     evicted_capacity: int = 0
-    """Blocks evicted because more was routed to the endpoint than it can hold."""
+    """Number of blocks evicted because more was sent to the endpoint than it can cache."""
     evicted_ttl: int = 0
     evicted_memory: int = 0
-    """Blocks evicted because the index as a whole was too large."""
+    """Number of blocks evicted because the memory of the index was above its limit."""
     evicted_forgotten: int = 0
-    """Blocks dropped because the endpoint left or restarted."""
+    """Number of blocks dropped because the endpoint left or restarted."""
     retracted: int = 0
-    """Blocks retracted because another endpoint served the request."""
+    """Number of blocks removed again because another endpoint served the request."""
     known_from_peers: int = 0
-    """Prompts recorded here whose deepest block held before was known only from a peer."""
+    """Number of prompts recorded here whose cached part was known only from a peer."""
 
 
 class _Node(Struct, gc=False, eq=False):
-    """A run of blocks, all of which each of `holders` holds.
+    """A node of the prefix tree: a run of consecutive blocks, all of which each slot in `holders`
+    has cached.
 
     It has no reference cycles, as `gc=False` requires, because it points only upwards.
     """
@@ -203,16 +219,16 @@ class _Node(Struct, gc=False, eq=False):
     parent's.
     """
     mask: int
-    """Keys of `holders` as bits."""
+    """Slots in `holders` as the bits of an integer."""
     oldest: Seconds
-    """Lower bound of the values of `holders`."""
+    """Lower bound of the stamps in `holders`."""
     children: int = 0
     learnt: int = 0
-    """Slots, as bits of `mask`, that only a peer has recorded."""
+    """Slots, as bits, for which only a peer has recorded this node."""
 
 
 class _Slot:
-    """The content of one endpoint: its size and its queue of prompts, oldest first."""
+    """The cached blocks of one endpoint, and its queue of prompts, oldest first."""
 
     __slots__ = (
         "blocks",
@@ -239,19 +255,23 @@ class _Slot:
         self.blocks = 0
         self.stamps: deque[Seconds] = deque()
         self.ends: deque[_Node] = deque()
-        """Deepest node of the prompt with the stamp at the same position."""
+        """Deepest node of each prompt in the queue, at the same position as the prompt's stamp in
+        `stamps`.
+        """
         self.live = 0
-        """Number of entries left when stale ones were last removed."""
+        """Number of queue entries that were left when stale ones were last removed."""
         self.queued = False
-        """True if the slot is in the heap of slots by oldest stamp."""
+        """True if the slot is in the heap of slots ordered by their oldest stamp."""
 
     def uncorrected(self) -> None:
-        """Reset all corrections."""
+        """Reset the corrected capacity, TTL and bytes per token to their configured values."""
         self.capacity_factor = 1.0
         self.ttl_factor = 1.0
         self.bytes_per_token = float(BYTES_PER_TOKEN)
         self.capacity_bound = self.ttl_bound = False
-        """True if the capacity, or the TTL, has removed blocks since the last correction."""
+        """True if the capacity, or the TTL, has removed blocks of this slot since the last
+        correction.
+        """
 
 
 class PrefixIndex:
@@ -261,19 +281,21 @@ class PrefixIndex:
     """
 
     def __init__(self, settings: PrefixIndexSettings, *, sweep_holdings_max: int = 4_096) -> None:
-        """Open an empty index. `sweep_holdings_max` limits the runs that one `expire` removes,
-        about 2 µs each.
+        """Open an empty index. `sweep_holdings_max` is the maximum number of (node, slot) pairs
+        that one `expire` removes, which takes about 2 µs each.
         """
         self.block_tokens: Final = settings.block_tokens
         self.statistics: Final = PrefixStatistics()
         self.entries = 0
-        """Number of (block, endpoint) pairs, including expired ones that are not yet removed."""
+        """Number of (block, endpoint) pairs in the index, including expired ones that are not yet
+        removed.
+        """
         self._sweep_holdings_max = sweep_holdings_max
         self._first: dict[bytes, _Node] = {}
         self._slots: list[_Slot] = []
         self._fronts: list[tuple[Seconds, int]] = []
-        """Heap of (lower bound of the slot's oldest stamp, slot), which gives the slot to sweep
-        next.
+        """Heap of (lower bound of a slot's oldest stamp, slot), which gives the slot with the
+        oldest content.
         """
         self._stamp: Seconds = -math.inf
         self._nodes = 0
@@ -288,8 +310,8 @@ class PrefixIndex:
         self.configure(settings)
 
     def configure(self, settings: PrefixIndexSettings) -> bool:
-        """Adopt capacity, TTL, limits and tuning. Return False, without a change, if the block size
-        differs.
+        """Apply capacity, TTL, limits and `autoTune` of `settings`. Return False, without a change,
+        if the block size differs.
 
         A smaller capacity or memory limit takes effect with the next prompts and sweeps.
         """
@@ -309,8 +331,8 @@ class PrefixIndex:
         return True
 
     def limit_memory(self, share: float) -> None:
-        """Limit the index to `share` of `memoryMaxBytes`; the excess is dropped with later prompts
-        and sweeps.
+        """Limit the memory of the index to `share` of `memoryMaxBytes`; the excess is dropped with
+        later prompts and sweeps.
         """
         self._memory_share = share
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
@@ -318,8 +340,8 @@ class PrefixIndex:
     # Look-ups.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the leading full blocks that each slot holds, summed over the prompts of the
-        request.
+        """Return the number of leading full blocks that each slot is estimated to have cached,
+        summed over the prompts of the request.
         """
         chains = self._chains(request)
         size = max(slots, len(self._slots), 1)
@@ -350,11 +372,11 @@ class PrefixIndex:
         return Affinity(matched[:slots], total)
 
     def first_holder(self, request: InferenceRequest, now: Seconds) -> int:
-        """Return the slot to which the known part of the first prompt was first routed, or -1 if
-        none is known.
+        """Return the slot to which the part of the first prompt that is in this index was first
+        sent. Return -1 if no part of it is.
 
         It is the first of the current holders of the deepest node that the prompt reaches, wholly
-        or in part. A peer's routing counts from the time at which it was learnt here.
+        or in part. A peer's decision counts from the time at which this picker received it.
         """
         chains = self._chains(request)
         chain = chains[0] if chains else b""
@@ -374,7 +396,7 @@ class PrefixIndex:
         return next(iter(deepest.holders))
 
     def measures(self) -> IndexMeasures:
-        """Return the measures of `MeasuresItself` for the metrics."""
+        """Return the entries, the memory, the look-ups and the evictions of this index."""
         told = self.statistics
         return IndexMeasures(
             entries=self.entries,
@@ -391,8 +413,8 @@ class PrefixIndex:
 
     @property
     def bytes_estimated(self) -> int:
-        """Return the estimated memory of the index in the process, from measured constants: within
-        20 %.
+        """Return the estimated memory of this index in bytes, from measured constants; the error is
+        below 20 %.
         """
         return (
             self._nodes * _NODE_BYTES
@@ -402,13 +424,13 @@ class PrefixIndex:
         )
 
     def blocks_held(self, slot: int) -> int:
-        """Return the blocks that `slot` is estimated to have, including expired ones that are not
-        yet removed.
+        """Return the number of blocks that `slot` is estimated to have cached, including expired
+        ones that are not yet removed.
         """
         return self._slots[slot].blocks if slot < len(self._slots) else 0
 
     def capacity_blocks(self, slot: int) -> int:
-        """Return the maximum number of blocks of `slot`."""
+        """Return the maximum number of blocks that `slot` is assumed to have cached."""
         if slot < len(self._slots):
             return self._slots[slot].capacity_blocks
         return self._settings.lru_capacity_per_server
@@ -416,9 +438,10 @@ class PrefixIndex:
     # Changes.
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Assume from `now` on that `slot` holds every full block of `request`.
+        """Assume from `now` on that `slot` has every full block of `request` cached.
 
-        Return (stamp before, stamp after, the blocks that the slot held of each prompt).
+        Return (last stamp before this call, last stamp after it, number of blocks of each prompt
+        that the slot had before).
         """
         to = self._slot(slot)
         since = self._stamp
@@ -433,13 +456,13 @@ class PrefixIndex:
 
     @property
     def signature(self) -> str:
-        """Return the signature for `SharedIndex`; chains mean the same for pickers with the same
-        signature.
+        """Return a text that describes the keys of this index. Pickers with equal signatures
+        understand each other's hash chains.
         """
         return f"prefix:{self.block_tokens}:{HASH_SCHEME}"
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """Return the chains that `record` of `request` adds."""
+        """Return the hash chains that `record` of `request` adds to this index."""
         return self._chains(request)
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
@@ -473,7 +496,7 @@ class PrefixIndex:
                 yield number, stamp, (_chain_to(end),)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo what a `record` of `request` added to `slot`.
+        """Undo what `record` of `request` added to `slot`. `recorded` is its result.
 
         Content that the slot had before stays, and so does content that was recorded again since
         then.
@@ -502,8 +525,8 @@ class PrefixIndex:
         self._compare_ttls()
 
     def expire(self, now: Seconds) -> None:
-        """Drop content that was last routed longer ago than the TTL, oldest first, a bounded
-        number.
+        """Remove content that was last sent to its endpoint longer ago than the TTL, oldest first,
+        at most `sweep_holdings_max` (node, slot) pairs.
         """
         floor = self._holdings - self._sweep_holdings_max
         if self._ttls_alike:
@@ -518,8 +541,8 @@ class PrefixIndex:
         self._shrink(self._sweep_holdings_max)
 
     def correct(self, correction: Correction) -> None:
-        """Adapt the limits of an endpoint by the error of its predictions, if `correctByEngine` is
-        set.
+        """Adapt the capacity and the TTL of an endpoint to the error of its predicted cache hits,
+        if `correctByEngine` is set.
         """
         if not self._settings.correct_by_engine:
             return
@@ -549,14 +572,16 @@ class PrefixIndex:
         slot.capacity_bound = False
 
     def stretch(self, slot: int, factor: float) -> None:
-        """Multiply the TTL of content routed to `slot` by `factor` from now on."""
+        """Use `factor` times the configured TTL for the content of `slot` from now on."""
         stretched = self._slot(slot)
         if stretched.ttl_factor != factor:
             stretched.ttl_factor = factor
             self._compare_ttls()
 
     def _uncorrected_capacity_of(self, slot: _Slot) -> int:
-        """Return the capacity in blocks, as the engine reported it or as configured."""
+        """Return the capacity of `slot` in blocks before corrections: the size that its engine
+        reported, or the configured one.
+        """
         if not slot.engine_tokens:
             return self._settings.lru_capacity_per_server
         tokens = int(slot.engine_tokens * slot.bytes_per_token) // BYTES_PER_TOKEN
@@ -566,13 +591,15 @@ class PrefixIndex:
         return max(1, int(self._uncorrected_capacity_of(slot) * slot.capacity_factor))
 
     def _compare_ttls(self) -> None:
-        """Compute the shortest TTL of all endpoints."""
+        """Compute the shortest TTL of all endpoints, and whether all TTLs are equal."""
         factors = {slot.ttl_factor for slot in self._slots} or {1.0}
         self._ttls_alike = len(factors) == 1
         self._ttl_least_s = self._ttl_s * min(factors)
 
     def _expire_each(self, now: Seconds, floor: int) -> None:
-        """Expire endpoints with different TTLs; the next call continues where this one stopped."""
+        """Remove expired content if endpoints have different TTLs; the next call continues at the
+        slot where this one stopped.
+        """
         left = self._sweep_holdings_max
         for _ in range(len(self._slots)):
             slot = self._slots[self._swept % len(self._slots)]
@@ -610,7 +637,9 @@ class PrefixIndex:
         return chains
 
     def _depths(self, path: tuple[tuple[int, int], ...], size: int) -> Ints:
-        """Return the depth of the last node of `path` that each of `size` slots holds."""
+        """Return int64[size]: the number of leading blocks that each slot has cached, by its
+        deepest node in `path`.
+        """
         depths = np.zeros(size, dtype=np.int64)
         deeper = 0
         for mask, depth in reversed(path):
@@ -628,10 +657,10 @@ class PrefixIndex:
         return depths
 
     def _path(self, chain: bytes, now: Seconds) -> tuple[tuple[int, int], ...]:
-        """Return (mask of the slots with a recent stamp, depth in blocks) for each node, from the
-        top.
+        """Return (slots that hold the node with a recent stamp, as bits; depth in blocks) for each
+        node on the path of `chain`, from the root.
 
-        Stamps never increase on the way down, so each mask is part of the one before it.
+        Stamps never increase on the way down, so each mask is a subset of the one before it.
         """
         first = self._first
         node = first.get(chain[:HASH_BYTES])
@@ -695,7 +724,9 @@ class PrefixIndex:
         return slots[number]
 
     def _record_chain(self, chain: bytes, slot: _Slot, now: Seconds) -> int:
-        """Stamp the path of `chain` and add missing nodes. Return the blocks held before."""
+        """Stamp the path of `chain` for `slot` and add missing nodes. Return the number of blocks
+        of the chain that the slot had before.
+        """
         if len(chain) > slot.capacity_blocks * HASH_BYTES:
             chain = chain[: slot.capacity_blocks * HASH_BYTES]
         if not chain:
@@ -738,7 +769,7 @@ class PrefixIndex:
         return held // HASH_BYTES
 
     def _hold(self, node: _Node, slot: _Slot) -> None:
-        """Add `slot`, which holds the parent, to the holders of `node`; the caller sets its stamp."""
+        """Count `slot`, which holds the parent, as a holder of `node`; the caller sets the stamp."""
         blocks = len(node.run) // HASH_BYTES
         node.mask |= 1 << slot.number
         self._holdings += 1
@@ -746,7 +777,9 @@ class PrefixIndex:
         slot.blocks += blocks
 
     def _learn_chain(self, chain: bytes, slot: _Slot, stamp: Seconds) -> None:
-        """Insert a chain that was recorded elsewhere at `stamp`, possibly late or repeated."""
+        """Insert a chain that another picker recorded for `slot` at `stamp`, possibly late or
+        repeated.
+        """
         if len(chain) > slot.capacity_blocks * HASH_BYTES:
             chain = chain[: slot.capacity_blocks * HASH_BYTES]
         if not chain:
@@ -786,7 +819,9 @@ class PrefixIndex:
         self._shrink(_SHRINK_HOLDINGS_MAX)
 
     def _append(self, parent: _Node | None, run: bytes, slot: _Slot, stamp: Seconds) -> _Node:
-        """Insert `run`, which only `slot` holds, below `parent`. Return its node."""
+        """Add a node with `run`, which only `slot` holds, below `parent`, or append the run to the
+        parent. Return the node with the run.
+        """
         blocks = len(run) // HASH_BYTES
         self.entries += blocks
         self._run_blocks += blocks
@@ -811,10 +846,11 @@ class PrefixIndex:
         return node
 
     def _split(self, node: _Node, blocks: int) -> _Node | None:
-        """Cut `node` after `blocks` of its blocks. Return the head; `node` itself becomes the tail.
+        """Divide `node` after its first `blocks` blocks. Return the new upper node; `node` itself
+        becomes the lower one.
 
-        The tail keeps its identity, because queues point to the deepest node of a prompt. Return
-        None, without a change, if the tail's first hash already leads to another node (a hash
+        The lower node keeps its identity, because queues point to the deepest node of a prompt.
+        Return None, without a change, if its first hash already leads to another node (a hash
         collision).
         """
         cut = blocks * HASH_BYTES
@@ -842,7 +878,9 @@ class PrefixIndex:
             self._sweep_stale(slot)
 
     def _enqueue_late(self, slot: _Slot, stamp: Seconds, end: _Node) -> None:
-        """Insert an entry whose stamp may be older than others of `slot`."""
+        """Insert an entry into the queue of `slot` at the position of its stamp, which may be older
+        than others.
+        """
         if not slot.stamps or stamp > slot.stamps[-1]:
             self._enqueue(slot, stamp, end)
             return
@@ -859,7 +897,9 @@ class PrefixIndex:
             self._sweep_stale(slot)
 
     def _sweep_stale(self, slot: _Slot) -> None:
-        """Drop the entries whose nodes carry a newer stamp; the cost is O(1) per recorded prompt."""
+        """Drop the queue entries of `slot` whose nodes carry a newer stamp; the cost is O(1) per
+        recorded prompt.
+        """
         number = slot.number
         live = [
             (stamp, end)
@@ -881,8 +921,8 @@ class PrefixIndex:
             self.statistics.evicted_capacity += self._evict_oldest_of(slot, excess)
 
     def _shrink(self, holdings_max: int) -> None:
-        """Evict the oldest content of all slots until the memory limit is met or `holdings_max` are
-        removed.
+        """Evict the oldest content of all slots until the memory limit is met or `holdings_max`
+        (node, slot) pairs are removed.
         """
         floor = self._holdings - holdings_max
         while self.bytes_estimated > self._memory_max_bytes and self._holdings > floor:
@@ -907,10 +947,10 @@ class PrefixIndex:
         return None
 
     def _evict_oldest_of(self, slot: _Slot, blocks_max: int) -> int:
-        """Evict from `slot`, end first, what only its oldest prompt used. Return the number of
-        blocks.
+        """Evict from `slot` the blocks that only its oldest prompt used, the end of the prompt
+        first. Return the number of evicted blocks.
 
-        At most `blocks_max` blocks are removed; then the entry stays in the queue and points to the
+        At most `blocks_max` blocks are evicted; then the entry stays in the queue and points to the
         rest.
         """
         stamp = slot.stamps[0]
@@ -934,8 +974,8 @@ class PrefixIndex:
         return before - slot.blocks
 
     def _cut(self, node: _Node, slot: _Slot, keep: int) -> _Node | None:
-        """Keep only the first `keep` blocks of `node` for `slot`, and nothing below. Return their
-        node.
+        """Keep the first `keep` blocks of `node` for `slot`, and remove it from the rest. Return
+        the node with these blocks.
 
         Return None if a hash collision prevents the split; `slot` then keeps nothing of the node.
         """
@@ -952,7 +992,7 @@ class PrefixIndex:
         return node
 
     def _release(self, node: _Node, slot: _Slot) -> None:
-        """Remove `slot` from the holders of `node`; it holds nothing below."""
+        """Remove `slot` from the holders of `node`. It must not hold any node below."""
         blocks = len(node.run) // HASH_BYTES
         del node.holders[slot.number]
         node.mask ^= 1 << slot.number
@@ -975,7 +1015,9 @@ class PrefixIndex:
     def _retract_chain(
         self, chain: bytes, slot: _Slot, held: int, since: Seconds, until: Seconds
     ) -> None:
-        """Remove from `slot` what is deeper than `held` blocks and stamped in (since, until]."""
+        """Remove `slot` from the part of `chain` beyond `held` blocks whose stamps are above
+        `since` and at most `until`.
+        """
         path: list[tuple[int, _Node]] = []
         parent = None
         at = 0
@@ -1002,9 +1044,10 @@ class PrefixIndex:
                 self._release(node, slot)
 
     def _holds_below(self, node: _Node, slot: _Slot) -> bool:
-        """Return whether `slot` holds content below `node`, which a peer may have shared late.
+        """Return whether `slot` holds a node below `node`, which a peer may have shared late.
 
-        Return True without a search if there are too many prompts for one turn of the event loop.
+        Return True without a search if `slot` has too many prompts to search in one turn of the
+        event loop.
         """
         if len(slot.ends) > _SEARCHED_MAX:
             return True
@@ -1018,7 +1061,9 @@ class PrefixIndex:
         return False
 
     def _reattach(self, node: _Node, slot: _Slot) -> None:
-        """Set the end of the entry with the stamp of `node` to `node`, unless it ends deeper."""
+        """Let the queue entry with the stamp of `node` end at `node`, unless it already ends at a
+        node with that stamp.
+        """
         stamp = node.holders[slot.number]
         position = _position(slot.stamps, stamp)
         if slot.ends[position].holders.get(slot.number) != stamp:
@@ -1026,7 +1071,7 @@ class PrefixIndex:
 
 
 def _chain_to(end: _Node) -> bytes:
-    """Return the hashes from the first block to the last block of `end`."""
+    """Return the hash chain from the first block of the prompt to the last block of `end`."""
     runs: list[bytes] = []
     node: _Node | None = end
     while node is not None:
@@ -1036,7 +1081,7 @@ def _chain_to(end: _Node) -> bytes:
 
 
 def _unused(stamps: deque[Seconds], stamp: Seconds) -> Seconds:
-    """Return the first time from `stamp` on that is not in the ascending `stamps`."""
+    """Return the earliest time, `stamp` or later, that is not in the ascending `stamps`."""
     if not stamps or stamp > stamps[-1]:
         return stamp
     position = bisect.bisect_left(stamps, stamp)
@@ -1047,7 +1092,9 @@ def _unused(stamps: deque[Seconds], stamp: Seconds) -> Seconds:
 
 
 def _position(stamps: deque[Seconds], stamp: Seconds) -> int:
-    """Return the position of `stamp` in the ascending `stamps`; it is usually near the end."""
+    """Return the position of `stamp` in the ascending `stamps`, searched from the end, where it
+    usually is.
+    """
     position = len(stamps) - 1
     while stamps[position] > stamp:
         position -= 1
@@ -1056,7 +1103,7 @@ def _position(stamps: deque[Seconds], stamp: Seconds) -> int:
 
 
 def _bounded(factor: float) -> float:
-    """Return `factor` limited to the bounds of corrections."""
+    """Return `factor` limited to 1/`CORRECTION_MAX` to `CORRECTION_MAX`."""
     return min(max(factor, 1.0 / CORRECTION_MAX), CORRECTION_MAX)
 
 

@@ -19,7 +19,8 @@ _MATCHED: Final = NUMBERS.index("matched_blocks")
 def numbers_before(
     numbers: Sequence[float], *, prompt_tokens: int, prefill_tokens: float, matched_blocks: int
 ) -> list[float]:
-    """Return the `NUMBERS` of the chosen endpoint as the scorers saw them: without this request.
+    """Return `numbers`, the `NUMBERS` of the chosen endpoint after a decision, as the scorers saw
+    them before it: without the placed request.
 
     The request has `prompt_tokens`, of which `prefill_tokens` were to be computed.
     """
@@ -41,10 +42,12 @@ def rebuilt_candidates(
     prompt_tokens: int,
     adapters: Sequence[AdapterReport | None] = (),
 ) -> Candidates:
-    """Return candidates with the `NUMBERS` in `numbers`, a row for each of `endpoints`.
+    """Return candidates with the values in `numbers`, which has a row in the order of `NUMBERS` for
+    each of `endpoints`.
 
-    `adapters` are their adapter reports; if empty, none was reported. All other values are those of
-    an unknown endpoint: it is not saturated, and the default index is the only one.
+    `adapters` are the adapter reports of the endpoints; if empty, none was reported. All other
+    values are those of an unknown endpoint: it is not saturated, and the default index is the only
+    one.
     """
     columns = Columns()
     matched = np.zeros(len(endpoints), dtype=np.int64)

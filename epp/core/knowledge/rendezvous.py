@@ -23,7 +23,9 @@ _FACTOR_2: Final = np.array(0x94D049BB133111EB, dtype=np.uint64)
 
 
 def identity_hash(name: str) -> int:
-    """Return 64 bits that identify an endpoint by its id, or a session, the same in every process."""
+    """Return a 64-bit hash of an endpoint id or of a session id, which is the same in every
+    process.
+    """
     return xxhash.xxh64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 

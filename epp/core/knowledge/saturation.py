@@ -1,4 +1,6 @@
-"""Saturation of the pool: whether requests must be shed, and which endpoints are too full."""
+"""Saturation of the pool: whether requests must be refused, and which endpoints are too full for
+more.
+"""
 
 from typing import Annotated, ClassVar
 
@@ -15,12 +17,12 @@ from epp.core.types import Seconds
 class UtilizationDetector(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """Drop endpoints that are fuller than 1 + `headroom`; keep all if that would leave none.
+    """Drop endpoints whose utilization is above 1 + `headroom`; keep all if that would leave none.
 
     The utilization of an endpoint is the larger one of its queue and its KV cache, 1.0 at the
     thresholds: max(waiting / `queue_depth_threshold`, KV usage / `kv_cache_util_threshold`).
-    Formula and defaults are the reference picker's. An endpoint counts as full if its metrics are
-    stale or missing, or if its engine refused a request since its last good scrape.
+    Formula and defaults are the reference picker's. An endpoint counts as full (1.0) if its metrics
+    are stale or missing, or if its engine refused a request since its last good scrape.
     """
 
     type_name: ClassVar[str] = "utilization-detector"
@@ -47,7 +49,9 @@ class UtilizationDetector(
         return float(self.metrics_staleness_threshold)
 
     def utilization(self, candidates: Candidates) -> Floats:
-        """Return float64[n]: 1.0 at a threshold, more beyond it."""
+        """Return float64[n]: the utilization of each candidate, 1.0 if its queue or its KV cache is
+        at the threshold, more above it.
+        """
         queue = candidates.waiting_requests / self.queue_depth_threshold
         cache = candidates.kv_cache_usage / self.kv_cache_util_threshold
         worse: Floats = np.fmax(queue, cache)
@@ -60,7 +64,7 @@ class UtilizationDetector(
         return worse
 
     def saturation(self, candidates: Candidates) -> float:
-        """Return the mean utilization of the pool; 1.0 for an empty pool."""
+        """Return the mean utilization of the candidates; 1.0 if there are none."""
         return float(self.utilization(candidates).mean()) if len(candidates) else 1.0
 
     def keep(self, request: InferenceRequest, candidates: Candidates) -> Bools:

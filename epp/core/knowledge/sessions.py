@@ -6,27 +6,34 @@ from typing import Final
 from epp.core.knowledge.rendezvous import identity_hash
 
 SESSIONS_MAX: Final = 4_096
-"""Maximum number of remembered sessions; beyond it, those that were unused for longest are dropped."""
+"""Maximum number of remembered sessions; above it, those that sent no request for longest are
+dropped.
+"""
 LOOKED_AT: Final = 64
-"""Number of recent requests that decide."""
+"""Number of recent requests with a session that decide whether sessions are expected to return."""
 RETURNED_MIN: Final = 1 / 8
-"""Share of these requests that must name a known session. If each session has a second turn and
-four pickers share the turns by chance, one of four second turns returns to the same picker. That is
-one of eight requests.
+"""Minimum share of the last `LOOKED_AT` requests that must name a known session.
+
+If each session has a second turn and four pickers share the turns by chance, one of four second
+turns returns to the same picker. That is one of eight requests.
 """
 
 
 class SessionReturns:
-    """The sessions seen by one picker, which sees only some of their turns if there are others."""
+    """The sessions that this picker saw. It sees only some of a session's turns if there are other
+    pickers.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, None] = OrderedDict()
         self._returned: deque[bool] = deque(maxlen=LOOKED_AT)
         self.expected = False
-        """True if a named session is expected to return; False before any request."""
+        """True if a request with a session is expected to be followed by more of that session;
+        False before any request.
+        """
 
     def note(self, session: str) -> None:
-        """Record that a request named `session`."""
+        """Record that a request named `session`, and update `expected`."""
         key = identity_hash(session)
         returned = key in self._known
         self._known[key] = None

@@ -1,1 +1,3 @@
-"""KV-cache events of engines: decoding, streams with gaps, and translation into our own keys."""
+"""KV-cache events of engines: decoding, event streams with gaps, and translation into the picker's
+own keys.
+"""

@@ -39,9 +39,9 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, step_tokens_of, token_seed
 
 FLOATING_RUNS_MAX: Final = 4_096
 FLOATING_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Maximum size of the tokens of runs with an unknown parent: a million tokens."""
+"""Maximum size in bytes of the tokens of all runs with an unknown parent: a million tokens."""
 FLOATING_BLOCKS_MAX: Final = 65_536
-"""Maximum number of blocks in these runs, which may have one token each."""
+"""Maximum number of blocks in all runs with an unknown parent; a block may have one token."""
 TIERS_MAX: Final = 8
 GROUPS_MAX: Final = 16
 ADAPTERS_MAX: Final = 4_096
@@ -49,20 +49,20 @@ ADAPTERS_MAX: Final = 4_096
 LOOKS_BACK_TO_THE_START: Final = frozenset(
     {"", "full_attention", "mla_attention", "sink_full_attention"}
 )
-"""Kinds of groups for which a prompt needs every block."""
+"""Kinds of block groups (of hybrid models) for which the engine needs every block of a prompt."""
 _LOOKS_BACK_A_WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"})
 _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _END_BYTES: Final = 10
-"""Size of an end before the tokens of a tail."""
+"""Size in bytes of the end that a tail begins with, before the tokens."""
 _TAIL_TOKENS_MAX: Final = 48
-"""Number of tokens of a step whose tail takes about as much memory as a block with its key."""
+"""Number of tokens whose bytes take about as much memory as a block with its key."""
 
 
 class Changed(Struct, gc=False):
-    """Keys of one tier that were stored or removed."""
+    """Keys of one tier that an engine stored (`held` is True) or removed."""
 
     held: bool
     tier: str
@@ -70,65 +70,75 @@ class Changed(Struct, gc=False):
 
 
 class MirrorCounts(Struct):
-    """The numbers of the engine's blocks since the mirror was made, by result."""
+    """The numbers of an engine's blocks that were stored, removed or ignored since the mirror was
+    made.
+    """
 
     stored: int = 0
     removed: int = 0
     orphans: int = 0
-    """Blocks with an unknown parent; some may have found it since."""
+    """Number of blocks with an unknown parent; the parents of some may have come since."""
     unknown: int = 0
-    """Removed blocks that were not known to be stored."""
+    """Number of removed blocks that were not known to be stored."""
     skipped: int = 0
-    """Ignored blocks: not local, hashes without tokens, or above the memory limit."""
+    """Number of ignored blocks: not local, hashes without tokens, or above the memory limit."""
 
 
 class _Start(Struct, frozen=True, gc=False):
-    """The beginning of a run."""
+    """The position in a chain of hashes at which a run of blocks begins."""
 
     key: int
-    """Hash of the last step, or the seed of the chain; with the media that begin after it."""
+    """Hash of the last step before the run, or the seed of the chain, combined with the media that
+    begin after it.
+    """
     steps: int
-    """Number of steps since the last of our keys."""
+    """Number of steps since the last key of this picker."""
     rest: bytes = b""
-    """Tokens after the last step."""
+    """Tokens between the last step and the run, as bytes."""
 
 
 class _Floating(Struct, gc=False):
-    """A run whose parent is unknown."""
+    """A run of blocks that cannot be attached, because its parent is unknown."""
 
     stored: Stored
     count: int
-    """Number of its leading blocks that are still cached."""
+    """Number of leading blocks of the run that are still cached."""
 
 
 class _Tier:
-    """The blocks of one tier, by the engine's hashes."""
+    """The blocks of one tier, by the engine's hashes. A key stands for one block of the picker's
+    index.
+    """
 
     __slots__ = ("blocks", "copies", "more", "more_keys", "tails")
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        """End of each block: the key of ours with which it ends, as the very object of the index.
-        If the block ends inside one of ours, it is a value of `_end` below 0.
+        """End of each block, by the engine's hash. It is the key of the index's block that ends
+        there, as the very object of the index. If none ends there, it is a value of `_end` below 0.
         """
         self.tails: dict[int, bytes] = {}
-        """Tail of each block that ends inside a step: the end before that step, and the tokens
+        """Tail of each block that ends inside a step: the `_end` before that step, then the tokens
         after it.
         """
         self.more: dict[int, tuple[int, ...]] = {}
-        """Keys of ours that end within a block."""
+        """Keys of the index's blocks that end within a block of the engine but not at its end, by
+        the engine's hash.
+        """
         self.more_keys = 0
-        """Number of keys in `more`."""
+        """Total number of keys in the tuples of `more`."""
         self.copies: dict[int, int] = {}
-        """Number of copies of each block that is stored more than once."""
+        """Number of copies of each block that the engine stored more than once, by the engine's
+        hash.
+        """
 
     def __len__(self) -> int:
         return len(self.blocks) + len(self.tails)
 
 
 class _Group:
-    """A group other than the first that needs every block: its cached blocks, and the blocks that
-    it needs.
+    """A group of a hybrid model, other than the first that needs every block: its cached blocks,
+    and the number of blocks that it needs.
     """
 
     __slots__ = ("held", "kind", "window")
@@ -136,12 +146,14 @@ class _Group:
     def __init__(self, kind: str, window: int) -> None:
         self.kind = kind
         self.window = window
-        """Number of tokens that the group looks back; 0 if not reported."""
+        """Number of tokens that the group looks back from the end of a prompt; 0 if not reported."""
         self.held: dict[int, int] = {}
-        """Number of copies of each block, by the engine's hash."""
+        """Number of cached copies of each block, by the engine's hash."""
 
     def blocks_needed(self, blocks: int, block_tokens: int) -> int:
-        """Return how many of the last `blocks` blocks of a prompt must be cached."""
+        """Return how many of the last `blocks` blocks of a prompt must be cached to continue after
+        them.
+        """
         if self.kind in _LOOKS_BACK_ONE:
             return min(1, blocks)
         if self.kind in _LOOKS_BACK_A_WINDOW and self.window:
@@ -150,24 +162,28 @@ class _Group:
 
 
 class Mirror:
-    """The cached blocks of one rank."""
+    """The cached blocks of one rank, translated from the engine's hashes into the picker's own
+    keys.
+    """
 
     def __init__(self, block_tokens: int) -> None:
-        """Create an empty mirror; `block_tokens` is the size of our blocks."""
+        """Create an empty mirror; `block_tokens` is the number of tokens in a block of the picker's
+        index.
+        """
         self.block_tokens: Final = block_tokens
         self.step_tokens: Final = step_tokens_of(block_tokens)
         self.counts = MirrorCounts()
         self.engine_block_tokens = 0
-        """Largest number of tokens in a block of the engine."""
+        """Number of tokens in the largest block of the engine; 0 before any event."""
         self.adapters: set[str] = set()
-        """Names of LoRA adapters in the events."""
+        """Names of LoRA adapters that appeared in events."""
         self.counting = True
-        """True if copies are counted; False if a removal counts for all copies."""
+        """True if the copies of each block are counted; False if a removal counts for all copies."""
         self.cut = False
-        """True if some cached blocks are not kept here for lack of memory."""
+        """True if some cached blocks are missing in the mirror for lack of memory."""
         self.tiers: dict[str, _Tier] = {DEVICE: _Tier()}
         self.groups: dict[int, _Group] = {}
-        """Groups other than the first that needs every block."""
+        """Groups of a hybrid model by number, other than the first that needs every block."""
         self._first_group: int | None = None
         self._named: dict[int, int] = {}
         """Engine's hash of the block that ends with each step, by hash of the step; kept only if
@@ -175,27 +191,29 @@ class Mirror:
         """
         self._steps_per_block: Final = block_tokens // self.step_tokens
         self._inside: Final = [-(steps << _KEY_BITS) for steps in range(self._steps_per_block)]
-        """Offsets by number of steps after a key; the offset minus the hash of a step is the `_end`
-        there.
+        """Offset for each number of steps after a key. The offset minus the hash of a step is the
+        `_end` of a block that ends there.
         """
         self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
-        """Number of blocks for which a block with a tail counts, by the memory of its tokens."""
+        """Number of blocks that a block with a tail counts as, because of the memory of its tokens."""
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
-        """Runs by their unknown parent, oldest first."""
+        """Runs with an unknown parent, by the hash of the parent, oldest first."""
         self._floating_at: dict[int, _Floating] = {}
-        """Run of each floating block, by the engine's hash."""
+        """Run with an unknown parent that contains a block, by the engine's hash of the block."""
         self._floating_bytes = 0
         self.floating_runs = 0
-        """Number of runs with an unknown parent."""
+        """Number of runs whose parent is unknown."""
 
     def __len__(self) -> int:
-        """Return the number of kept blocks of all tiers and groups; a tail counts as `tail_blocks`."""
+        """Return the number of stored blocks of all tiers and groups; a block with a tail counts as
+        `tail_blocks`.
+        """
         return self._taken(self.tail_blocks)
 
     @property
     def rows(self) -> int:
-        """Return the number of rows for the memory plan; a block with a tail takes one more, for
-        its tokens.
+        """Return the number of rows from which the mirror's memory is estimated; a block with a
+        tail takes more than one, for its tokens.
         """
         return self._taken(2 * self.tail_blocks)
 
@@ -210,29 +228,32 @@ class Mirror:
 
     @property
     def numbers(self) -> int:
-        """Return the number of integers kept for ends and keys; a list of keys counts as two."""
+        """Return the number of integers that are stored for ends and keys, from which memory is
+        estimated; a list of keys counts as two.
+        """
         return sum(
             len(tier.blocks) + 2 * len(tier.more) + tier.more_keys for tier in self.tiers.values()
         )
 
     @property
     def copies(self) -> int:
-        """Return the number of blocks on the device, with every copy."""
+        """Return the number of blocks that the engine has on the device; each copy counts."""
         device = self.tiers[DEVICE]
         return len(device) + sum(device.copies.values()) - len(device.copies)
 
     def unbalanced(self, blocks_total: int) -> bool:
-        """Return whether more blocks are stored than the device has, so that the events do not
-        balance.
+        """Return whether the events stored more blocks than fit into the device's `blocks_total`,
+        so that its stores and removals contradict each other.
         """
         return self.counting and self.copies > max(0, blocks_total - 1)
 
     # Events.
 
     def store(self, stored: Stored, changes: list[Changed], room: int) -> Fault | None:
-        """Apply the store of a run of blocks; our keys that become cached are added to `changes`.
+        """Apply the store of a run of blocks. Keys of the picker that become cached are added to
+        `changes`. Return a fault if the run is unusable.
 
-        `room` limits the growth of `len`; blocks beyond it are not kept.
+        `room` limits the growth of `len`; blocks beyond it are not stored.
         """
         if not stored.local:
             self.counts.skipped += len(stored.hashes)
@@ -257,7 +278,7 @@ class Mirror:
         return None
 
     def _store_tokens(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Apply a run, and the runs that waited for it."""
+        """Apply a run of blocks with their tokens, and the runs that waited for it as their parent."""
         if stored.adapter and len(self.adapters) < ADAPTERS_MAX:
             self.adapters.add(stored.adapter)
         runs = [stored]
@@ -277,8 +298,8 @@ class Mirror:
                     runs += [self._attached(waiting) for waiting in self._floating.pop(block, ())]
 
     def remove(self, removed: Removed, changes: list[Changed]) -> None:
-        """Apply the removal of blocks, or of one copy of each; our keys that are removed are added
-        to `changes`.
+        """Apply the removal of blocks, or of one copy of each. Keys of the picker that are no
+        longer cached are added to `changes`.
         """
         if not removed.local:
             return
@@ -311,7 +332,9 @@ class Mirror:
             changes.append(Changed(False, removed.tier, gone))
 
     def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
-        """Remove blocks in the usual case, in which a block is in one table and nowhere else."""
+        """Remove blocks in the usual case, in which each block has at most one key and one copy.
+        Removed keys are added to `gone`.
+        """
         blocks, tails = tier.blocks, tier.tails
         before = len(blocks) + len(tails)
         for block in removed.hashes:
@@ -328,7 +351,9 @@ class Mirror:
         self.counts.removed += before - len(blocks) - len(tails)
 
     def adopt(self, changes: Iterable[Changed]) -> None:
-        """Store and remove keys of blocks with unknown names; each key names its own block."""
+        """Apply changes of keys whose engine hashes are unknown; each key then stands for the hash
+        of its own block.
+        """
         for changed in changes:
             tier = self.tiers.setdefault(changed.tier, _Tier())
             if changed.held:
@@ -338,8 +363,10 @@ class Mirror:
                     tier.blocks.pop(key, None)
 
     def give_up(self, blocks: int, changes: list[Changed]) -> int:
-        """Drop `blocks` blocks as counted by `len`, the last stored first, tails first. Return how
-        many were dropped.
+        """Drop at least `blocks` blocks, as counted by `len`: blocks with tails first, and the last
+        stored first. Return how many were dropped.
+
+        Removed keys are added to `changes`.
         """
         self.cut = True
         given = 0
@@ -366,10 +393,10 @@ class Mirror:
         return given
 
     def supported(self, steps: Sequence[int], blocks: int) -> int:
-        """Return how many of `blocks` cached blocks of ours a prompt can use if it needs all
-        groups.
+        """Return how many of `blocks` cached blocks of the index a prompt can use, because every
+        group has what it needs there.
 
-        `steps` is the chain of the prompt in steps.
+        `steps` are the hashes of the prompt's steps.
         """
         size, odd = divmod(self.engine_block_tokens, self.step_tokens)
         if not self.groups:
@@ -394,7 +421,7 @@ class Mirror:
     # Chains.
 
     def _start_of(self, stored: Stored) -> _Start | None:
-        """Return the beginning of the run, or None if its parent is unknown."""
+        """Return the position in a chain at which the run begins, or None if its parent is unknown."""
         parent = stored.parent
         if parent is None:
             salt = stored.extras[0].salt if stored.extras else ""
@@ -410,7 +437,9 @@ class Mirror:
         return None
 
     def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
-        """Store each block of the run, which begins at `start`. Return the new keys."""
+        """Store each block of the run, which begins at `start`. Return the keys of the picker that
+        are new.
+        """
         size = stored.block_tokens
         self.engine_block_tokens = max(self.engine_block_tokens, size)
         steps, odd = divmod(size, self.step_tokens)
@@ -425,7 +454,9 @@ class Mirror:
     def _follow_even(
         self, stored: Stored, start: _Start, tier: _Tier, steps: int, new: list[int]
     ) -> None:
-        """Follow a run in which several engine blocks make up one of ours, with room for all."""
+        """Store the blocks of a run whose block size divides that of the index. There must be room
+        for all. New keys are added to `new`.
+        """
         chain = chained(stored.tokens, start.key, self.step_tokens * TOKEN_BYTES)
         hashes = chain[steps - 1 :: steps] if steps > 1 else chain
         blocks = tier.blocks
@@ -450,7 +481,9 @@ class Mirror:
     def _follow_odd(
         self, stored: Stored, start: _Start, tier: _Tier, room: int, new: list[int]
     ) -> None:
-        """Follow a run of blocks that do not divide ours, or that have more than tokens."""
+        """Store the blocks of a run whose size does not divide that of the index, or that have
+        media, a salt or tails. New keys are added to `new`.
+        """
         step_bytes = self.step_tokens * TOKEN_BYTES
         block_bytes = stored.block_tokens * TOKEN_BYTES
         end = len(start.rest)
@@ -498,7 +531,7 @@ class Mirror:
         self.counts.stored += kept
 
     def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Store blocks without tokens if another tier knows them."""
+        """Store blocks that come without tokens, if another tier knows them; skip the others."""
         keys: list[int] = []
         for block in stored.hashes:
             if block in tier.blocks or block in tier.tails:
@@ -533,14 +566,14 @@ class Mirror:
             tier.copies[block] = tier.copies.get(block, 1) + 1
 
     def _one_less(self, block: int, tier: _Tier) -> bool:
-        """Return whether a copy of `block` is left."""
+        """Remove one copy of `block`. Return whether another copy is left."""
         count = tier.copies.pop(block, 1) - 1
         if count > 1:
             tier.copies[block] = count
         return count > 0
 
     def _drop(self, block: int, tier: _Tier, gone: list[int]) -> bool:
-        """Remove `block`. Return False if it was unknown."""
+        """Remove `block`, and add its keys to `gone`. Return False if the block was unknown."""
         end = tier.blocks.pop(block, None)
         if end is not None:
             self._ended(block, end, tier, gone)
@@ -551,13 +584,15 @@ class Mirror:
         return True
 
     def _ended(self, block: int, end: int, tier: _Tier, gone: list[int]) -> None:
-        """Complete the removal of `block`, which has no tail."""
+        """Complete the removal of `block`, which ended at `end` and had no tail."""
         if end >= 0:
             gone.append(end)
         self._dropped(block, end, tier, gone)
 
     def _dropped(self, block: int, end: int | None, tier: _Tier, gone: list[int]) -> None:
-        """Remove the data kept for `block` outside its row; `end` is None for a block with a tail."""
+        """Remove the data stored for `block` beside its entry in the table; `end` is None for a
+        block with a tail.
+        """
         if tier.copies:
             tier.copies.pop(block, None)
         if tier.more:
@@ -590,7 +625,9 @@ class Mirror:
                 self._attached(gone)
 
     def _attached(self, run: _Floating) -> Stored:
-        """Return the rest of a run that no longer floats."""
+        """Remove a run from those with an unknown parent, and return the part of it that is still
+        cached.
+        """
         stored = run.stored
         self._floating_bytes -= len(stored.tokens)
         self.floating_runs -= 1
@@ -612,7 +649,9 @@ class Mirror:
         )
 
     def _cut_floating(self, block: int) -> None:
-        """Drop the blocks of a run from `block` on, because nothing can be attached to them."""
+        """Drop `block` and the later blocks of its run, whose parent is unknown, because nothing
+        can be attached to them.
+        """
         run = self._floating_at[block]
         gone = None
         # Blocks are dropped from the end, so that each is dropped once, in any order of removal.
@@ -657,20 +696,20 @@ class Mirror:
                 group.held.pop(block, None)
 
     def _name_all(self) -> None:
-        """Start to record which engine block ends at which step."""
+        """Begin to record which engine block ends at which step, for all stored blocks."""
         for tier in self.tiers.values():
             self._named.update((_step_of(end)[0], block) for block, end in tier.blocks.items())
 
 
 def _end(step: int, steps: int) -> int:
-    """Return the end of a block whose last hash is `step`, `steps` after the last of our keys; a
-    key itself if 0.
+    """Return one integer for the end of a block: `step` is its last hash, `steps` the number of
+    steps since the last key of the picker. It is the key itself if `steps` is 0, else below 0.
     """
     return -(steps << _KEY_BITS | step) if steps else step
 
 
 def _step_of(end: int) -> tuple[int, int]:
-    """Return the arguments from which `_end` made `end`."""
+    """Return the (step, steps) from which `_end` made `end`."""
     return (end, 0) if end >= 0 else (-end & _KEY_MASK, -end >> _KEY_BITS)
 
 
@@ -690,7 +729,9 @@ def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tupl
 def _chain(
     tokens: bytes, seed: int, step_bytes: int, begins: dict[int, list[tuple[int, str]]]
 ) -> list[int]:
-    """Return `seed`, and the hash of each whole step after it."""
+    """Return a list of `seed` and the chained hash of each whole step of `tokens`, with the media
+    in `begins`.
+    """
     steps = len(tokens) // step_bytes
     keys = [seed]
     if not begins:

@@ -27,11 +27,11 @@ BLOCKS_MAX: Final = 65_536
 EVENTS_MAX: Final = 65_536
 TIER_CHARACTERS_MAX: Final = 32
 NAME_CHARACTERS_MAX: Final = 256
-"""Maximum length of names of adapters, salts, media and kinds of groups; blocks with longer ones
-are unknown.
+"""Maximum length in characters of names of adapters, salts, media and kinds of groups; a block with
+a longer one is not stored.
 """
 DEVICE: Final = "gpu"
-"""Tier of a block without a reported tier."""
+"""Tier to which a block belongs if its event reports none."""
 GROUP_MAX: Final = 255
 _HASH_MASK: Final = 2**64 - 1
 
@@ -44,19 +44,19 @@ class Fault(StrEnum):
     """The payload is not msgpack, or not a time, a list of events and a rank."""
     TOO_MANY = "too many blocks"
     REMOVAL = "unreadable removal"
-    """An unreadable removal; its blocks are still recorded as cached."""
+    """A removal is unreadable, so its blocks are still recorded as cached."""
     CLEARING = "unreadable clearing"
     STORE = "unreadable store"
-    """An invalid hash, id or size in a store."""
+    """A store of blocks has an invalid hash, id or size."""
     NOT_DENSE = "not dense"
-    """A store with some of the blocks but the tokens of all, as groups with a window send it."""
+    """A store has only some of the blocks but the tokens of all, as groups with a window send it."""
     UNKNOWN_TYPE = "unknown type"
     KEYS = "unknown keys"
-    """A store whose blocks depend on more than their tokens, in a way that is not readable."""
+    """A store has blocks that depend on more than their tokens, in a way that is not readable."""
 
     @property
     def may_hide_a_removal(self) -> bool:
-        """Return whether blocks that are still recorded may have been removed."""
+        """Return whether the lost event may have removed blocks that are still recorded as cached."""
         return self in _HIDES
 
 
@@ -66,75 +66,81 @@ _HIDES: Final = frozenset(
 
 
 class BlockExtra(Struct, frozen=True, gc=False):
-    """The properties of a block apart from its tokens."""
+    """The properties of a block that affect its hash, apart from its tokens."""
 
     media: tuple[tuple[str, int], ...] = ()
-    """Media that begin in the block, in order: identifier, and position of their first token in the
-    block.
+    """Media that begin in the block, in order, as (identifier, position of the first token in the
+    block).
     """
     salt: str = ""
 
 
 class Stored(Struct, frozen=True, gc=False):
-    """A run of consecutive blocks was stored."""
+    """An event: the engine stored a run of consecutive blocks of one prompt."""
 
     hashes: list[int]
-    """Engine's hashes, 64 bits each."""
+    """Engine's hashes of the blocks, 64 bits each."""
     parent: int | None = None
-    """Hash of the block before the first, or None if the run starts a prompt."""
+    """Engine's hash of the block before the first, or None if the run starts a prompt."""
     tokens: bytes = b""
-    """Token ids of all blocks, 4 little-endian bytes each; b"" if only hashes were reported."""
+    """Token ids of all blocks of the run, 4 little-endian bytes each; b"" if only hashes were
+    reported.
+    """
     block_tokens: int = 0
     tier: str = DEVICE
-    """Name of the tier in lower case."""
+    """Name of the tier that has the blocks, in lower case."""
     adapter: str = ""
     extras: tuple[BlockExtra, ...] = ()
-    """Extra properties of each block; () if none has any."""
+    """Properties of each block apart from its tokens; () if no block has any."""
     group: int = 0
     kind: str = ""
-    """Kind of the group; "" if not reported."""
+    """Kind of the group of a hybrid model; "" if not reported."""
     window: int = 0
-    """Number of tokens that the group looks back, if it does not look back to the start."""
+    """Number of tokens that the group looks back; 0 if it looks back to the start or does not
+    report it.
+    """
     sparse: bool = False
-    """True if the group keeps only some blocks; `tokens` would not belong to `hashes`, and are
-    dropped.
+    """True if the group keeps only some of the blocks. `tokens` is then empty, because the tokens
+    would not belong to `hashes`.
     """
     local: bool = True
-    """False if the blocks are stored elsewhere, from where any endpoint can load them."""
+    """False if the blocks are in a shared store, from where any endpoint can load them."""
 
 
 class Removed(Struct, frozen=True, gc=False):
-    """Blocks were removed, or one copy of each."""
+    """An event: the engine removed blocks, or one copy of each."""
 
     hashes: list[int]
     tier: str = DEVICE
     group: int = 0
     copies_left: list[int] | None = None
-    """Remaining copies of each block, or None if the engine does not count them."""
+    """Number of copies of each block that are left, or None if the engine does not count them."""
     local: bool = True
 
 
 class Cleared(Struct, frozen=True, gc=False):
-    """All blocks of the rank were removed."""
+    """An event: the engine removed all blocks of the rank."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """The events of one payload, in order."""
+    """The events of one payload, in the engine's order, and the faults of those that were
+    unreadable.
+    """
 
     events: tuple[Event, ...] = ()
     blocks: int = 0
-    """Number of blocks of all events."""
+    """Number of blocks in all events of the payload."""
     faults: tuple[Fault, ...] = ()
     at_s: float = 0.0
-    """Time by the engine's clock, since 1970."""
+    """Time of the payload by the engine's clock, in seconds since 1970."""
     rank: int = 0
 
     @property
     def broken(self) -> bool:
-        """Return whether blocks that are still recorded may have been removed."""
+        """Return whether a lost event may have removed blocks that are still recorded as cached."""
         return any(fault.may_hide_a_removal for fault in self.faults)
 
 
@@ -226,7 +232,9 @@ _UNREADABLE: Final = (
     RecursionError,
     MemoryError,
 )
-"""Errors of decoding and converting an engine's data, including deep nesting."""
+"""Exceptions that decoding and converting an engine's data can raise, including those of deep
+nesting.
+"""
 
 _FAULT_OF: Final = {
     "BlockStored": Fault.STORE,
@@ -242,7 +250,7 @@ _ARRAY32: Final = 0xDD
 _NUMBER_BYTES: Final = {
     0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,
 }  # fmt: skip
-"""Size of a number by its first byte; any other byte is a number itself."""
+"""Size in bytes of a msgpack number by its first byte; other first bytes are a number of one byte."""
 
 # A full engine removes a block for each that it stores, one per event, and vLLM writes these
 # removals first. Their hashes are cut out directly, in a tenth of the time of decoding them.
@@ -256,20 +264,20 @@ _USUAL_REMOVAL: Final = _RemovedMap([], medium="GPU", group_idx=0)
 _ARRAY32_HEAD: Final = bytes([_ARRAY32])
 _ARRAY_OF_3: Final = b"\x93"
 _SMALL_INTEGERS: Final = 0x80
-"""Upper bound of bytes that are small integers."""
+"""Upper bound, exclusive, of the bytes that msgpack uses for one-byte integers."""
 
 
 def rank_in(payload: bytes) -> int | None:
-    """Return the rank in `payload`, read from its last byte alone.
+    """Return the data-parallel rank in `payload`, read from its last byte alone.
 
-    Return None if there is no rank, or none below 128.
+    Return None if the payload has no rank, or one of 128 or more.
     """
     rank = payload[-1] if payload[:1] == _ARRAY_OF_3 else _SMALL_INTEGERS
     return rank if rank < _SMALL_INTEGERS else None
 
 
 def read_payload(payload: bytes) -> Batch:
-    """Return the events of `payload`, in order, and its faults."""
+    """Return the events of `payload`, in order, and the faults of its unreadable parts."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         return Batch(faults=(Fault.TOO_LARGE,))
     try:
@@ -317,8 +325,8 @@ def read_payload(payload: bytes) -> Batch:
 
 
 def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[list[Event], int]:
-    """Return the events from `read`, and their number of blocks. `removed` are usual removals
-    before them.
+    """Return the events in `read`, and the number of their blocks. `removed` are hashes of removals
+    that came before them. Faults are added to `faults`.
     """
     events: list[Event] = []
     run: Any = None
@@ -349,8 +357,8 @@ def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[li
 
 
 def _goes_on(run: Any, other: Any) -> bool:
-    """Return whether `other`, of the same class as `run`, is the same removal except for the
-    hashes.
+    """Return whether `other`, which has the class of `run`, is a removal that differs from `run`
+    only in its hashes.
     """
     if not isinstance(run, _Removed):
         return False
@@ -364,7 +372,7 @@ def _plain(read: Any) -> bool:
 
 
 def _first_of(payload: bytes, at: int) -> tuple[int, int]:
-    """Return the position of the first item of the list at `at`, and the number of items.
+    """Return the position of the first item of the msgpack list at `at`, and the number of items.
 
     Raises `ValueError` if there is no list, and `IndexError` at the end of the payload.
     """
@@ -379,8 +387,8 @@ def _first_of(payload: bytes, at: int) -> tuple[int, int]:
 
 
 def _one_by_one(raw: Raw, faults: list[Fault]) -> list[Any]:
-    """Return the events of a payload that cannot be decoded as a whole; unreadable ones are added
-    to `faults`.
+    """Return the readable events of a payload that cannot be decoded as a whole. The fault of each
+    other event is added to `faults`.
     """
     read: list[Any] = []
     try:
@@ -399,7 +407,7 @@ def _one_by_one(raw: Raw, faults: list[Fault]) -> list[Any]:
 
 
 def _why(event: memoryview) -> Fault:
-    """Return the fault for an unreadable event."""
+    """Return the kind of fault of an event that cannot be decoded."""
     try:
         found: Any = msgspec.msgpack.decode(event)
     except _UNREADABLE:
@@ -493,7 +501,9 @@ def _removed(read: _Removed) -> Removed | Fault:
 
 
 def _hashes(told: list[_Hash]) -> list[int]:
-    """Return `told` itself if it already has the result's form, as in nearly all cases."""
+    """Return the hashes in `told` as integers from 0 to 2**64 - 1; `told` itself if it consists of
+    such, as in nearly all cases.
+    """
     numbers: Any = told
     try:
         as_they_are = min(numbers, default=0) >= 0
@@ -504,7 +514,9 @@ def _hashes(told: list[_Hash]) -> list[int]:
 
 
 def _hash(told: _Hash) -> int:
-    """Return the low 64 bits."""
+    """Return an engine's hash as its low 64 bits. Raises `ValueError` for a digest of another
+    length than 8 to 64 bytes.
+    """
     if isinstance(told, int):
         return told & _HASH_MASK
     if not 8 <= len(told) <= 64:
@@ -513,7 +525,7 @@ def _hash(told: _Hash) -> int:
 
 
 def _ids(told: Sequence[int]) -> bytes:
-    """Return 4 little-endian bytes for each id. Raises `OverflowError` for an invalid id."""
+    """Return 4 little-endian bytes for each token id. Raises `OverflowError` for an invalid id."""
     words = array("I", told)
     if sys.byteorder == "big":
         words.byteswap()
@@ -521,7 +533,9 @@ def _ids(told: Sequence[int]) -> bytes:
 
 
 def _tier(medium: str | None) -> str | None:
-    """Return the tier in lower case, the device for "" and None; None for a name that is too long."""
+    """Return the tier that `medium` names, in lower case. It is the device for "" and None. Return
+    None if the name is too long.
+    """
     if medium == "GPU":
         return DEVICE
     if not medium:
@@ -532,7 +546,8 @@ def _tier(medium: str | None) -> str | None:
 def _extras(
     told: list[Any], adapter: str, block_tokens: int, *, starts: bool
 ) -> tuple[BlockExtra, ...] | None:
-    """Return the extra properties of each block, or None if their meaning is unknown.
+    """Return the properties of each block apart from its tokens, or None if their meaning is
+    unknown.
 
     The keys have no tags. The adapter's name comes first, then media as (identifier, offset from
     the start of the block). Then follow the salt, only in a first block, and the digest of

@@ -31,93 +31,103 @@ from msgspec import Struct
 from epp.core.types import Seconds
 
 HELD_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Maximum size of live frames buffered during a replay; beyond it, all are dropped."""
+"""Maximum size in bytes of live frames that are buffered during a replay; if they exceed it, all
+are dropped.
+"""
 REPLAYED_BYTES_MAX: Final = 128 * 1024 * 1024
-"""Maximum size of one replay: 10,000 frames have 5 to 60 MB. The rest is requested in the next
-replay.
+"""Maximum size in bytes of one replay: 10,000 frames have 5 to 60 MB. The rest is requested in the
+next replay.
 """
 REPLAYED_FRAMES_MAX: Final = 1_000_000
 ATTEMPTS_MAX: Final = 3
-"""Number of replays in a row without a new frame after which the stream gives up."""
+"""Maximum number of replays in a row without a new frame, after which the stream continues without
+the missing frames.
+"""
 REPLAYS_MAX: Final = 6
 REPLAYS_S: Final[Seconds] = 60.0
-"""Time in seconds in which at most `REPLAYS_MAX` replays start; an engine sends no new frames
-during one.
+"""Time in seconds within which at most `REPLAYS_MAX` replays start. The limit exists because an
+engine sends no new frames during a replay.
 """
 STALE_S: Final[Seconds] = 2.0
-"""Time in seconds without a connection after which a stream is stale."""
+"""Time in seconds without a connection after which an event stream is stale."""
 FORGOTTEN_S: Final[Seconds] = 10.0
-"""Time in seconds after which the blocks of a stale stream are dropped."""
+"""Time in seconds for which a stream is stale before its blocks are dropped."""
 CONFIRMED_S_MAX: Final[Seconds] = 5.0
-"""Time in seconds without a scrape of the process after which a gap counts as a restart."""
+"""Longest time in seconds to wait for a scrape that shows the same process after a gap. After it,
+the gap counts as a restart.
+"""
 SILENT_S: Final[Seconds] = 30.0
 SILENT_TOKENS: Final = 2_048.0
-"""Number of prompt tokens that an engine computes during `SILENT_S` without a frame if its source
-is dead.
+"""Number of prompt tokens that an engine computes without a frame for `SILENT_S` after which the
+source of the stream counts as silent.
 """
 HEARTBEATS_MISSED_MAX: Final = 3
 GAP_FRAMES_MAX: Final = 100_000
-"""Largest plausible number of missing frames. vLLM sends one message for each engine step that
-changes its cache, measured at most 40 a second. `FORGOTTEN_S` after a lost connection there is no
-last number to compare with. A hundred times that rate gives less than half of this limit.
+"""Largest plausible number of missing frames in a gap. vLLM sends one message for each engine step
+that changes its cache, measured at most 40 a second. `FORGOTTEN_S` after a lost connection there is
+no last number to compare with. A hundred times that rate gives less than half of this limit.
 """
 RECENT_FRAMES: Final = 64
-"""Number of frames whose digests distinguish a repeated frame from a counter that restarted."""
+"""Number of last frames whose digests are stored. They distinguish a repeated frame from a counter
+that restarted.
+"""
 
 
 class StreamState(StrEnum):
-    """The state of a stream."""
+    """The state of one rank's KV event stream."""
 
     NONE = "none"
-    """No source exists."""
+    """The rank has no source of events."""
     CONNECTING = "connecting"
     REPLAYING = "replaying"
-    """Frames are missing and have been requested."""
+    """Frames are missing and have been requested from the source."""
     LIVE = "live"
     STALE = "stale"
-    """The source is disconnected, or silent while its engine works."""
+    """The source is disconnected, or sends nothing while its engine works."""
 
 
 class Apply(Struct, frozen=True, gc=False):
-    """Apply the events of `payload`."""
+    """An action: apply the events of `payload`."""
 
     payload: bytes
 
 
 class Forget(Struct, frozen=True, gc=False):
-    """Drop the blocks reported so far."""
+    """An action: drop all blocks that the stream reported so far."""
 
 
 class AskReplay(Struct, frozen=True, gc=False):
-    """Request all frames from `first` on; an earlier request is no longer awaited."""
+    """An action: request all frames from number `first` on. An earlier request is no longer
+    awaited.
+    """
 
     first: int
 
 
 class AskSnapshot(Struct, frozen=True, gc=False):
-    """Request a snapshot of all cached blocks."""
+    """An action: request a snapshot of all cached blocks."""
 
 
 Action: TypeAlias = Apply | Forget | AskReplay | AskSnapshot
 
 
 class StreamCounts(Struct):
-    """The counts since the stream was opened."""
+    """The numbers of frames, gaps and requests since the stream was opened."""
 
     frames: int = 0
-    """Applied frames."""
+    """Number of frames whose events were applied."""
     duplicates: int = 0
     gaps: int = 0
     lost: int = 0
-    """Frames that never came although the stream was subscribed."""
+    """Number of frames that never came although the stream was subscribed."""
     implausible: int = 0
-    """Frames whose number is more than `GAP_FRAMES_MAX` ahead of the previous one."""
+    """Number of frames that came with a number more than `GAP_FRAMES_MAX` above the previous one."""
     restarts: int = 0
-    """Restarts: the counter started again, or the process changed."""
+    """Number of restarts of the source: its frame counter started again, or its process changed."""
     replays: int = 0
     replays_vain: int = 0
     overflows: int = 0
-    """Overflows of the buffer of live frames during a replay."""
+    """Number of times that the buffer of live frames overflowed during a replay."""
     snapshots: int = 0
 
 
@@ -127,18 +137,18 @@ class _Frame(Struct, frozen=True, gc=False):
 
 
 class KVEventStream:
-    """The state of one source. `complete` is True if it reported all cached blocks since its
-    process started.
+    """The state of the event stream of one source, which is one rank. `complete` is True if the
+    source reported all blocks cached since its process started.
     """
 
     def __init__(self, *, replays: bool, snapshots: bool = False, now: Seconds) -> None:
-        """Start a stream. `replays` is True if old frames, `snapshots` if all cached blocks can be
-        requested.
+        """Start a stream. `replays` is True if past frames can be requested, `snapshots` if a
+        snapshot of all cached blocks can be.
         """
         self.counts = StreamCounts()
         self.complete = False
         self.heard_at_s: Seconds = now
-        """Time of the last frame or heartbeat, or of the connection."""
+        """Time at which the last frame or heartbeat came, or at which the source was connected."""
         self.silent = False
         """True if the source sends nothing while its engine works."""
         self._replays = replays
@@ -146,42 +156,48 @@ class KVEventStream:
         self._connected = False
         self._disconnected_at_s: Seconds = now
         self._last: int | None = None
-        """Number of the last frame that counts, or None."""
+        """Number of the last frame whose events were applied, or None if there is none."""
         self._newest: int | None = None
-        """Number of the last live frame that came, whether or not it counts yet."""
+        """Number of the last live frame that came, even if it is only buffered; None if there is
+        none.
+        """
         self._doubted = False
-        """True if the last live frame was ignored because of its number."""
+        """True if the last live frame was ignored because its number was implausible."""
         self._epoch: str = ""
         self._heartbeat_s: Seconds = math.inf
         self._recent: deque[int] = deque(maxlen=RECENT_FRAMES)
-        """Digests of recent frames with their numbers."""
+        """Digests of the last applied frames, each over the frame's content and number."""
         self._actions: list[Action] = []
         self._held: list[_Frame] = []
         self._held_bytes = 0
         self._asked: int | None = None
-        """Number of the first requested frame, or None if no replay is running."""
+        """Number of the first frame that the running replay must return, or None if no replay is
+        running.
+        """
         self._snapshot_asked = False
         self._replayed: list[_Frame] = []
         self._replayed_bytes = 0
         self._replay_ended = False
         self._marked = False
-        """True if the last replay ended with its end marker."""
+        """True if the end marker of the last replay came."""
         self._attempts = 0
         self._replay_times: deque[Seconds] = deque(maxlen=REPLAYS_MAX)
         self._owed = False
-        """True if missing frames were not requested, because of `REPLAYS_MAX`, or were requested in
-        vain.
+        """True if missing frames must still be requested, because `REPLAYS_MAX` did not allow it or
+        the request had no result.
         """
         self._confirm_after_s: Seconds = -math.inf
-        """Time after which a scrape must show the same process, before replayed frames are
-        appended.
+        """Time of the gap. Replayed frames are applied only after a later scrape has shown the same
+        process.
         """
         self._confirmed = True
         self._lives: int | None = None
         self._observed_at_s: Seconds = -math.inf
         self._stale_since_s: Seconds | None = None
         self._computed_tokens: float = math.nan
-        """Prompt tokens computed by the engine at the last frame or heartbeat."""
+        """Number of prompt tokens that the engine had computed at the last frame or heartbeat; NaN
+        if unknown.
+        """
 
     @property
     def state(self) -> StreamState:
@@ -195,23 +211,27 @@ class KVEventStream:
 
     @property
     def last(self) -> int | None:
-        """Return the number of the last frame that counts, or None."""
+        """Return the number of the last frame whose events were applied, or None if there is none."""
         return self._last
 
     @property
     def waiting_bytes(self) -> int:
-        """Return the size of the frames that are buffered until others come."""
+        """Return the size in bytes of the frames that are buffered because earlier frames are
+        missing.
+        """
         return self._held_bytes + self._replayed_bytes
 
     def actions(self) -> list[Action]:
-        """Return the actions to perform now, in order, each once."""
+        """Return the actions that the caller must perform now, in order. Each is returned once."""
         done, self._actions = self._actions, []
         return done
 
     # Events of the socket.
 
     def connected(self, now: Seconds) -> None:
-        """Record that frames arrive from now on; earlier ones may be missing."""
+        """Record that the source is connected and sends frames from now on. Request the frames that
+        may be missing.
+        """
         self._connected = True
         self._heard(now)
         if self._snapshots:
@@ -224,14 +244,16 @@ class KVEventStream:
             self._reset(now)
 
     def disconnected(self, now: Seconds) -> None:
-        """Record that no frame or answer arrives any longer."""
+        """Record that the source is disconnected, so that no frame or answer comes any longer."""
         if self._connected:
             self._connected = False
             self._disconnected_at_s = now
         self._stop_asking()
 
     def received(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Process a live frame."""
+        """Process a live frame with number `sequence`: apply it, buffer it, or request the frames
+        before it.
+        """
         self._heard(now)
         if self._newest is not None and sequence - self._newest > GAP_FRAMES_MAX:
             self.counts.implausible += 1
@@ -249,7 +271,9 @@ class KVEventStream:
             self._take(frame, now)
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Process a replayed frame; do nothing if none is awaited."""
+        """Store a replayed frame with number `sequence` until its replay ends; do nothing if no
+        replay is running.
+        """
         if self._asked is None or self._replay_ended:
             return
         self._heard(now)
@@ -263,7 +287,9 @@ class KVEventStream:
         self._replayed_bytes += len(payload)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> None:
-        """End a replay. `marked` is True if its end marker came, False after a timeout."""
+        """End a replay and apply its frames. `marked` is True if its end marker came, False after a
+        timeout.
+        """
         if self._asked is None or self._replay_ended:
             return
         self._replay_ended = True
@@ -271,7 +297,9 @@ class KVEventStream:
         self._graft(now)
 
     def snapshot(self, epoch: str, resume: int, payloads: list[bytes], now: Seconds) -> None:
-        """Apply a snapshot of all cached blocks, as events; frames continue with number `resume`."""
+        """Replace all blocks by those of a snapshot, which consists of events. The next live frame
+        has number `resume`.
+        """
         self._heard(now)
         self._snapshot_asked = False
         held = [frame for frame in self._held if frame.sequence >= resume]
@@ -285,7 +313,9 @@ class KVEventStream:
         self._take_all(held, now)
 
     def heartbeat(self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds) -> None:
-        """Process a heartbeat; `sequence` is the number of the source's last frame."""
+        """Process a heartbeat of the source. If `sequence`, the number of its last frame, shows a
+        gap, request a snapshot.
+        """
         self._heard(now)
         self._heartbeat_s = interval_s
         if self._snapshot_asked:
@@ -295,12 +325,14 @@ class KVEventStream:
             self._ask_snapshot()
 
     def broken(self, now: Seconds) -> None:
-        """Drop the blocks after an unreadable payload that may have contained removals."""
+        """Drop all blocks of the stream, because a payload that may have contained removals was
+        unreadable.
+        """
         self._actions.append(Forget())
         self.complete = False
 
     def unbalanced(self, now: Seconds) -> None:
-        """Restart the stream, because its events contradict each other."""
+        """Drop all blocks and request all frames again, because the events contradict each other."""
         self._reset(now)
 
     # Knowledge of the pool.
@@ -308,10 +340,11 @@ class KVEventStream:
     def watched(
         self, lives: int, observed_at_s: Seconds, computed_tokens: float, now: Seconds
     ) -> None:
-        """Compare the stream with the pool's knowledge; `lives` changes with every new process.
+        """Compare the stream with what the pool knows of the process; `lives` changes with every
+        new process.
 
-        `observed_at_s` is the time of the last scrape. `computed_tokens` are the prompt tokens
-        computed since the engine started, without cached ones; NaN if not reported.
+        `observed_at_s` is the time of the last scrape. `computed_tokens` is the number of prompt
+        tokens that the engine computed since it started, without cached ones; NaN if not reported.
         """
         if self._lives is None:
             self._lives = lives
@@ -371,7 +404,7 @@ class KVEventStream:
             self._stale_since_s = None
 
     def _take(self, frame: _Frame, now: Seconds) -> None:
-        """Process a frame while no replay is running."""
+        """Process a live frame while no replay is running."""
         sequence, last = frame.sequence, self._last
         if last is not None and sequence == last + 1:
             self._apply(frame)
@@ -397,7 +430,9 @@ class KVEventStream:
                 self._take(frame, now)
 
     def _miss(self, frame: _Frame, now: Seconds) -> None:
-        """Handle a gap between the last frame and `frame`."""
+        """Request the frames that are missing between the last frame and `frame`. If that is
+        impossible, drop all blocks and continue with `frame`.
+        """
         assert self._last is not None, "there is a gap behind something"
         self.counts.gaps += 1
         if self._snapshots:
@@ -412,7 +447,9 @@ class KVEventStream:
         self._hold(frame, now)
 
     def _count_lost(self, frames: int) -> None:
-        """Count missing frames, unless the number comes from a damaged frame number."""
+        """Count `frames` missing frames as lost. Do nothing if the number is implausible, because
+        it then comes from a damaged frame number.
+        """
         if frames <= GAP_FRAMES_MAX:
             self.counts.lost += frames
 
@@ -435,7 +472,9 @@ class KVEventStream:
     # Requests for missing frames.
 
     def _may_replay(self, now: Seconds) -> bool:
-        """Return whether a replay may start; if it must wait, it is marked as owed."""
+        """Return whether a replay may start now. If `REPLAYS_MAX` forbids it, a later request is
+        recorded as owed.
+        """
         times = self._replay_times
         if len(times) == REPLAYS_MAX and now - times[0] < REPLAYS_S:
             self._owed = True
@@ -449,7 +488,9 @@ class KVEventStream:
             self._ask(0, now)
 
     def _ask_missing(self, first: int, now: Seconds) -> None:
-        """Request the frames from `first` on, or all if earlier ones are missing too."""
+        """Request the frames from number `first` on, or all frames if earlier ones are missing as
+        well.
+        """
         if self._owed:
             self._ask(0, now)
         else:
@@ -487,8 +528,8 @@ class KVEventStream:
         self._confirmed = True
 
     def _reset(self, now: Seconds) -> None:
-        """Restart from 0 after a new process or a contradiction. The buffered frames belong to the
-        old state.
+        """Drop all blocks and request all frames again, after a new process or a contradiction. The
+        buffered frames belong to the old state and are dropped.
         """
         connected = self._connected
         self._stop_asking()
@@ -503,7 +544,7 @@ class KVEventStream:
         self._actions.append(Forget())
 
     def _graft(self, now: Seconds) -> None:
-        """Apply the replayed frames up to the first gap, and the frames that came meanwhile."""
+        """Apply the replayed frames up to the first gap, then the live frames that came meanwhile."""
         first = self._asked
         if first is None or not self._replay_ended or not self._confirmed:
             return
@@ -542,13 +583,17 @@ class KVEventStream:
         self._take_all(rest[1:], now)
 
     def _ask_later(self) -> None:
-        """Postpone a request that had no result."""
+        """Record that the missing frames must be requested later, because this request had no
+        result.
+        """
         self.counts.replays_vain += 1
         self._stop_asking()
         self._owed = True
 
     def _reset_with(self, held: list[_Frame], now: Seconds) -> None:
-        """Restart from 0 and keep the buffered frames, which are from the same process."""
+        """Drop all blocks and request all frames again, but keep the buffered frames `held`, which
+        are from the same process.
+        """
         self._stop_asking()
         self._forget()
         if self._may_replay(now):
@@ -560,8 +605,8 @@ class KVEventStream:
             self._take_all(held[1:], now)
 
     def _apply_run(self, frames: list[_Frame]) -> int:
-        """Apply the frames that follow without a gap, skipping earlier ones. Return how many were
-        applied.
+        """Apply those of `frames` that follow the last applied frame without a gap. Return how many
+        were applied.
         """
         applied = 0
         for frame in frames:

@@ -43,29 +43,31 @@ _PEERS: Final = {
 
 
 class ZmtpError(Exception):
-    """A protocol violation or another protocol. The message is one sentence without text from the
-    peer.
+    """A violation of ZMTP by the other side, or another protocol. The message is a phrase about the
+    other side, without any text from it.
     """
 
 
 class ZmtpConnection:
-    """One side of a connection. Pass arriving data to `feed`, and send what `to_send` returns."""
+    """One side of a ZMTP connection. Pass received data to `feed`, and send what `to_send` returns."""
 
     def __init__(self, socket_type: SocketType, *, topic: bytes = b"") -> None:
-        """Create a connection; `topic` is the prefix of messages to which a subscriber subscribes."""
+        """Create a connection of this socket type; `topic` is the prefix of the messages to which a
+        subscriber subscribes.
+        """
         self._type = socket_type
         self._topic = topic
         self._rest = bytearray()
-        """Bytes of an incomplete frame."""
+        """Received bytes that do not form a whole frame yet."""
         self._outgoing = bytearray(_GREETING)
         self._greeted = False
         self.ready = False
-        """True once both sides have sent READY; a subscriber has then subscribed."""
+        """True once the other side has sent READY; a subscriber has then sent its subscription."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
 
     def to_send(self) -> bytes:
-        """Return the data to send now, once."""
+        """Return the bytes to send to the other side now. Each is returned once."""
         if not self._outgoing:
             return b""
         data = bytes(self._outgoing)
@@ -73,13 +75,15 @@ class ZmtpConnection:
         return data
 
     def send(self, message: Message) -> None:
-        """Queue `message` for sending."""
+        """Encode `message` and append it to the bytes that `to_send` returns."""
         last = len(message) - 1
         for number, part in enumerate(message):
             self._frame(part, _MORE if number < last else 0)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that `data` completes. Raises `ZmtpError`."""
+        """Process received bytes and return the messages that they complete. Raises `ZmtpError` if
+        the other side violates the protocol.
+        """
         rest = self._rest
         # Most data consists of whole messages, which are read in place.
         wire: bytes | bytearray = data
@@ -100,7 +104,9 @@ class ZmtpConnection:
         return found
 
     def _read_messages(self, wire: bytes | bytearray, at: int, found: list[Message]) -> int:
-        """Add the complete messages from `at` on to `found`. Return the position after them."""
+        """Add the complete messages in `wire` from position `at` on to `found`. Return the position
+        after the last whole frame.
+        """
         end = len(wire)
         parts, parts_bytes = self._parts, self._parts_bytes
         # A frame consists of flags, size and body.
@@ -138,7 +144,9 @@ class ZmtpConnection:
         return at
 
     def _read_greeting(self, wire: bytes | bytearray) -> int:
-        """Return the number of bytes that the greeting takes, or 0 if it is incomplete."""
+        """Return the size of the greeting in bytes, or 0 if it is incomplete. Raises `ZmtpError`
+        for another protocol.
+        """
         if wire[:1] != b"\xff"[: len(wire)] or (len(wire) > 9 and not wire[9] & 1):
             raise ZmtpError("sent a greeting that is not ZMTP 3")
         if len(wire) < _GREETING_BYTES:
@@ -197,12 +205,12 @@ class ZmtpConnection:
 
 SEQUENCE_BYTES: Final = 8
 END: Final = b"\xff" * SEQUENCE_BYTES
-"""End marker in place of a sequence number."""
+"""Bytes that stand in place of a sequence number in the message that ends a replay."""
 
 
 def read_subscription(message: Message) -> tuple[bool, bytes] | None:
-    """Return (whether to subscribe, prefix of topics) as a publisher receives it; None for another
-    message.
+    """Return (True to subscribe or False to unsubscribe, prefix of topics) of a subscription that a
+    publisher received; None if `message` is none.
     """
     if len(message) != 1 or message[0][:1] not in (b"\0", b"\1"):
         return None
@@ -210,13 +218,15 @@ def read_subscription(message: Message) -> tuple[bool, bytes] | None:
 
 
 def live_message(topic: bytes, sequence: int, payload: bytes) -> Message:
-    """Return the message that `read_live` reads."""
+    """Return the live message with the events in `payload`, as a publisher sends it and `read_live`
+    reads it.
+    """
     return (topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
 
 
 def read_live(message: Message) -> tuple[int, bytes] | None:
-    """Return (sequence, payload) of a live message (topic, number, payload); None for another
-    message.
+    """Return (sequence number, payload) of a live message with the parts topic, number and payload;
+    None if `message` is none.
     """
     if len(message) != 3 or len(message[1]) != SEQUENCE_BYTES:
         return None
@@ -224,19 +234,23 @@ def read_live(message: Message) -> tuple[int, bytes] | None:
 
 
 def ask_replay(first: int) -> Message:
-    """Return the request for all frames from number `first` on."""
+    """Return the message that requests the replay of all frames from number `first` on."""
     return (b"", first.to_bytes(SEQUENCE_BYTES, "big"))
 
 
 def read_asked(message: Message) -> int | None:
-    """Return the first number that `ask_replay` requests; None for another message."""
+    """Return the first frame number that a message of `ask_replay` requests; None if `message` is
+    none.
+    """
     if len(message) != 2 or message[0] or len(message[1]) != SEQUENCE_BYTES:
         return None
     return int.from_bytes(message[1], "big")
 
 
 def replayed_message(topic: bytes, sequence: int, payload: bytes) -> Message:
-    """Return the message that `read_replayed` reads."""
+    """Return the message of a replay with the events in `payload`, as a router sends it and
+    `read_replayed` reads it.
+    """
     return (b"", *live_message(topic, sequence, payload))
 
 
@@ -244,8 +258,8 @@ REPLAY_ENDED: Final[Message] = (b"", b"", END, b"")
 
 
 def read_replayed(message: Message) -> tuple[int, bytes] | bool | None:
-    """Return (sequence, payload) of an answer, True for the end marker, or None for another
-    message.
+    """Return (sequence number, payload) of a message of a replay, True for its end marker, or None
+    for another message.
 
     The parts are an empty part, the topic since vLLM 0.26, the number, and the payload.
     """

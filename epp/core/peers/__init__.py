@@ -1,3 +1,3 @@
-"""The exchange of decisions and load between pickers of one pool. All of it are estimates, and may
-be lost.
+"""The exchange of decisions and load between the pickers of one pool. What a picker learns from
+peers only improves its estimates, so any message may be lost.
 """

@@ -1,4 +1,5 @@
-"""A book of chains that were sent before, so that only the new end of a chain must be sent.
+"""A book of the hash chains that were sent to peers, so that only the new end of a chain must be
+sent.
 
 A chain of hashes is found by the hash at its end and at every `STEP_BYTES`. Prompts of many users
 share a preamble and differ at the end. Sender and receivers each keep a book of the same chains.
@@ -11,20 +12,26 @@ from epp.core.prompt.blocks import HASH_BYTES
 
 STEP_BYTES: Final = CHAINED_KEY_BYTES
 ENTRY_BYTES: Final = 160
-"""Memory of one entry in Python."""
+"""Memory in bytes of one entry of the book in Python, without the chain itself."""
 
 
 class ChainBook:
-    """The recent chains in two generations; the older one is dropped when the newer one is full."""
+    """The recent hash chains in two generations; the older generation is dropped when the newer one
+    is full.
+    """
 
     __slots__ = ("_bytes", "_generation_bytes_max", "_old", "_young")
 
     def __init__(self, generation_bytes_max: int) -> None:
-        """Create a book of at most twice `generation_bytes_max`, plus the size of one chain."""
+        """Create an empty book. Its size is at most twice `generation_bytes_max`, plus the size of
+        one chain.
+        """
         self._generation_bytes_max = generation_bytes_max
         self._bytes = 0
         self._young: dict[bytes, tuple[bytes, int]] = {}
-        """Chain and the position of the hash in it, by hash."""
+        """Chain that contains a hash, and the position in bytes at which the hash ends, by the
+        hash.
+        """
         self._old: dict[bytes, tuple[bytes, int]] = {}
 
     def __len__(self) -> int:
@@ -41,7 +48,9 @@ class ChainBook:
         return 0
 
     def head(self, last: bytes) -> bytes | None:
-        """Return the chain up to the hash `last`, or None; it stays for another generation."""
+        """Return the chain up to the hash `last`, or None if the book does not contain it. A chain
+        that is found stays for another generation.
+        """
         entry = self._find(last)
         if entry is None:
             return None
@@ -51,7 +60,7 @@ class ChainBook:
         return entry[0][: entry[1]]
 
     def note(self, chain: bytes, known: int = 0) -> None:
-        """Add `chain`, whose first `known` bytes are in this book."""
+        """Add `chain` to the book, which already contains its first `known` bytes."""
         length = len(chain)
         if length > known:
             young = self._young
@@ -64,12 +73,14 @@ class ChainBook:
             self.age()
 
     def age(self) -> None:
-        """Drop the chains that were added before the previous call."""
+        """Begin a new generation: drop the chains that were neither added nor found by `head` since
+        the previous call.
+        """
         self._old, self._young = self._young, {}
         self._bytes = 0
 
     def clear(self) -> None:
-        """Drop all chains."""
+        """Drop all chains from the book."""
         self.age()
         self.age()
 

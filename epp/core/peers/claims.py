@@ -1,4 +1,4 @@
-"""Plausibility limits of a peer's reported load, by this picker's own knowledge.
+"""Plausibility limits of the load that a peer reports, from what this picker knows itself.
 
 The engine's own page is independent evidence. A peer's requests at an endpoint are either on the
 page, or were sent since the page was read. Only the peer knows the latter, so they are limited to
@@ -14,18 +14,24 @@ from epp.core.knowledge.candidates import Columns
 from epp.core.types import Seconds
 
 SENT_REQUESTS_MIN: Final = 4.0
-"""Number of requests that one peer may have at one endpoint regardless of its page."""
+"""Number of requests that one peer may report at one endpoint, in addition to those on the
+endpoint's page.
+"""
 SENT_REQUESTS_PER_S: Final = 20.0
-"""Additional requests per second since the page was read, of one peer at one endpoint. More of them
-count as soon as the page shows them.
+"""Number of requests that one peer may report at one endpoint for each second since the page was
+read. More of them count as soon as the page shows them.
 """
 UNSEEN_S: Final[Seconds] = 5.0
-"""Assumed age of a page that is older or was never read; then nothing else contradicts a peer."""
+"""Maximum age in seconds of a page in this calculation, used if it is older or was never read; then
+nothing else contradicts a peer.
+"""
 PROMPT_TOKENS: Final = 2_048.0
-"""Assumed uncached tokens of a peer's average request, if none of ours is in flight."""
+"""Assumed number of uncached tokens of a peer's average request, if this picker has no request in
+flight.
+"""
 PROMPT_TOKENS_RATIO: Final = 2.0
-"""Largest ratio of a peer's average request to ours, because a gateway spreads the same traffic
-over both.
+"""Largest ratio of the tokens of a peer's average request to those of this picker's, because a
+gateway spreads the same traffic over both.
 """
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
@@ -33,13 +39,14 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Floats]:
-    """Return the most that one peer can have in flight at `slots`: requests, and uncached prompt
-    tokens.
+    """Return the largest plausible load of one peer at each of `slots`: the number of requests,
+    int64[n], and their uncached prompt tokens, float64[n].
 
-    Requests are those that the page showed, without ours as far as it can include them, plus those
-    that may have been sent since. Tokens are counted for requests that the page showed waiting or
-    that were sent since. Each counts at most `PROMPT_TOKENS_RATIO` times our average in flight, or
-    `PROMPT_TOKENS` if we have none. The prompt of a running request is mostly prefilled.
+    Requests are those that the page showed, without this picker's as far as it can include them,
+    plus those that may have been sent since. Tokens are counted for requests that the page showed
+    waiting or that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times this picker's
+    average in flight, or as `PROMPT_TOKENS` if it has none. The prompt of a running request is
+    mostly prefilled.
     """
     waiting, running = (
         np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)

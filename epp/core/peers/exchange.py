@@ -58,32 +58,34 @@ from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
 OUTGOING_INTERVAL_S: Final = 0.02
-"""Interval in seconds at which a shell calls `outgoing`."""
+"""Interval in seconds at which a shell calls `PeerExchange.outgoing`."""
 HEARTBEAT_S: Final = 1.0
 SILENT_S_MAX: Final = 3 * HEARTBEAT_S
 ORIGINS_MAX: Final = 64
 RECORDS_PER_APPLY: Final = 64
-"""Maximum number of records learnt in one call, which takes half a millisecond."""
+"""Maximum number of records processed in one call of `apply`, which takes half a millisecond."""
 RECORDS_PER_S_MAX: Final = 5_000
-"""Maximum number of records learnt per second from one origin."""
+"""Maximum number of records per second that are processed of one origin."""
 RECORDS_PER_OUTGOING_MAX: Final = 1_000
 FRAME_BYTES_TARGET: Final = 64 * 1024
 CHAINS_BYTES_MAX: Final = 96 * 1024
-"""Maximum size of the chains in one record, which leaves space for short keys below
+"""Maximum size in bytes of the hash chains in one record, which leaves space for short keys below
 `RECORD_BYTES_MAX`.
 """
 BOOK_BYTES_MAX: Final = 512 * 1024
 FRAMES_LOST_MAX: Final = 1_000
-"""Maximum number of frames counted as lost at one gap. An origin is forgotten after `SILENT_S_MAX`,
-in which an honest one sends far fewer.
+"""Maximum number of frames that are counted as lost at one gap. An origin is dropped after
+`SILENT_S_MAX`, in which an honest one sends far fewer.
 """
 WANTED_MAX: Final = 1_024
-"""Maximum number of requested ranges that are read in one frame."""
+"""Maximum number of requested frame ranges that are read in one frame of a peer."""
 CHANGES_MAX: Final = 2 * ORIGINS_MAX
 BOOK_AGE_S: Final = 30.0
-"""Time in seconds after one to two of which a chain is sent whole again."""
+"""Time in seconds between two generations of the book of sent chains. After one to two of them, a
+chain is sent whole again.
+"""
 RETELL_S_MIN: Final = 1.0
-"""Minimum time in seconds between two resets of the chains at the request of peers."""
+"""Minimum time in seconds between two resets of the book of sent chains that peers request."""
 
 
 class Taken(StrEnum):
@@ -91,54 +93,60 @@ class Taken(StrEnum):
 
     TAKEN = "taken"
     OWN = "own"
-    """The frame is our own."""
+    """The frame was sent by this picker itself."""
     UNREADABLE = "unreadable"
     OTHER_VERSION = "other version"
     FOREIGN = "another origin"
-    """The frame names another origin than its connection."""
+    """The frame names another origin than the one that may use its connection."""
     AGAIN = "again"
-    """The frame was received before, or was not missed here; other peers requested it."""
+    """The frame was received before, or was not missed here; it was repeated for other peers."""
     TOO_MANY = "too many origins"
 
 
 class Peer(Struct):
-    """The state of one origin."""
+    """The state of one peer, which is identified by its origin."""
 
     origin: bytes
     inbox: Inbox
     heard_at_s: Seconds
     first_heard_at_s: Seconds
     uptime_s: Seconds = 0.0
-    """Uptime of the origin when it sent its last frame."""
+    """Seconds since the peer started, when it sent its last frame."""
     number: int = 0
-    """Number of its last live frame."""
+    """Number of the peer's last live frame."""
     frames: int = 0
     lost: int = 0
-    """Number of frames that were sent, by their numbers, and did not come in time."""
+    """Number of the peer's frames that did not come in time, by gaps in the numbers of its frames."""
     claims_cut: int = 0
-    """Number of its load reports for an endpoint that exceeded the limits of `core/peers/claims`."""
+    """Number of the peer's load reports for one endpoint that exceeded the limits of
+    `core/peers/claims` and were reduced to them.
+    """
     allowance: float = RECORDS_PER_S_MAX
-    """Number of records that may be learnt from it now."""
+    """Number of the peer's records that may be processed now without exceeding `RECORDS_PER_S_MAX`."""
     allowed_at_s: Seconds = 0.0
     missed: MissedFrames = field(default_factory=MissedFrames)
     understood: bool = True
-    """True if its indexes are like ours; records of other indexes are ignored."""
+    """True if the peer has the same shared indexes as this picker; records of other indexes are
+    ignored.
+    """
 
 
 class Change(Struct, frozen=True):
-    """A peer joined or left."""
+    """An event: a peer joined or left."""
 
     origin: bytes
     kind: str
-    """Kind of change: "heard" for the first time, "returned", "left" with a goodbye, or "lost"
+    """Kind of change: "heard" if the peer is new, "returned", "left" with a goodbye, or "lost"
     after a silence.
     """
     silent_s: Seconds = 0.0
-    """Time in seconds since its last frame."""
+    """Time in seconds since the last frame of the peer."""
 
 
 class PeerExchange:
-    """One picker's part in the exchange among peers."""
+    """The exchange of one picker with its peers: it creates frames to send and processes received
+    ones.
+    """
 
     def __init__(
         self,
@@ -149,39 +157,45 @@ class PeerExchange:
         replicas: int = 1,
         has_peers: bool = True,
     ) -> None:
-        """Start the exchange for the process `origin`, identified by 8 random bytes.
+        """Create the exchange of the process `origin`, which is identified by 8 random bytes.
 
         `replicas` is the expected number of pickers; the scheduler is notified while fewer are
         known. Without `has_peers`, the exchange serves only snapshots, and collects nothing to
-        send.
+        send. Raises `ValueError` if `origin` has another length.
         """
         if len(origin) != ORIGIN_BYTES:
             raise ValueError(f"the origin has {len(origin)} bytes; it must have {ORIGIN_BYTES}")
         self.origin = origin
         self.peers: dict[bytes, Peer] = {}
         self._silent: dict[bytes, Peer] = {}
-        """Peers that fell silent and may return; the last one heard from comes last."""
+        """Peers that are silent and may return, by origin; the peer that fell silent last comes
+        last.
+        """
         self._sent = SentFrames()
         self.received = Received()
         self.restored = Received()
-        """Counts like `received`, for records of snapshots instead of live frames."""
+        """Numbers of records by result, like `received`, for records of snapshots instead of live
+        frames.
+        """
         self.records_sent = 0
         self.frames_lost = 0
-        """Number of lost frames of all origins, including those that left; see `Peer.lost`."""
+        """Number of lost frames of all peers, including those that left; see `Peer.lost`."""
         self.frames_asked = 0
-        """Number of frames requested again; a frame counts each time."""
+        """Number of missed frames that were requested again; a frame counts each time that it is
+        requested.
+        """
         self.frames_recovered = 0
-        """Number of frames that came late, mostly because they were requested."""
+        """Number of missed frames that came late, mostly because they were requested."""
         self.snapshots_wanted: set[bytes] = set()
-        """Origins that no longer keep the frames missed here; the caller removes an origin when it
-        gets a snapshot.
+        """Origins of peers that no longer store frames that were missed here. The caller removes an
+        origin when it receives a snapshot.
         """
         self.changes: list[Change] = []
-        """Peers that joined and left, oldest first, at most `CHANGES_MAX`; the reader empties the
-        list.
+        """Peers that joined and left, oldest first, at most `CHANGES_MAX`. The caller empties the
+        list after reading it.
         """
         self.claims_cut = 0
-        """Number of excessive load reports of all origins, including those that left; see
+        """Number of reduced load reports of all peers, including those that left; see
         `Peer.claims_cut`.
         """
         self.replicas = replicas
@@ -195,11 +209,11 @@ class PeerExchange:
         self._book_cleared_at_s: Seconds = -math.inf
         self._generation = -1
         self._slots: dict[int, int] = {}
-        """Slot of each endpoint by its hash."""
+        """Slot of each endpoint of the pool, by the endpoint's hash in frames."""
         self._hashes: dict[int, int] = {}
-        """Hash of each endpoint by its slot."""
+        """Hash in frames of each endpoint of the pool, by its slot."""
         self._shared: Mapping[str, SharedIndex] | None = None
-        """Shared indexes of the scheduler from which the following fields were derived."""
+        """Shared indexes of the scheduler when their names and hashes below were read; None before."""
         self._index_names: tuple[str, ...] = ()
         self._index_hashes: tuple[int, ...] = ()
         self._by_hash: dict[int, str] = {}
@@ -213,19 +227,19 @@ class PeerExchange:
 
     @property
     def unheard(self) -> int:
-        """Return how many of the expected other pickers are missing."""
+        """Return how many of the expected other pickers are not heard from at present."""
         return max(0, self.replicas - 1 - len(self.peers))
 
     def expect(self, replicas: int, now: Seconds) -> None:
-        """Set the expected number of pickers."""
+        """Set the expected number of pickers of the pool, this one included."""
         self.replicas = replicas
         self._count(now)
 
     # Sending.
 
     def outgoing(self, now: Seconds) -> list[bytes]:
-        """Return frames for every peer; call this every `OUTGOING_INTERVAL_S`. Often there are
-        none.
+        """Return the encoded frames to send to every peer now, often none. Call this every
+        `OUTGOING_INTERVAL_S`.
         """
         beat = now >= self._beat_at_s + HEARTBEAT_S
         frames: list[Frame] = []
@@ -261,11 +275,14 @@ class PeerExchange:
         return [encode(frame) for frame in (*frames, *self._sent.again(now))]
 
     def goodbye(self, now: Seconds) -> bytes:
-        """Return the last frame, after which our load no longer counts."""
+        """Return the encoded frame that tells peers that this picker leaves and has nothing in
+        flight.
+        """
         return encode(self._frame(Kind.GOODBYE, now))
 
     def snapshot(self, now: Seconds) -> Iterator[bytes]:
-        """Yield frames of all content, oldest first within each index; each takes about 1 ms.
+        """Yield encoded frames with all content of the shared indexes, oldest first within each
+        index; each takes about 1 ms.
 
         Live frames may be sent in between.
         """
@@ -296,7 +313,8 @@ class PeerExchange:
     # Receiving.
 
     def receive(self, message: bytes, now: Seconds, origin: bytes) -> Taken:
-        """Receive a frame of a peer; its records wait for `apply`.
+        """Decode a frame of a peer and queue its records for `apply`. Return whether the frame was
+        accepted, or why not.
 
         `origin` is the origin that may use the connection by which the frame came.
         """
@@ -347,7 +365,9 @@ class PeerExchange:
         return Taken.TAKEN
 
     def receive_snapshot_frame(self, message: bytes, now: Seconds, age_s: Seconds) -> Taken:
-        """Receive a frame of a `snapshot` that was made `age_s` ago, by any peer."""
+        """Queue the records of a snapshot frame for `apply`. Any peer made the snapshot `age_s`
+        seconds ago. Return whether the frame was accepted, or why not.
+        """
         frame = _read(message)
         if isinstance(frame, Taken):
             return frame
@@ -357,12 +377,12 @@ class PeerExchange:
         return Taken.TAKEN
 
     def pending(self) -> bool:
-        """Return whether received records are still to be learnt."""
+        """Return whether received records are queued, so that `apply` must be called."""
         return bool(self._snapshot) or any(peer.inbox for peer in self.peers.values())
 
     def apply(self, now: Seconds) -> None:
-        """Learn at most `RECORDS_PER_APPLY` records of one origin; the next call takes the next
-        origin.
+        """Process at most `RECORDS_PER_APPLY` queued records of one origin; the next call continues
+        with the next origin.
 
         Live records come before those of a snapshot.
         """
@@ -388,7 +408,9 @@ class PeerExchange:
         return inbox.apply(records_max, self._scheduler, self._slots, self._by_hash, now)
 
     def tick(self, now: Seconds) -> None:
-        """Drop the load of peers that were silent for too long; call this about once a second."""
+        """Drop the load of peers that sent nothing for `SILENT_S_MAX`, and old chains; call this
+        about once a second.
+        """
         for peer in tuple(self.peers.values()):
             if now - peer.heard_at_s > SILENT_S_MAX:
                 self._forget(peer.origin, now)
@@ -435,7 +457,7 @@ class PeerExchange:
         del self.changes[:-CHANGES_MAX]
 
     def _leave(self, origin: bytes, now: Seconds) -> None:
-        """Remove a peer that said goodbye."""
+        """Remove a peer that sent a goodbye, and its load."""
         peer = self.peers.get(origin) or self._silent.pop(origin, None)
         if peer is not None:
             self._forget(origin, now)
@@ -498,7 +520,9 @@ class PeerExchange:
         )
 
     def _records(self, now: Seconds) -> Iterator[bytes]:
-        """Yield the records of the decisions since the last call."""
+        """Yield the encoded records of the decisions since the last call, at most
+        `RECORDS_PER_OUTGOING_MAX`.
+        """
         sent = self._scheduler.sent
         if not sent:
             return
@@ -528,7 +552,9 @@ class PeerExchange:
             yield encode_record(Record(endpoint, age_ms, keys))
 
     def _load(self, now: Seconds, *, whole: bool) -> bytes:
-        """Return the load that differs from the last one sent or, if `whole`, all load."""
+        """Return this picker's load as an array of `LOAD`: at endpoints where it differs from the
+        load last sent or, if `whole`, at all.
+        """
         scheduler = self._scheduler
         columns = scheduler.pool.columns
         n = len(columns)
@@ -559,7 +585,7 @@ class PeerExchange:
         return found.tobytes()
 
     def _wanted(self) -> tuple[tuple[bytes, int, int], ...]:
-        """Return the missed frames to request from each peer."""
+        """Return the missed frames to request now, as (origin, first number, last number)."""
         found: list[tuple[bytes, int, int]] = []
         for peer in self.peers.values():
             if not peer.missed:
@@ -572,7 +598,9 @@ class PeerExchange:
         return tuple(found)
 
     def _unread(self) -> tuple[bytes, ...]:
-        """Return origins of which a chain was not understood since the last heartbeat."""
+        """Return the origins of peers that sent a part of an unknown chain since the last
+        heartbeat.
+        """
         lost = [peer for peer in self.peers.values() if peer.inbox.chain_lost]
         for peer in lost:
             peer.inbox.chain_lost = False
@@ -586,7 +614,9 @@ class PeerExchange:
             self._slots = {found: slot for slot, found in self._hashes.items()}
 
     def _read_indexes(self) -> None:
-        """Read the signature of each shared index; an index that fails to return one is not shared."""
+        """Read the signature of each shared index if the indexes changed; an index that fails to
+        return one is not shared.
+        """
         indexes = self._scheduler.indexes
         if indexes.shared is self._shared:
             return
@@ -598,7 +628,7 @@ class PeerExchange:
 
 
 def _read(message: bytes) -> Frame | Taken:
-    """Return the frame in `message`, or why there is none."""
+    """Return the decoded frame in `message`, or the reason why it cannot be read."""
     try:
         return decode(message)
     except OtherVersionError:
@@ -608,12 +638,16 @@ def _read(message: bytes) -> Frame | Taken:
 
 
 def _age_s(frame: Frame) -> Seconds:
-    """Return the age of a repeated frame; an invalid age counts as the largest possible one."""
+    """Return the age in seconds of a repeated frame, 0 for another frame; an invalid age counts as
+    the largest possible one.
+    """
     return frame.age_s if 0.0 <= frame.age_s <= KEPT_S_MAX else KEPT_S_MAX
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:
-    """Return `keys` without the heads that `book` knows; chains are cut to `bytes_max` in total."""
+    """Return `keys` as they are sent: without the heads of chains that `book` contains. The new
+    parts are cut to `bytes_max` in total.
+    """
     found: list[Key] = []
     for key in islice(keys, KEYS_MAX):
         if len(key) <= CHAINED_KEY_BYTES:

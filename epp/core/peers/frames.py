@@ -25,75 +25,89 @@ MAGIC: Final = b"HMP"
 VERSION: Final = 1
 ORIGIN_BYTES: Final = 8
 FRAME_BYTES_MAX: Final = 256 * 1024
-"""Maximum size of a frame; decoding 256 KB takes well below a millisecond."""
+"""Maximum size of a frame in bytes; decoding 256 KB takes well below a millisecond."""
 RECORD_BYTES_MAX: Final = 128 * 1024
-"""Maximum size of a record; the end of a longer chain is not sent. It fits a million tokens in
-blocks of 64.
+"""Maximum size of a record in bytes; the end of a longer chain is not sent. It fits a million
+tokens in blocks of 64.
 """
 KEYS_MAX: Final = 256
-"""Maximum number of keys of one record and index; a larger batch shares only its first prompts."""
+"""Maximum number of keys of one index in one record. A request with more prompts shares only the
+first.
+"""
 LOADS_MAX: Final = 8_192
-"""Maximum number of endpoints with a load in one frame."""
+"""Maximum number of endpoints whose load is in one frame."""
 
 Key: TypeAlias = bytes | tuple[bytes, bytes]
-"""A whole key, or the last hash of a known chain and the part that follows it."""
+"""A whole key, or a pair: the last hash of a chain that the receiver knows, and the hashes that
+follow it.
+"""
 
 _HEAD: Final = MAGIC + bytes([VERSION])
 _LENGTH: Final = struct.Struct("<I")
 LOAD: Final = np.dtype([("endpoint", "<u8"), ("requests", "<u4"), ("prefill_tokens", "<f4")])
-"""Load that the sender has in flight at one endpoint."""
+"""Format of the load that the sender has in flight at one endpoint: its hash, its requests and its
+uncached tokens.
+"""
 
 
 class Kind(IntEnum):
-    """The purpose of a frame."""
+    """The purpose of a frame between peers."""
 
     LIVE = 0
     SNAPSHOT = 1
-    """Part of all that the sender knows, without its load."""
+    """A frame with a part of all that the sender's shared indexes contain, without its load."""
     GOODBYE = 2
 
 
 class Frame(Struct, array_like=True, frozen=True, gc=False):
-    """A message to all peers."""
+    """A message from one picker to all its peers."""
 
     origin: bytes
-    """Random identifier of the sending process."""
+    """Random identifier of the process that sends the frame."""
     number: int
     """Number of the frame among the live frames of the origin, from 1."""
     kind: int
     uptime_s: float
-    """Time in seconds since the start of the origin."""
+    """Time in seconds since the sender started."""
     indexes: tuple[int, ...] = ()
-    """Hash of the signature of each shared index, in the order of the keys in records."""
+    """Hash of the signature of each shared index of the sender, in the order of the keys in
+    records.
+    """
     records: bytes = b""
-    """Records as msgpack, each after its length in 4 bytes, little-endian."""
+    """Encoded records, each as msgpack after its length in 4 bytes, little-endian."""
     load: bytes = b""
-    """Array of `LOAD`."""
+    """Load of the sender as an array of `LOAD`."""
     whole: bool = False
-    """True if the origin has nothing in flight at any other endpoint."""
+    """True if the sender has nothing in flight at endpoints that are not in `load`."""
     unread: tuple[bytes, ...] = ()
-    """Origins whose chains refer to unknown ones; they must send them whole."""
+    """Origins of peers that sent a part of a chain unknown to the sender; these peers must send
+    their chains whole.
+    """
     wanted: tuple[tuple[bytes, int, int], ...] = ()
-    """Missed frames to send again, as origin, first and last number."""
+    """Frames that the sender missed and that the peer with that origin must send again, as (origin,
+    first number, last number).
+    """
     age_s: float = 0.0
-    """Time in seconds since the frame was first sent, for a repeated frame."""
+    """Time in seconds since the frame was first sent; 0 if it is not a repeated frame."""
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
-    """A decision: a request went to an endpoint."""
+    """A decision of the sender: at `age_ms` milliseconds before the frame, a request was sent to
+    `endpoint`.
+    """
 
     endpoint: int
     age_ms: int
     keys: tuple[tuple[Key, ...], ...]
-    """Keys of each index of the frame."""
+    """Keys of the request for each index, in the order of the frame's `indexes`."""
 
 
 class OtherVersionError(ValueError):
-    """The frame has an unsupported version."""
+    """An error: the frame has a version that this picker does not read."""
 
 
 class UnreadableError(ValueError):
-    """The message is not a frame, or is too long."""
+    """An error: the message is not a frame, or is too long."""
 
 
 _frame_decoder: Final = msgspec.msgpack.Decoder(Frame)
@@ -102,12 +116,14 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def encode(frame: Frame) -> bytes:
-    """Return `frame` as bytes."""
+    """Return `frame` encoded as bytes, with the magic and the version."""
     return _HEAD + _encoder.encode(frame)
 
 
 def decode(message: bytes) -> Frame:
-    """Return the frame in `message` with undecoded records. Raises one of the errors above."""
+    """Return the frame in `message`; its records stay encoded. Raises `OtherVersionError` or
+    `UnreadableError`.
+    """
     if len(message) > FRAME_BYTES_MAX or not message.startswith(MAGIC):
         raise UnreadableError
     if not message.startswith(_HEAD):
@@ -122,13 +138,13 @@ def decode(message: bytes) -> Frame:
 
 
 def encode_record(record: Record) -> bytes:
-    """Return `record` with its length."""
+    """Return `record` encoded as bytes, after its length."""
     encoded = _encoder.encode(record)
     return _LENGTH.pack(len(encoded)) + encoded
 
 
 def records_of(blob: bytes) -> Iterator[Record]:
-    """Yield the records in `blob`, decoded one by one. Raises `UnreadableError` at the first
+    """Yield each record in `blob`, decoded one by one. Raises `UnreadableError` at the first
     unreadable one.
     """
     view = memoryview(blob)
@@ -148,19 +164,21 @@ def records_of(blob: bytes) -> Iterator[Record]:
 
 
 def loads_of(blob: bytes) -> "npt.NDArray[np.void]":
-    """Return the loads in `blob`, an array of `LOAD`; an incomplete last entry is ignored."""
+    """Return the loads in `blob` as an array of `LOAD`; an incomplete last entry is ignored."""
     whole = len(blob) // LOAD.itemsize
     return np.frombuffer(blob, dtype=LOAD, count=whole)
 
 
 def endpoint_hash(endpoint: Endpoint) -> int:
-    """Return 64 bits that identify one incarnation of `endpoint` at every picker."""
+    """Return a 64-bit hash of `endpoint` and its incarnation, which is the same at every picker."""
     text = f"{endpoint.endpoint_id}\0{endpoint.incarnation}"
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def index_hashes(signatures: Iterable[str]) -> tuple[int, ...]:
-    """Return 64 bits for each index; the second of two equal signatures gets another hash."""
+    """Return a 64-bit hash of each index signature. Two equal signatures have different hashes, by
+    their order.
+    """
     found: list[int] = []
     seen: dict[str, int] = {}
     for signature in signatures:

@@ -1,4 +1,6 @@
-"""The inbox for one origin's records: a bounded queue from which they are learnt one by one."""
+"""The inbox for the records of one peer: a bounded queue from which they are recorded in the
+indexes one by one.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,40 +16,40 @@ from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
 WAITING_BYTES_MAX: Final = 1024 * 1024
-"""Maximum size of the queued records of one origin; beyond it the oldest are dropped."""
+"""Maximum size in bytes of the queued records of one peer; above it the oldest are dropped."""
 BOOK_BYTES_MAX: Final = 1024 * 1024
-"""Size of a generation of one origin's book: twice that of a sender, so that references to it stay
-valid.
+"""Maximum size in bytes of one generation in the book of a peer's chains: twice that of the
+sender's book, so that its references stay valid.
 """
 CHAIN_BYTES_MAX: Final = 512 * 1024
-"""Maximum size of a chain: 65,536 blocks, as many as an index looks up."""
+"""Maximum size in bytes of one chain: 65,536 blocks, as many as an index looks up."""
 
 
 class Received(Struct):
-    """The numbers of received records, by result."""
+    """The numbers of received records and frames, by result."""
 
     applied: int = 0
     unknown_endpoint: int = 0
-    """Records for an endpoint that is not in our pool, or not in this incarnation."""
+    """Number of records for an endpoint that is not in this picker's pool, or restarted since."""
     unknown_chain: int = 0
-    """Records that continue a chain that was lost or has been forgotten."""
+    """Number of records that continue a chain whose beginning was lost or has been dropped here."""
     unreadable: int = 0
-    """Frames that could not be read completely."""
+    """Number of frames with an unreadable record."""
     dropped: int = 0
-    """Frames that arrived faster than they could be learnt."""
+    """Number of frames that were dropped because they arrived faster than they could be processed."""
     over_rate: int = 0
-    """Records above the limit per second of one origin."""
+    """Number of frames that were dropped because their origin exceeded its records per second."""
 
 
 class _Waiting(Struct, frozen=True, gc=False):
     frame: Frame
     received_at_s: Seconds
     age_s: Seconds
-    """Age in seconds to add to the ages of its records."""
+    """Age in seconds of the frame when it was received, to add to the ages of its records."""
 
 
 class Inbox:
-    """The queue of one origin's records, in order of arrival."""
+    """The queue of the records that one peer sent, in order of arrival."""
 
     def __init__(self, counts: Received) -> None:
         self._counts = counts
@@ -55,17 +57,21 @@ class Inbox:
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
         self._records: Iterator[Record] | None = None
-        """Undecoded records of the first frame, or None if it was not started."""
+        """Iterator over the records of the first queued frame that are still encoded, or None if
+        none was read.
+        """
         self.lag_s: Seconds = 0.0
-        """Age of the last record when it was learnt: its time at the sender and here."""
+        """Seconds between the decision in the last processed record, at its sender, and the
+        processing of the record here.
+        """
         self.chain_lost = False
-        """True if a record continued an unknown chain; the reader resets it."""
+        """True if a record continued an unknown chain; the reader of this field resets it."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def put(self, frame: Frame, now: Seconds, age_s: Seconds = 0.0) -> None:
-        """Queue the records of `frame`."""
+        """Queue the records of `frame`, received at `now`, when the frame was `age_s` seconds old."""
         if not frame.records:
             return
         self._waiting.append(_Waiting(frame, now, age_s))
@@ -82,10 +88,11 @@ class Inbox:
         indexes: Mapping[int, str],
         now: Seconds,
     ) -> int:
-        """Learn at most `records_max` records; return how many were processed, 0 if none waits.
+        """Process at most `records_max` queued records: record them in the scheduler's indexes.
+        Return how many were processed.
 
-        `slots` maps the hash of an endpoint to its slot, `indexes` the hash of a signature to the
-        index name.
+        `slots` gives the slot of an endpoint by its hash, `indexes` the name of an index by the
+        hash of its signature.
         """
         for looked_at in range(records_max):
             if not self._waiting:
@@ -138,7 +145,7 @@ class Inbox:
             counts.applied += 1
 
     def _whole(self, key: Key) -> bytes:
-        """Return the complete key from its first hash on, or b"" if its head is unknown."""
+        """Return the complete chain of `key`, or b"" if the book does not contain its beginning."""
         book = self._book
         if isinstance(key, bytes):
             if len(key) > STEP_BYTES:
@@ -153,6 +160,6 @@ class Inbox:
         return chain
 
     def drop_first(self) -> None:
-        """Drop the rest of the first frame."""
+        """Drop the first queued frame with the rest of its records."""
         self._waiting_bytes -= len(self._waiting.popleft().frame.records)
         self._records = None

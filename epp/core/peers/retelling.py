@@ -1,6 +1,7 @@
-"""Requests for missed frames: the sender's kept frames, and the receiver's list of gaps.
+"""Repetition of missed frames: the frames that a sender stores for it, and a receiver's list of
+gaps.
 
-Both are bounded. A sender keeps only records, because a past load is useless. A receiver that
+Both are bounded. A sender stores only records, because a past load is useless. A receiver that
 requested a frame `ASKS_MAX` times in vain stops, and requests a snapshot instead.
 """
 
@@ -17,18 +18,18 @@ KEPT_S_MAX: Final[Seconds] = 60.0
 KEPT_BYTES_MAX: Final = 4 * 1024 * 1024
 KEPT_FRAMES_MAX: Final = 4_096
 AGAIN_PER_OUTGOING_MAX: Final = 8
-"""Maximum number of frames repeated at once, beside new ones: 400 a second."""
+"""Maximum number of frames that are repeated in one call of `again`, beside new ones: 400 a second."""
 AGAIN_BYTES_PER_OUTGOING: Final = 64 * 1024
-"""Size after which no more frames are repeated at once: 3 MB a second to each peer."""
+"""Size in bytes after which one call of `again` repeats no more frames: 3 MB a second to each peer."""
 RANGES_MAX: Final = 64
-"""Maximum number of gaps of one origin; beyond it the oldest are given up."""
+"""Maximum number of gaps of one peer that are remembered; above it the oldest are given up."""
 RANGE_FRAMES_MAX: Final = KEPT_FRAMES_MAX
-"""Maximum number of frames requested of a longer gap, from its end; no sender keeps more."""
+"""Maximum number of frames requested of one gap, from its end; no sender stores more."""
 RANGES_ASKED_MAX: Final = 16
-"""Maximum number of ranges requested of one origin in one heartbeat."""
+"""Maximum number of frame ranges that are requested of one peer in one heartbeat."""
 ASKS_MAX: Final = 15
-"""Maximum number of requests for a frame, one per heartbeat: twelve seconds for all kept frames,
-plus losses.
+"""Maximum number of requests for one frame, one in each heartbeat: twelve seconds for all frames
+that a sender stores, plus losses.
 """
 
 
@@ -38,16 +39,18 @@ class _Kept(Struct, frozen=True, gc=False):
 
 
 class SentFrames:
-    """The live frames that we sent last, for repetition to peers that missed them."""
+    """The live frames that this picker sent last, stored for repetition to peers that missed them."""
 
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque()
         self._bytes = 0
         self._wanted: dict[int, None] = {}
-        """Requested numbers, in the order in which they are sent."""
+        """Numbers of the frames to repeat, in the order in which they are sent."""
 
     def keep(self, frame: Frame, now: Seconds) -> None:
-        """Keep `frame`, which is sent now; a gap in the numbers drops all earlier frames."""
+        """Store the records of `frame`, which is sent now. If its number does not follow that of
+        the last one, drop all earlier frames.
+        """
         if self._kept and frame.number != self._kept[-1].frame.number + 1:
             self._kept.clear()
             self._bytes = 0
@@ -62,13 +65,15 @@ class SentFrames:
             self._bytes -= len(self._kept.popleft().frame.records)
 
     def want(self, first: int, last: int) -> None:
-        """Queue the frames from `first` to `last` for repetition, as far as they are kept."""
+        """Queue the frames with numbers from `first` to `last` for repetition, as far as they are
+        stored.
+        """
         if self._kept:
             oldest, newest = self._kept[0].frame.number, self._kept[-1].frame.number
             self._wanted.update(dict.fromkeys(range(max(first, oldest), min(last, newest) + 1)))
 
     def again(self, now: Seconds) -> list[Frame]:
-        """Return some of the requested frames, with their age."""
+        """Return the next of the frames to repeat, with their ages, and remove them from the queue."""
         found: list[Frame] = []
         left = AGAIN_BYTES_PER_OUTGOING
         while self._wanted and left > 0 and len(found) < AGAIN_PER_OUTGOING_MAX:
@@ -90,7 +95,7 @@ class _Gap(Struct):
 
 
 class MissedFrames:
-    """The missed frames of one origin, by number."""
+    """The numbers of the frames of one peer that were missed here."""
 
     def __init__(self) -> None:
         self._gaps: list[_Gap] = []
@@ -99,12 +104,14 @@ class MissedFrames:
         return bool(self._gaps)
 
     def add(self, first: int, last: int) -> None:
-        """Add the numbers from `first` to `last`, which were skipped."""
+        """Add the frame numbers from `first` to `last`, which the peer's frames skipped."""
         self._gaps.append(_Gap(max(first, last - RANGE_FRAMES_MAX + 1), last))
         del self._gaps[:-RANGES_MAX]
 
     def came(self, number: int) -> bool:
-        """Remove `number`, which came late. Return False if it was not missed, or was given up."""
+        """Remove the frame `number`, which came late. Return False if it was not among the missed
+        frames.
+        """
         for at, gap in enumerate(self._gaps):
             if gap.first <= number <= gap.last:
                 parts = (
@@ -117,8 +124,8 @@ class MissedFrames:
         return False
 
     def asked(self) -> tuple[list[tuple[int, int]], bool]:
-        """Return the ranges to request now as (first, last), and whether some were requested in
-        vain.
+        """Return the ranges of frame numbers to request now as (first, last), and whether others
+        were given up after `ASKS_MAX` requests.
         """
         lasting = [gap for gap in self._gaps if gap.asks < ASKS_MAX]
         given_up = len(lasting) < len(self._gaps)

@@ -1,1 +1,1 @@
-"""Parsing of a body into a request, and hashing of its prompts into chains of blocks."""
+"""Parsing of a request's body, and hashing of its prompts into chains of block hashes."""

@@ -16,24 +16,24 @@ from typing import Final
 import xxhash
 
 HASH_BYTES: Final = 8
-"""Length of one hash inside a chain; native byte order."""
+"""Size in bytes of one hash inside a chain, in native byte order."""
 HASH_SCHEME: Final = f"xxh64-1-{sys.byteorder}"
-"""Version of the scheme. Chains of two processes are equal if it and the block size are equal. The
-number changes with the seed and with the canonical bytes.
+"""Name of the hash scheme, with its version. Two processes compute equal chains if it and the block
+size are equal. The version changes with the seed and with the canonical bytes.
 """
 
 SEGMENT_BYTES: Final = 16_384
 SEGMENTED_BYTES_MIN: Final = 2 * SEGMENT_BYTES
-"""Size below which hashing a prompt takes less time than the look-up of its segments."""
+"""Size in bytes of a prompt below which hashing it takes less time than looking up its segments."""
 SEGMENTS_MAX: Final = 8_192
-"""Maximum number of segments with cached hashes: 128 MB of prompts in about 7 MB."""
+"""Maximum number of segments whose hashes are cached: 128 MB of prompts in about 7 MB."""
 
 
 _LENGTH: Final = Struct("<Q").pack
 
 
 def chain_seed(api: str, model: str, cache_salt: str) -> int:
-    """Return the 64-bit seed under which the first block is hashed."""
+    """Return the 64-bit seed with which the first block of a prompt is hashed."""
     parts: list[bytes] = []
     for part in (api, model, cache_salt):
         encoded = part.encode("utf-8", "surrogatepass")
@@ -50,8 +50,8 @@ def hash_blocks(
 
 
 def chained(blocks: bytes | memoryview, seed: int, block_bytes: int) -> list[int]:
-    """Return chained hashes of `blocks`, each of `block_bytes`; an incomplete last block is
-    ignored.
+    """Return the chained hashes of the blocks in `blocks`, each of `block_bytes` bytes; an
+    incomplete last block is ignored.
     """
     xxh64 = xxhash.xxh64_intdigest
     rest = len(blocks) % block_bytes
@@ -69,22 +69,26 @@ class KnownSegments:
     only route one prompt to the endpoint of another. The hashes of a prompt are the same with and
     without this cache.
 
-    At most `segments_max` segments are kept; those unused for longest are dropped first.
+    At most `segments_max` segments are cached; the least recently used are dropped first.
     """
 
     __slots__ = ("_chains", "_secret", "_segments_max", "known", "new")
 
     def __init__(self, *, secret: int, segments_max: int = SEGMENTS_MAX) -> None:
-        """Create an empty cache; `secret` has 64 bits."""
+        """Create an empty cache; `secret` is a number of 64 bits that seeds the digests of
+        segments.
+        """
         self._secret = secret
         self._segments_max = segments_max
         self._chains: OrderedDict[tuple[int, int, bytes], bytes] = OrderedDict()
         self.known = 0
-        """Number of segments that were recognised, of all prompts so far."""
+        """Number of segments found in the cache, over all prompts so far."""
         self.new = 0
 
     def hash_blocks(self, prompt: bytes, *, seed: int, block_bytes: int, blocks_max: int) -> bytes:
-        """Return the same as the function of this name."""
+        """Return the hashes that the function `hash_blocks` returns, taking those of known segments
+        from the cache.
+        """
         if len(prompt) < SEGMENTED_BYTES_MIN:
             return hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
         blocks = min(len(prompt) // block_bytes, blocks_max)

@@ -43,16 +43,22 @@ MESSAGE: Final = b"\xff"
 TERMINATORS: Final = (TEXT, ROLE, LABEL, VALUE, JSON, DIGEST, CLOSE, MESSAGE)
 
 Item: TypeAlias = dict[str, Any]
-"""A part, block, tool call or Responses item, decoded but not checked."""
+"""A JSON object in a body, such as a content part, a tool call or a Responses item, decoded but not
+checked.
+"""
 Content: TypeAlias = str | list[Any] | None
-"""One text, or a list of parts, which are items or texts."""
+"""Content of a message: a text, a list of parts (objects or texts), or None."""
 
 _USER: Final = b"user"
 _BEFORE: Final = frozenset({b"", *TERMINATORS})
-"""Bytes that may precede a field: none at the start of the prompt, or a terminator."""
+"""Bytes that may precede a field of canonical bytes: nothing at the start of the prompt, or a
+terminator.
+"""
 
 _BILLING: Final = "x-anthropic-billing-header"
-"""Beginning of a system block that changes with each request and is not part of the prompt."""
+"""Beginning of the text of a system block that changes with each request and is not part of the
+prompt.
+"""
 _TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
 _MEDIA_TYPES: Final = frozenset(
     {
@@ -62,32 +68,38 @@ _MEDIA_TYPES: Final = frozenset(
     }
 )
 _NOT_CONTENT: Final = frozenset({"type", "cache_control", "detail"})
-"""Members of a media part that do not change what the model receives."""
+"""Names of members of a media part that do not change what the model receives."""
 _BLOCK_TYPES: Final = frozenset({"thinking", "tool_use", "tool_result"})
 _EMPTY: Final = frozenset({b"null", b"[]", b"{}"})
 
 NO_JSON: Final = Raw(b"")
-"""Stands for a member that a body does not have."""
+"""Value of a member that the body does not have."""
 
 FIELDS_MAX: Final = 100_000
-"""Maximum number of fields of one prompt and their terminators. Each takes Python half a
-microsecond. A body could have as many empty ones as bytes, and block the event loop.
+"""Maximum number of fields, terminators included, in the canonical bytes of one prompt. Each takes
+Python half a microsecond. A body could have as many empty ones as bytes, and block the event loop.
 """
 
 FIELDS_EACH: Final = 3
-"""Minimum number of fields of a message, part or call: its role or text, a terminator, an end."""
+"""Minimum number of fields that a message, part or call adds: its role or text, a terminator, an
+end.
+"""
 _FIELDS_PER_MEMBER: Final = 8
-"""Number of fields whose time a member of a media part takes; it adds none itself."""
+"""Number of fields as which a member of a media part counts, because it takes as much time; it adds
+none itself.
+"""
 
 MEDIA_ITEMS_MAX: Final = 256
-"""Maximum number of distinct media items of one request."""
+"""Maximum number of distinct media items of one request that `media_digests` returns."""
 _MEDIA: Final = re.compile(rb"\xfa([0-9a-f]{32})\xfd")
 
 _encode = json.Encoder().encode
 
 
 class Message(Struct, gc=False):
-    """One message of a chat, or of an Anthropic conversation. Other members are skipped."""
+    """One message of a chat, or of an Anthropic conversation, with the members that reach the
+    model.
+    """
 
     role: str
     content: Content = None
@@ -102,8 +114,8 @@ class Message(Struct, gc=False):
 
 
 def media_digests(prompts: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Return 16 bytes of the content of each distinct image or other media item, in the order of
-    `prompts`.
+    """Return a 16-byte digest of each distinct image or other media item in `prompts`, in order, at
+    most `MEDIA_ITEMS_MAX`.
     """
     found: dict[bytes, None] = {}
     for prompt in prompts:
@@ -117,7 +129,7 @@ def media_digests(prompts: Iterable[bytes]) -> tuple[bytes, ...]:
 
 
 def text_prompt(text: str) -> bytes:
-    """Return the canonical bytes of a prompt that is one plain text."""
+    """Return the canonical bytes of a prompt that consists of one plain text."""
     return text.encode() + TEXT
 
 
@@ -152,8 +164,8 @@ def responses_prompt(
 
 
 def opening_of(prompt: bytes) -> tuple[int, int] | None:
-    """Return where the user's first message begins and ends in canonical bytes, or None if there is
-    none.
+    """Return (start, end) of the user's first message in canonical bytes, or None if there is no
+    such message.
 
     All bytes up to that end are the same at every turn of a conversation.
     """
@@ -169,9 +181,10 @@ def opening_of(prompt: bytes) -> tuple[int, int] | None:
 
 
 def admit_fields(fields: list[bytes], more: Collection[Any], each: int = FIELDS_EACH) -> None:
-    """Raise `TooMuchError` if `more` members would make more than `FIELDS_MAX` fields.
+    """Raise `TooMuchError` if writing `more` could make `fields` longer than `FIELDS_MAX`.
 
-    It is called before each loop over members that a client sent.
+    Each member of `more` adds `each` fields. The function is called before each loop over members
+    that a client sent.
     """
     if len(fields) + each * len(more) > FIELDS_MAX:
         what = f"{FIELDS_MAX // each:,} messages, parts and their members"
@@ -204,7 +217,9 @@ def _is_billing(block: Any) -> bool:
 
 
 def write_messages(fields: list[bytes], messages: list[Message]) -> None:
-    """Append the fields of each message, in order; `messages` is empty afterwards."""
+    """Append the canonical fields of each message to `fields`, in order; `messages` is empty
+    afterwards.
+    """
     messages.reverse()
     while messages:
         # A written message is dropped, so that the join finds only one other copy of its text.
@@ -247,7 +262,9 @@ def _write_message(fields: list[bytes], message: Message) -> None:
 
 
 def _write_function(fields: list[bytes], call: Item, function: Any, call_id: Any) -> None:
-    """Append the call of `function`, or `call` as JSON if `function` is malformed."""
+    """Append the canonical fields of a tool call with `function`, or those of `call` as JSON if
+    `function` is malformed.
+    """
     if isinstance(function, dict) and isinstance(name := function.get("name"), str):
         _write_call(fields, call_id, name, function.get("arguments"))
     else:
@@ -255,7 +272,7 @@ def _write_function(fields: list[bytes], call: Item, function: Any, call_id: Any
 
 
 def write_item(fields: list[bytes], item: Item) -> None:
-    """Append the fields of one Responses item."""
+    """Append the canonical fields of one Responses item to `fields`."""
     role, content = item.get("role"), item.get("content")
     if isinstance(role, str) and isinstance(content, (str, list)):
         fields += (role.encode(), ROLE)
@@ -272,7 +289,7 @@ def write_item(fields: list[bytes], item: Item) -> None:
 
 
 def write_content(fields: list[bytes], content: Content) -> None:
-    """Append the fields of a text, or of each part."""
+    """Append the canonical fields of a text, or of each part of a list, to `fields`."""
     if isinstance(content, str):
         fields += (content.encode(), TEXT)
         return
@@ -301,7 +318,7 @@ def _write_part(fields: list[bytes], part: Item) -> None:
 
 
 def _write_block(fields: list[bytes], kind: str, block: Item) -> None:
-    """Append a block of Anthropic that is neither text nor media."""
+    """Append the canonical fields of an Anthropic content block that is neither text nor media."""
     content = block.get("content")
     match kind:
         case "thinking" if isinstance(thinking := block.get("thinking"), str):
@@ -361,8 +378,8 @@ def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item)
 
 
 def _digest(fields: list[bytes], digest: xxhash.xxh3_128, value: Any) -> None:
-    """Add `value` to the digest without building its JSON, because an image has megabytes of base64
-    text.
+    """Add `value` to the digest of a media item without building its JSON, because an image has
+    megabytes of base64 text.
     """
     if isinstance(value, str):
         digest.update(value.encode())

@@ -23,25 +23,33 @@ else:
 CONTENT_ENCODING: Final = "content-encoding"
 
 TURN_BYTES_MAX: Final = 512 * 1024
-"""Decoded bytes of one turn: about 2 ms at 250 MB/s, the speed of the slowest decoder."""
+"""Maximum number of bytes decoded in one turn of the event loop: about 2 ms at 250 MB/s, the speed
+of the slowest decoder.
+"""
 CALL_BYTES_MAX: Final = 64 * 1024
-"""Decoded bytes of one call of a library."""
+"""Maximum number of bytes that one call of a decoding library returns."""
 CALL_BYTES_COUNTED_MIN: Final = 32 * 1024
-"""Each call counts at least as many bytes of the turn, whatever it returns."""
+"""Minimum number of bytes as which a call of a decoding library counts in its turn of the event
+loop, even if it returns fewer.
+"""
 INPUT_BYTES_MAX: Final = 16 * 1024
-"""Encoded bytes of one call of a library: hostile input may be slow and decode to nothing."""
+"""Maximum number of encoded bytes passed to one call of a decoding library, because hostile input
+may be slow and decode to nothing.
+"""
 FRAMES_MAX: Final = 1_024
-"""Maximum number of gzip members or zstd frames of one body. Each costs a decoder of its own."""
+"""Maximum number of gzip members or zstd frames in one body. Each costs a decoder of its own."""
 ZSTD_WINDOW_BYTES_MAX: Final = 8 * 1024 * 1024
-"""The largest window that RFC 9659 allows for this content encoding."""
+"""Maximum window size in bytes of zstd, as RFC 9659 sets it for this content encoding."""
 READ_BYTES_FREE: Final = 512 * 1024
 READ_BYTES_PER_ENCODED_BYTE: Final = 20
-"""A decoded body is read if it is not longer than `READ_BYTES_FREE`, or than so many times its
-encoded length. Reading takes up to 43 ms a megabyte, so a client must send bytes to cause it."""
+"""Maximum ratio of decoded to encoded bytes of a body whose decoded size is above
+`READ_BYTES_FREE`. A body above it is not read. Reading takes up to 43 ms a megabyte, so a client
+must send bytes to cause it.
+"""
 
 
 class Unparsed(StrEnum):
-    """Reasons why a request is placed without prompt knowledge although its body was seen."""
+    """The reason why a request with a content encoding is placed without knowledge of its prompt."""
 
     UNKNOWN = "encoding-unknown"
     STACKED = "encoding-stacked"
@@ -51,7 +59,7 @@ class Unparsed(StrEnum):
 
 
 class _UnreadableError(Exception):
-    """The body cannot be decoded. `reason` says why."""
+    """An error of a body that cannot be decoded. `reason` says why."""
 
     def __init__(self, reason: Unparsed = Unparsed.CORRUPT) -> None:
         super().__init__(reason.value)
@@ -59,34 +67,35 @@ class _UnreadableError(Exception):
 
 
 class _Decoder(Protocol):
-    """A streaming decoder of one encoding."""
+    """A streaming decoder of one content encoding."""
 
     memory_bytes: int
-    """Memory that the decoder allocates at most."""
+    """Upper bound of the bytes of memory that the decoder itself allocates."""
     frames: int
     pending: bool
-    """True if `decode` must be called again, with empty input if none is left."""
+    """True if `decode` has more output and must be called again, with empty input if none is left."""
 
     @property
     def complete(self) -> bool:
-        """Return whether the body may end here."""
+        """Return whether the encoded data so far may be a whole body."""
         ...
 
     def decode(self, data: bytes) -> tuple[bytes, int]:
-        """Return decoded bytes, and how many bytes at the end of `data` were not used.
+        """Return decoded bytes, and the number of bytes at the end of `data` that must be passed
+        again.
 
-        Raises `_UnreadableError`, and what the library raises.
+        Raises `_UnreadableError`, and the errors of the library.
         """
         ...
 
 
 _ZLIB_BYTES: Final = 48 * 1024
-"""Inflate's window of 32 KiB and its tables."""
+"""Memory in bytes of zlib's window of 32 KiB and of its tables."""
 _GZIP_BITS: Final = 16 + zlib.MAX_WBITS
 
 
 class _Zlib:
-    """A decoder of gzip with any number of members, or of one deflate stream."""
+    """A streaming decoder of gzip with any number of members, or of one deflate stream."""
 
     memory_bytes = _ZLIB_BYTES
 
@@ -132,7 +141,7 @@ class _Zlib:
 
 _ZSTD_MAGIC: Final = 0xFD2FB528
 _ZSTD_SKIPPABLE: Final = 0x184D2A50
-"""Magic number of a skippable frame; its low four bits are free."""
+"""Magic number of a zstd frame that is skipped; its low four bits may have any value."""
 _ZSTD_SKIPPABLE_HEAD_BYTES: Final = 8
 _ZSTD_BLOCK_BYTES_MAX: Final = 128 * 1024
 _ZSTD_CONTEXT_BYTES: Final = 160 * 1024
@@ -142,7 +151,7 @@ _ZSTD_OPTIONS: Final[Mapping[int, int]] = {
 
 
 class _Zstd:
-    """A decoder of any number of zstd frames and skippable frames."""
+    """A streaming decoder of any number of zstd frames and skippable frames."""
 
     def __init__(self) -> None:
         self.frames = 0
@@ -150,7 +159,7 @@ class _Zstd:
         self.pending = False
         self._stream: Any = None
         self._head = b""
-        """The beginning of a frame whose header is incomplete."""
+        """Beginning of a zstd frame whose header is not complete yet."""
         self._skip_bytes = 0
 
     @property
@@ -193,9 +202,10 @@ class _Zstd:
         return decoded, self._left(rest, given)
 
     def _left(self, rest: bytes, given: int) -> int:
-        """Return how much of the last `given` bytes is left if `rest` was not used.
+        """Return how many of the last `given` bytes were not used if `rest` is unused.
 
-        A longer rest, which the library kept, begins the next call.
+        If `rest` is longer, because the library kept bytes of earlier calls, it begins the next
+        call and the result is 0.
         """
         if len(rest) <= given:
             return len(rest)
@@ -205,9 +215,10 @@ class _Zstd:
 
 
 def _zstd_window_bytes(frame: bytes) -> int | None:
-    """Return the window size of a frame that begins with at least 8 bytes; RFC 8878, 3.1.1.1.
+    """Return the window size in bytes of a zstd frame that begins with at least 8 bytes (RFC 8878,
+    3.1.1.1).
 
-    None if more bytes are needed.
+    Return None if the header needs more bytes. Raises `_UnreadableError` if this is no zstd frame.
     """
     if int.from_bytes(frame[:4], "little") != _ZSTD_MAGIC:
         raise _UnreadableError
@@ -225,13 +236,13 @@ def _zstd_window_bytes(frame: bytes) -> int | None:
 
 
 _BROTLI_BYTES: Final = 256 * 1024
-"""Brotli's state and its tables, besides the window."""
+"""Memory in bytes of brotli's state and tables, without the window."""
 _BROTLI_LARGE_WINDOW: Final = 0x11
-"""Low seven bits of the first byte of a stream with a window that RFC 7932 does not allow."""
+"""Low seven bits of the first byte of a brotli stream with a window that RFC 7932 does not allow."""
 
 
 class _Brotli:
-    """A decoder of one brotli stream."""
+    """A streaming decoder of one brotli stream."""
 
     def __init__(self, library: Any) -> None:
         self.frames = 1
@@ -258,7 +269,9 @@ class _Brotli:
 
 
 def _brotli_window_bytes(first: int) -> int:
-    """Return the window size of a stream that begins with the byte `first`; RFC 7932, 9.1."""
+    """Return the window size in bytes of a brotli stream whose first byte is `first` (RFC 7932,
+    9.1). Raises `_UnreadableError` for a window that is not allowed.
+    """
     if not first & 1:
         return 1 << 16
     if first & 0x7F == _BROTLI_LARGE_WINDOW:
@@ -269,7 +282,7 @@ def _brotli_window_bytes(first: int) -> int:
 
 
 def _brotli() -> _Decoder:
-    """Return a decoder. Raises `ImportError` if the extra `brotli` is not installed."""
+    """Return a brotli decoder. Raises `ImportError` if the extra `brotli` is not installed."""
     return _Brotli(import_module("brotli"))
 
 
@@ -281,11 +294,15 @@ _DECODERS: Final[Mapping[str, Callable[[], _Decoder]]] = {
     "br": _brotli,
 }
 _ENCODED: Final = (b"\x1f\x8b", _ZSTD_MAGIC.to_bytes(4, "little"))
-"""Beginnings of gzip and zstd. JSON begins with neither."""
+"""First bytes of gzip and of zstd data, by which a body that was encoded twice is recognised. JSON
+begins with neither.
+"""
 
 
 class EncodedBody:
-    """An encoded request body, which takes chunks and decodes them in bounded turns."""
+    """A request body with a content encoding, which receives chunks and decodes them in bounded
+    turns of the event loop.
+    """
 
     __slots__ = (
         "_at", "_bytes_max", "_decoded", "_decoder", "_input", "decoded_bytes", "encoded_bytes",
@@ -293,20 +310,20 @@ class EncodedBody:
     )  # fmt: skip
 
     def __init__(self, encoding: str, bytes_max: int) -> None:
-        """Create an empty body. `encoding` is the value of `content-encoding`; `bytes_max` limits
-        the decoded body.
+        """Create an empty body. `encoding` is the value of `content-encoding`; `bytes_max` is the
+        maximum size of the decoded body.
         """
         self._bytes_max = bytes_max
         self._input: deque[bytes] = deque()
         self._at = 0
-        """Number of bytes of the first input that are used."""
+        """Number of bytes of the first chunk in `_input` that are already decoded."""
         self._decoded: list[bytes] = []
         self.encoded_bytes = 0
         self.decoded_bytes = 0
         self.too_large = False
-        """True if the decoded body is longer than `bytes_max`."""
+        """True if the decoded body is larger than `bytes_max`."""
         self.problem: Unparsed | None = None
-        """Reason why the body cannot be read, or None."""
+        """Reason why the body cannot be read, or None if there is none so far."""
         self._decoder: _Decoder | None = None
         names = [name for name in map(str.strip, encoding.lower().split(",")) if name]
         names = [name for name in names if name != "identity"]
@@ -321,23 +338,25 @@ class EncodedBody:
 
     @property
     def unfinished(self) -> bool:
-        """Return whether `work` can process more of the received data."""
+        """Return whether `work` can decode more of the data received so far."""
         decoder = self._decoder
         return decoder is not None and (bool(self._input) or decoder.pending)
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of the decoder and of its output."""
+        """Return the memory in bytes of the decoder and of the decoded data."""
         return self.decoded_bytes + (self._decoder.memory_bytes if self._decoder else 0)
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next chunk."""
+        """Receive the next chunk of the encoded body; `work` decodes it."""
         self.encoded_bytes += len(chunk)
         if chunk and self._decoder is not None:
             self._input.append(chunk)
 
     def work(self) -> None:
-        """Decode for one turn of the event loop; never raises, whatever the input is."""
+        """Decode received data for one turn of the event loop. No input raises an error; it sets
+        `problem` or `too_large`.
+        """
         left_bytes = TURN_BYTES_MAX
         try:
             while left_bytes > 0 and self._decoder is not None and self.unfinished:
@@ -348,7 +367,7 @@ class EncodedBody:
             self._stop(Unparsed.CORRUPT)
 
     def _step(self, decoder: _Decoder) -> int:
-        """Call the decoder once; return the length of the output."""
+        """Call the decoder once with the next input; return the number of decoded bytes."""
         data = b""
         if self._input and not decoder.pending:
             data = self._input[0][self._at : self._at + INPUT_BYTES_MAX]
@@ -368,9 +387,9 @@ class EncodedBody:
         return len(decoded)
 
     def finish(self) -> bytes | None:
-        """Return the decoded body after all of it has come and `work` has nothing to do.
+        """Return the decoded body. Call this once all of it was received and `unfinished` is False.
 
-        Return None if it cannot be read; `problem` holds the reason.
+        Return None if the body cannot be read; `problem` then holds the reason.
         """
         if self._decoder is not None and not self._decoder.complete:
             self._stop(Unparsed.CORRUPT)
@@ -398,7 +417,9 @@ class EncodedBody:
 
 
 def _new_decoder(name: str) -> _Decoder | None:
-    """Return a decoder, or None if the encoding is not known or its library is not installed."""
+    """Return a decoder for the content encoding `name`, or None if it is unknown or its library is
+    not installed.
+    """
     new = _DECODERS.get(name)
     try:
         return None if new is None else new()
@@ -407,5 +428,5 @@ def _new_decoder(name: str) -> _Decoder | None:
 
 
 def is_identity(encoding: str) -> bool:
-    """Return whether the value of `content-encoding` says that the body is not encoded."""
+    """Return whether a value of `content-encoding` means that the body is not encoded."""
     return not encoding.lower().replace(",", " ").replace("identity", " ").strip()

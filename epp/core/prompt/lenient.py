@@ -36,10 +36,10 @@ _EMPTY: Final = frozenset({b"null", b"[]", b"{}", b'""'})
 
 
 class Unread(StrEnum):
-    """Reasons why a JSON body is placed without being fully understood."""
+    """The reason why a JSON body is placed although it was not fully understood."""
 
     SHAPE = "unknown-shape"
-    """A member has a type or a form that the API does not define."""
+    """A member of the body has a type or a form that the API does not define."""
     NO_PROMPT = "no-prompt"
     """The body has nothing that could be a prompt."""
     MUCH = "too-much"
@@ -48,7 +48,7 @@ class Unread(StrEnum):
 
 
 class Lenient(Struct, frozen=True):
-    """The part of a body that leaves a prefix."""
+    """The prompts and the output limit that were found in a body that the strict parser rejected."""
 
     api: ApiKind = ApiKind.OPAQUE
     prompts: tuple[bytes, ...] = ()
@@ -59,10 +59,10 @@ Members = Mapping[str, Any]
 
 
 def read_leniently(suffix: str, members: Members) -> Lenient:
-    """Return the prompts of `members`, the decoded body for a path that ends in `suffix`.
+    """Return the prompts in `members`, the decoded body of a request whose path ends in `suffix`.
 
-    There is no prompt if the API has none, or the body has none. Raises `RecursionError` if a part
-    is nested too deep, and `TooMuchError` if there are too many fields.
+    There are no prompts if the API or the body has none. Raises `RecursionError` if a part is
+    nested too deep, and `TooMuchError` if there are too many fields.
     """
     read = _READERS.get(suffix)
     if read is None:
@@ -118,7 +118,9 @@ def _read_anthropic(members: Members) -> Lenient:
 
 
 def _read_generate(members: Members) -> Lenient:
-    """Return no prompt, because token ids of an unknown shape are neither text nor ids."""
+    """Return the output limit without a prompt, because token ids of an unknown form are neither
+    text nor ids.
+    """
     sampling = members.get("sampling_params")
     limit = sampling.get("max_tokens") if isinstance(sampling, dict) else None
     return Lenient(ApiKind.OPAQUE, (), limit)
@@ -132,11 +134,15 @@ _READERS: Final[Mapping[str, Callable[[Members], Lenient]]] = {
     "v1/messages": _read_anthropic,
     "inference/v1/generate": _read_generate,
 }
-"""Reader by suffix of the path; other paths have no prompt."""
+"""Function that reads the decoded body, by suffix of the path. Requests with other paths have no
+prompt.
+"""
 
 
 def _labelled(members: Members, *names: str) -> list[bytes]:
-    """Return the fields of JSON that applications put before the first message."""
+    """Return the canonical fields of the members `names`, which engines put before the first
+    message. Empty members have none.
+    """
     fields: list[bytes] = []
     for name in names:
         if name in members and (value := _encode_sorted(members[name])) not in _EMPTY:
@@ -184,7 +190,9 @@ def _write_any_content(fields: list[bytes], content: Any) -> None:
 
 
 def _texts(value: Any) -> tuple[bytes, ...]:
-    """Return the prompt of a completion: a text as such, and everything else as JSON."""
+    """Return the canonical bytes of a completion's prompt: a text as such, and any other value as
+    JSON. Return () if it is empty.
+    """
     if isinstance(value, str):
         return (text_prompt(value),)
     encoded = _encode_sorted(value)

@@ -14,38 +14,44 @@ import numpy.typing as npt
 from msgspec import ValidationError
 
 PIECES_MAX: Final = 80_000
-"""Number of objects, arrays, strings (including member names) and fractions that any body may have.
+"""Number of pieces, that is, objects, arrays, strings (including member names) and fractions, that
+a body of any length may have.
 """
 BYTES_PER_PIECE: Final = 48
-"""Bytes that allow one more piece in a longer body. A plain message has five pieces, so 16,000
+"""Number of bytes of a longer body that allow one piece. A plain message has five pieces, so 16,000
 short messages are always accepted.
 """
 PIECES_PER_FRACTION: Final = 4
-"""Number of pieces that a number with a point or an exponent counts as, because it takes as long.
+"""Number of pieces as which a number with a point or an exponent counts, because it takes as long
+to decode.
 """
 DIGITS_MAX: Final = 255
-"""Maximum number of consecutive digits. The cost of an integer grows with their square."""
+"""Maximum number of consecutive digits outside texts. The time to decode an integer grows with the
+square of its digits.
+"""
 
 Symbols: TypeAlias = npt.NDArray[np.uint8]
 Places: TypeAlias = npt.NDArray[np.bool_]
 
 _FOLDING: Final = np.uint8(0x20)
-"""The only bit that differs between "[" and "{", "]" and "}", and "E" and "e"."""
+"""The only bit in which "[" differs from "{", "]" from "}", and "E" from "e"."""
 _SLICE_BYTES: Final = 262_144
-"""Bytes of a body that one call counts. Their results fit into a core's cache, and a body of some
-hundred kilobytes needs few calls.
+"""Number of bytes of a body that are counted at a time. The results fit into a core's cache, and a
+body of some hundred kilobytes needs few calls.
 """
 _WINDOW: Final = (DIGITS_MAX + 1) // 2
-"""Window size. More than `DIGITS_MAX` consecutive digits fill at least one aligned window."""
+"""Number of bytes in a window. More than `DIGITS_MAX` consecutive digits fill at least one aligned
+window.
+"""
 
 
 class TooMuchError(ValidationError):
-    """Reading a body would take too long for its length."""
+    """The error of a body that would take too long to read for its length."""
 
 
 def admit(body: bytes) -> None:
-    """Raise `TooMuchError` if `body` has more elements than can be decoded in the time for its
-    length.
+    """Raise `TooMuchError` if `body` has more elements than may be decoded for its length, or a
+    number with too many digits.
 
     Valid JSON is counted exactly, and so is the valid part of other bodies, because no decoder gets
     further. A body of at most `PIECES_MAX` bytes is not examined.
@@ -70,8 +76,8 @@ def admit(body: bytes) -> None:
 
 
 def outside_texts(body: bytes) -> Symbols:
-    """Return the bytes of valid JSON with those of each string replaced by 0, except its closing
-    quote.
+    """Return a copy of the bytes of `body`, valid JSON, in which the bytes of each string except
+    its closing quote are 0.
     """
     symbols = np.frombuffer(body, np.uint8)
     quotes = _packed(symbols == ord('"')) & ~_escaped(_packed(symbols == ord("\\")))
@@ -86,17 +92,19 @@ def outside_texts(body: bytes) -> Symbols:
 
 
 def _packed(places: Places) -> Symbols:
-    """Return the marks of `places`, padded to whole words of 64 bits."""
+    """Return the Boolean array `places` as one bit for each position, padded to whole words of 64
+    bits.
+    """
     marks = np.zeros(-(-len(places) // 64) * 8, np.uint8)
     marks[: -(-len(places) // 8)] = np.packbits(places, bitorder="little")
     return marks
 
 
 def _escaped(backslashes: Symbols) -> Symbols:
-    """Return the marks of escaped bytes: every second backslash of a run, and the byte after an odd
-    run.
+    """Return, as bits, the positions of escaped bytes: every second backslash of a run, and the
+    byte after an odd run.
 
-    A single subtraction over all marks borrows along each run from its start.
+    A single subtraction over all bits borrows along each run from its start.
     """
     marks = int.from_bytes(backslashes.tobytes(), "little")
     odd = int.from_bytes(b"\xaa" * (len(backslashes) + 1), "little")
@@ -105,7 +113,8 @@ def _escaped(backslashes: Symbols) -> Symbols:
 
 
 def _odd_so_far(marks: Symbols) -> Symbols:
-    """Return the marks of the positions up to and including which the number of `marks` is odd.
+    """Return, as bits, the positions at which the number of set bits in `marks` so far, this
+    position included, is odd.
 
     Shifts by 1, 2, 4 and so on, combined, turn each bit of a word into the parity of all bits up to
     it.
@@ -120,25 +129,31 @@ def _odd_so_far(marks: Symbols) -> Symbols:
 
 
 def is_opening(symbols: Symbols) -> Places:
-    """Return the positions where an object or an array begins."""
+    """Return a Boolean for each byte: whether an object or an array begins there. Texts must be
+    blanked (`outside_texts`).
+    """
     opening: Places = _folded(symbols) == ord("{")
     return opening
 
 
 def is_closing(symbols: Symbols) -> Places:
-    """Return the positions where an object or an array ends."""
+    """Return a Boolean for each byte: whether an object or an array ends there. Texts must be
+    blanked (`outside_texts`).
+    """
     closing: Places = _folded(symbols) == ord("}")
     return closing
 
 
 def _folded(symbols: Symbols) -> Symbols:
-    """Return the bytes with brackets as braces, and letters in lower case."""
+    """Return the bytes with square brackets turned into braces, and letters into lower case."""
     folded: Symbols = symbols | _FOLDING
     return folded
 
 
 def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
-    """Return whether there are more than `pieces_max` pieces; with texts, whether there may be."""
+    """Return whether the bytes have more than `pieces_max` pieces. If texts are not blanked, they
+    may count as pieces, so that True may be wrong.
+    """
     pieces, innermost = 0, 1
     for start in range(0, len(symbols), _SLICE_BYTES):
         part = symbols[start : start + _SLICE_BYTES]
@@ -152,7 +167,7 @@ def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
 
 
 def _count_points(symbols: Symbols) -> int:
-    """Count the points and exponents that follow a digit."""
+    """Return the number of points and exponents that follow a digit."""
     points = 0
     for start in range(0, len(symbols), _SLICE_BYTES):
         # The first byte of the next slice may be such a point.
@@ -167,7 +182,7 @@ def _count(places: Places) -> int:
 
 
 def _may_have_long_number(symbols: Symbols) -> bool:
-    """Return whether some aligned window consists of digits only."""
+    """Return whether some aligned window of `_WINDOW` bytes consists of digits only."""
     ends = _is_digit(symbols[_WINDOW - 1 :: _WINDOW])
     if not ends.any():
         return False

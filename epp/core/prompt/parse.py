@@ -1,4 +1,5 @@
-"""Conversion of path and bytes to a request, or a refusal. JSON is decoded once.
+"""Conversion of a request's path, headers and body to a request that can be scheduled, or to a
+refusal. JSON is decoded once.
 
 Members that routing does not need are skipped; the engine validates them. The picker refuses (400)
 invalid JSON, an unpaired surrogate, a body that is not an object, and a missing model if the API
@@ -41,7 +42,7 @@ from epp.core.types import BYTES_PER_TOKEN, ApiKind, Refusal, RefusalReason
 
 
 class ParserName(StrEnum):
-    """Names of parsers that an `EndpointPickerConfig` may use."""
+    """The name of a parser that an `EndpointPickerConfig` may enable."""
 
     OPENAI = "openai-parser"
     ANTHROPIC = "anthropic-parser"
@@ -54,30 +55,33 @@ ALL_PARSERS: Final[ParserSet] = frozenset(ParserName)
 
 
 PROMPTS_MAX: Final = 10_000
-"""Maximum number of prompts of one request."""
+"""Maximum number of prompts of one request; a request with more is placed without knowledge of its
+prompts.
+"""
 PROMPTS_REMEMBERED_MAX: Final = 2_048
 """Maximum number of prompts of one request that are recorded; OpenAI accepts no more. Each has its
 own chain to hash, match and record, which takes about seven microseconds, and may be as short as a
 block.
 """
 MODEL_MEMBERS_MAX: Final = 5_000
-"""Maximum number of members `model`, at any depth, among which a rewrite searches for top-level
-ones.
+"""Maximum number of members named `model`, at any depth of a body, among which a rewrite searches
+for those of the top level.
 """
 
 
 class Parsed(Struct, frozen=True, kw_only=True, gc=False):
-    """A request that may be scheduled."""
+    """A request that can be scheduled, and its body."""
 
     request: InferenceRequest
     body: bytes
-    """Body to forward: the received object, unless the model was rewritten."""
+    """Body to forward to the endpoint: the received object itself, unless the model was rewritten."""
     incoming_model: str
-    """Model in the body, or "" if it names none."""
+    """Model that the body names, or "" if it names none."""
     decoded: bytes = b""
-    """Body without its content encoding; b"" if it has none, or was not decoded."""
+    """Body without its content encoding; b"" if it has no content encoding, or was not decoded."""
     unparsed: str = ""
-    """Reason why the request is placed without prompt knowledge; "" if everything was understood.
+    """Reason why the request is placed without full knowledge of its prompt; "" if everything was
+    understood.
     """
 
 
@@ -89,7 +93,9 @@ Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 
 
 class Body(Struct, gc=False):
-    """Members that all APIs have. `Raw` members may have any type; the engine validates them."""
+    """The members that the bodies of all APIs have. `Raw` members may have any type; the engine
+    validates them.
+    """
 
     model: str | UnsetType | None = UNSET
     cache_salt: str | None = None
@@ -113,7 +119,7 @@ class CompletionsBody(Body, kw_only=True, gc=False):
 class EmbeddingsBody(Body, kw_only=True, gc=False):
     input: Prompts | None = None
     messages: Messages | None = None
-    """Conversation to embed, as vLLM supports."""
+    """Conversation to embed, instead of `input`, as vLLM supports it."""
 
 
 class ResponsesBody(Body, kw_only=True, gc=False):
@@ -140,9 +146,11 @@ class GenerateBody(Body, kw_only=True, gc=False):
 
 
 def _fraction(text: str) -> float:
-    """Return a number with a point or an exponent that msgspec parses slowly (eight microseconds).
+    """Return the number in `text`, which has a point or an exponent. Raises `ValueError` if it is
+    infinite.
 
-    msgspec calls this where Lemire's algorithm has no result, such as for 1e300.
+    msgspec calls this where Lemire's algorithm has no result, such as for 1e300; its own parser
+    takes eight microseconds.
     """
     value = float(text)
     if -math.inf < value < math.inf:
@@ -161,7 +169,7 @@ _decode_any = Decoder(float_hook=_fraction).decode
 
 
 class _Members(Struct, gc=False):
-    """The members that show the API of a body."""
+    """The members of a body that show to which API it belongs."""
 
     prompt: Raw = NO_JSON
     messages: Raw = NO_JSON
@@ -172,14 +180,16 @@ _decode_members = Decoder(_Members).decode
 
 
 class _Reading(Struct, gc=False):
-    """The result of one API's read function."""
+    """The result of reading a body for one API."""
 
     body: Body
     api: ApiKind = ApiKind.OPAQUE
     prompts: tuple[bytes, ...] = ()
     output_tokens_max: Raw = NO_JSON
     tokens_forgotten: int = 0
-    """Tokens of prompts that are not recorded."""
+    """Approximate number of tokens of the prompts beyond `PROMPTS_REMEMBERED_MAX`, which are not
+    recorded.
+    """
 
 
 def _read_chat(body: bytes) -> _Reading:
@@ -244,14 +254,16 @@ def _read_generate(body: bytes) -> _Reading:
 
 
 def _read_model(body: bytes) -> _Reading:
-    """Read a JSON body that names a model, without recording a prompt."""
+    """Return the model that a JSON body names, without any prompt."""
     return _Reading(_decode_body(body))
 
 
 def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[bytes, ...], int]:
-    """Convert `value`, a `Prompts`: one text, texts, the ids of one prompt, or of several.
+    """Return the prompts in `value`, a `Prompts`: one text, several texts, the token ids of one
+    prompt, or those of several.
 
-    Return the API, the recorded prompts, and the approximate number of tokens of the others.
+    The result is the API kind, the prompts to record, and the approximate number of tokens of the
+    others. `where` is the place of `value` for errors.
     """
     if isinstance(value, str):
         return text_api, (text_prompt(value),), 0
@@ -273,7 +285,7 @@ def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[
 
 
 def _token_bytes(token_ids: list[int]) -> bytes:
-    """Return four little-endian bytes for each id."""
+    """Return four little-endian bytes for each token id."""
     words = array("I", token_ids)
     if sys.byteorder == "big":
         words.byteswap()
@@ -281,11 +293,11 @@ def _token_bytes(token_ids: list[int]) -> bytes:
 
 
 class _Claim(Struct, frozen=True):
-    """A parser's claim on the paths that end in a suffix."""
+    """A parser for the bodies of requests whose paths end in a suffix."""
 
     parser: ParserName
     read: Callable[[bytes], _Reading] | None
-    """Function that reads the body, or None to forward it unread."""
+    """Function that reads the body of a request, or None to forward the body unread."""
     model_required: bool = True
 
 
@@ -303,11 +315,11 @@ _CLAIMS: Final[Mapping[str, _Claim]] = {
     "v1/messages/count_tokens": _Claim(ParserName.ANTHROPIC, None),
     "inference/v1/generate": _Claim(ParserName.VLLM_HTTP, _read_generate, model_required=False),
 }
-"""Claim by suffix of the path, in whole segments; the longest suffix wins."""
+"""Parser by suffix of the path, in whole segments; the longest suffix wins."""
 _USUAL_PATHS: Final[Mapping[str, str]] = {
     f"/v1/{suffix.removeprefix('v1/')}": suffix for suffix in _CLAIMS
 }
-"""Suffix by path, for the paths of nearly all requests."""
+"""Suffix of each of the paths that nearly all requests have."""
 _SEGMENTS_MAX: Final = max(suffix.count("/") for suffix in _CLAIMS) + 1
 _PATH_HEADERS: Final = ("x-original-path", "x-forwarded-path")
 _DEFAULT_PATH: Final = "/v1/completions"
@@ -324,7 +336,8 @@ def parse_request(
     parsers: ParserSet = ALL_PARSERS,
     segments: KnownSegments | None = None,
 ) -> Parsed | Refusal:
-    """Read one request; no bytes or headers raise an error.
+    """Return the request in `body`, or the refusal of a request that cannot be placed. No bytes or
+    headers raise an error.
 
     `path` is `:path`, or "" if the gateway does not send it; the body then decides.
     `model_rewrite`, unless it is "", replaces the model of the body. A result of `rewrite` for the
@@ -379,8 +392,8 @@ def parse_request(
 
 
 def _read_again(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
-    """Read a body that the strict parser rejected with `problem`, and return also why it is
-    unparsed.
+    """Read a body that the strict parser rejected with `problem`. Return the result and the reason
+    why it is not fully understood, or a refusal if it is invalid.
     """
     if isinstance(problem, (TooMuchError, RecursionError)):
         return _unread(suffix, body, problem)
@@ -414,7 +427,9 @@ def _read_again(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading,
 
 
 def _unread(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
-    """Find the model of a body that is too costly to decode, by fast searches over its bytes."""
+    """Return the model of a body that is too costly to decode, found by fast searches over its
+    bytes, and the reason. Return a refusal if it is no JSON object.
+    """
     if _OPENING.match(body) is None:
         return _invalid(suffix, problem)
     model: str | UnsetType = UNSET
@@ -433,9 +448,10 @@ def opaque_request(
 
 
 def claim_of(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str | None:
-    """Return the end of the path by which a parser claims its bodies, such as "chat/completions".
+    """Return the suffix of the path by which a parser reads the body, such as "chat/completions".
 
-    "" if the gateway does not send the path, so that the body decides; None if no parser reads it.
+    Return "" if the gateway does not send the path, so that the body decides. Return None if no
+    parser reads the body.
     """
     path = path or _path_of(headers)
     if not path:
@@ -446,16 +462,18 @@ def claim_of(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str |
 
 
 def _path_of(headers: Mapping[str, str]) -> str:
-    """Return the path that the gateway sends in a header, or "" if there is none."""
+    """Return the path that the gateway sends in a header other than `:path`, or "" if there is
+    none.
+    """
     return next(filter(None, map(headers.get, _PATH_HEADERS)), "")
 
 
 def _usual_path(body: bytes) -> str:
-    """Return the usual path of a body like this, because NGINX Gateway Fabric does not send the
+    """Return the usual path of a request with such a body. NGINX Gateway Fabric does not send the
     path.
 
-    A body with `input` may be for responses or embeddings, which are read differently. Only its
-    model is read.
+    A body with `input` may be for responses or embeddings, which are read differently. The path
+    that is returned for it makes the parser read only its model.
     """
     try:
         members = _decode_members(body)
@@ -470,9 +488,7 @@ def _usual_path(body: bytes) -> str:
 
 
 def _suffix(path: str, parsers: ParserSet) -> str:
-    """Return the longest suffix of the path that a parser in `parsers` claims, or "" if there is
-    none.
-    """
+    """Return the longest suffix of `path` for which `parsers` has a parser, or "" if there is none."""
     usual = _USUAL_PATHS.get(path)
     if usual is not None and _CLAIMS[usual].parser in parsers:
         return usual
@@ -512,7 +528,8 @@ def _invalid_model(suffix: str) -> Refusal:
 
 
 def _invalid(suffix: str, problem: Exception) -> Refusal:
-    """Return a refusal with the problem and its place, without any content of the body.
+    """Return the refusal of an invalid body, with the problem and its place but without any content
+    of the body.
 
     msgspec's errors name types, paths and offsets, but never values. Other errors would quote the
     body.
@@ -546,8 +563,8 @@ _OPENING: Final = re.compile(_BLANK + rb"\{" + _BLANK + rb"(\}?)")
 
 
 def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes:
-    """Return `body` with the value of each top-level member `model` replaced, all else byte for
-    byte.
+    """Return `body` with the value of each top-level member `model` replaced by `model`, and all
+    else unchanged byte for byte.
 
     `body` is a valid JSON object. `present` is True if it has such a member; otherwise one is
     inserted first. Raises `UnicodeEncodeError` if `model` has unpaired surrogates, and
@@ -571,7 +588,8 @@ def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes:
 
 
 def _top_level_models(body: bytes, *, one_is_certain: bool) -> list[tuple[int, int]]:
-    """Return where the values of top-level members `model` begin and end.
+    """Return (start, end) of the value of each top-level member `model` in `body`. Raises
+    `TooMuchError` if there are too many members of that name.
 
     `one_is_certain` is True if a decoder has found one at the top level.
     """
@@ -586,7 +604,7 @@ def _top_level_models(body: bytes, *, one_is_certain: bool) -> list[tuple[int, i
 
 
 def _depths(body: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the nesting depth of each of `positions` in the valid JSON `body`.
+    """Return the nesting depth of each of `positions`, byte positions in the valid JSON `body`.
 
     The function counts opening and closing brackets outside texts without a Python step for each
     one, because a client may send millions.

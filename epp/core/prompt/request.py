@@ -1,4 +1,4 @@
-"""The core's view of a request, and the hash chains of its prompts."""
+"""The request as the scheduler sees it, and the hash chains of its prompts."""
 
 import sys
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, hash_tokens, token_seed
 from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
-"""API kinds whose prompts consist of messages."""
+"""API kinds whose prompts are conversations, which consist of messages."""
 _CHARACTER_BYTES_MAX: Final = 4
-"""Maximum size of a character in UTF-8."""
+"""Maximum number of bytes of a character in UTF-8."""
 
 
 class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
@@ -29,42 +29,48 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     api: ApiKind = ApiKind.OPAQUE
     model: str = ""
-    """Model or adapter that must serve the request, after any rewrite."""
+    """Model or LoRA adapter that must serve the request, after any rewrite."""
     prompts: tuple[bytes, ...] = ()
     prompt_tokens: int = 0
     """Estimated number of prompt tokens: prompt bytes / 4, or the exact number of token ids.
 
-    If an index that looked up the ids decides, it is their number. Prompts and their cached parts
-    are then counted in the same unit.
+    If an index of token ids determines the cached part, this is the number of ids. Prompts and
+    their cached parts are then counted in the same unit.
     """
     prompt_bytes: int = 0
-    """Size of the prompts; 0 for four bytes per token of `prompt_tokens`."""
+    """Size of the prompts in bytes; 0 means four bytes for each of `prompt_tokens`."""
     cache_salt: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers with lower-case names."""
+    """Headers of the request, with lower-case names."""
     subset: tuple[str, ...] | None = None
-    """Addresses that the gateway allows, as "ip:port" or a bare IP address; None without a hint, ()
-    if it allows none.
+    """Addresses to which the gateway limits the request, as "ip:port" or a bare IP address. None if
+    it gives no hint, () if it allows none.
     """
     priority: int = 0
     stream: bool = False
     output_tokens_max: int | None = None
     session_id: str = ""
     chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """One chain per prompt, by block size in bytes. A replayed trace fills it instead of `prompts`."""
+    """Chain of block hashes of each prompt, by block size in bytes. A replayed trace fills it
+    instead of `prompts`.
+    """
     tails: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
-    """Hash of the rest of each prompt after its last full block, by block size in bytes."""
+    """Hash of the rest of each prompt after its last full block, by block size in bytes; None for a
+    prompt without a rest.
+    """
     token_chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """One chain per prompt over the engine's token ids, by tokens in a block."""
+    """Chain of block hashes over the token ids of each prompt, by number of tokens in a block."""
     media: list[tuple[bytes, ...]] = field(default_factory=list)
-    """Result of `media_items` after its first call. A re-enacted capture fills it."""
+    """Result of `media_items` as its only member, once it was computed. A re-enacted capture fills
+    it.
+    """
     segments: KnownSegments | None = None
-    """Cache of hashes of long prompts; it saves time and changes no chain."""
+    """Cache of the hashes of long prompts, or None to compute all hashes; the chains are the same."""
     moment: Moment = NO_MOMENT
-    """State of the picker at the time of the decision."""
+    """State of the picker at the time of the decision, for plugins."""
 
     def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
-        """Return chained hashes of the full blocks of each prompt, 8 bytes per block, computed
+        """Return the chained hashes of the full blocks of each prompt, 8 bytes per block; computed
         once.
         """
         known = self.chains.get(block_bytes)
@@ -81,10 +87,11 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
     def token_chains_of(
         self, block_tokens: int, blocks_max: int, *, adapter: str = ""
     ) -> tuple[bytes, ...]:
-        """Return chained hashes of the full blocks of token ids of each prompt, computed once.
+        """Return the chained hashes of the full blocks of the token ids of each prompt; computed
+        once.
 
-        `adapter` is the LoRA adapter that must serve, or "" for the base model. Return () if the
-        ids are unknown.
+        `adapter` is the LoRA adapter that must serve the request, or "" for the base model. Return
+        () if the ids are unknown.
         """
         known = self.token_chains.get(block_tokens)
         if known is None:
@@ -103,7 +110,7 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return known
 
     def tails_of(self, block_bytes: int, blocks_max: int) -> tuple[int | None, ...]:
-        """Return the hash of the rest of each prompt after its last full block, computed once.
+        """Return the hash of the rest of each prompt after its last full block; computed once.
 
         A hash is None if there is no rest, or if there are more than `blocks_max` full blocks.
         """
@@ -121,8 +128,8 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return known
 
     def media_items(self) -> tuple[bytes, ...]:
-        """Return up to 16 bytes for each distinct image, audio or video in the prompts, computed
-        once.
+        """Return a digest of up to 16 bytes of each distinct image, audio or video in the prompts;
+        computed once.
         """
         if not self.media:
             by_ids = self.api is ApiKind.TOKENS
@@ -130,8 +137,8 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return self.media[0]
 
     def opening(self) -> tuple[int, int] | None:
-        """Return, for a conversation, the bytes before the user's first message and a hash of all
-        up to its end.
+        """Return the number of bytes before the user's first message of a conversation, and a hash
+        of everything up to the end of that message.
 
         Both are the same at each turn. The hash has 64 bits, and depends on the model, the salt and
         the API kind. Return None if the request is not a conversation or has no prompt.
@@ -147,10 +154,10 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return start, xxhash.xxh64_intdigest(memoryview(prompt)[:end], seed)
 
     def first_text(self, characters: int) -> str | None:
-        """Return at most `characters` characters of the user's first message, or of a completion's
-        prompt.
+        """Return the first characters, at most `characters`, of the user's first message or of a
+        completion's prompt.
 
-        Return "" if there is no text, and None for another kind of prompt or without one.
+        Return "" if it has no text, and None for another kind of request or without a prompt.
         """
         if not self.prompts:
             return None
@@ -167,8 +174,8 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return prompt[start:end].decode(errors="replace")[:characters] if end > start else ""
 
     def block_hash(self, block_bytes: int, blocks: int) -> int | None:
-        """Return 64 bits for the first prompt up to the end of block number `blocks`, or of its
-        last full block.
+        """Return the 64-bit hash of the first prompt up to the end of block number `blocks`, or of
+        its last full block if it is shorter.
 
         Return None if the chain is not computed yet, or the prompt has no full block.
         """
@@ -179,14 +186,14 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def token_ids(self) -> tuple[bytes, ...]:
-        """Return the token ids of each prompt, 4 little-endian bytes per id, as received or as
-        computed; () if unknown.
+        """Return the token ids of each prompt, 4 little-endian bytes per id, as the client sent
+        them or as a `token-producer` computed them; () if unknown.
         """
         return self.prompts if self.api is ApiKind.TOKENS else self.moment.token_ids
 
     @property
     def known_tokens(self) -> int:
-        """Return the number of `token_ids` of all prompts, also after they were dropped; 0 if
+        """Return the number of token ids of all prompts, even after the ids were dropped; 0 if
         unknown.
         """
         ids = self.token_ids
@@ -200,7 +207,9 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return max((len(chains) for chains in self.chains.values()), default=1)
 
     def without_prompts(self) -> "InferenceRequest":
-        """Return the request without prompt bytes and ids; the chains and the number of ids stay."""
+        """Return a copy of the request without prompt bytes and token ids; the chains and the
+        number of ids stay.
+        """
         moment = self.moment
         if moment.token_ids or self.api is ApiKind.TOKENS:
             known = self.known_tokens

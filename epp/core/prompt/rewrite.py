@@ -1,4 +1,4 @@
-"""Model rewrites: the rules of InferenceModelRewrite objects."""
+"""Model rewrites: the rules of InferenceModelRewrite objects, which replace the model of a request."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -12,12 +12,14 @@ from msgspec import Struct
 class Target(NamedTuple):
     model: str
     weight: int
-    """Share of the requests, relative to the other targets of the rule; at least 1."""
+    """Share of the rule's requests that go to this model, relative to the weights of the other
+    targets; at least 1.
+    """
 
 
 class RewriteRule(Struct, frozen=True):
-    """A rule that sends requests for one of `models` to one of `targets`; without models, it
-    applies to all.
+    """A rule that replaces each of `models` in requests by one of `targets`. Without `models`, it
+    applies to every model.
     """
 
     models: tuple[str, ...]
@@ -25,8 +27,8 @@ class RewriteRule(Struct, frozen=True):
 
 
 class ModelRewrites:
-    """Rewrite rules in order of precedence. The first match wins; exact rules come before those for
-    any model.
+    """The model-rewrite rules in order of precedence. The first match wins; rules for named models
+    come before those for any model.
     """
 
     def __init__(self, rules: Iterable[RewriteRule] = ()) -> None:
@@ -52,7 +54,9 @@ class ModelRewrites:
     __hash__ = None  # type: ignore[assignment]  # equal by content, and never a key
 
     def target(self, model: str, random: Random) -> str | None:
-        """Return the model that must serve a request for `model`, or None if no rule matches."""
+        """Return the model that replaces `model`, chosen at random by weight, or None if no rule
+        matches.
+        """
         targets = self._exact.get(model, self._any)
         if not targets:
             return None

@@ -1,4 +1,5 @@
-"""Chained block hashes over token ids: the engine's view of a prompt, under our own keys.
+"""Chained block hashes over a prompt's token ids, which engines cache by, under the picker's own
+keys.
 
 The scheme is that of `core/prompt/blocks`, but over ids of 4 little-endian bytes, and with the API
 kind of prompts that come as ids. Engines' hashes differ by release, algorithm, seed and block size;
@@ -20,23 +21,27 @@ from epp.core.prompt.blocks import chain_seed, hash_blocks
 from epp.core.types import ApiKind
 
 TOKEN_BYTES: Final = 4
-"""Size of an id, little-endian."""
+"""Size in bytes of a token id, which is little-endian."""
 _STEP_TOKENS: Final = 16
-"""Smallest block of an engine whose end inside one of our blocks is tracked."""
+"""Number of tokens in a step of a chain: the smallest block of an engine whose end inside a block
+of the picker's index is tracked.
+"""
 
 
 def step_tokens_of(block_tokens: int) -> int:
-    """Return the tokens in a step of a chain of blocks of `block_tokens`."""
+    """Return the number of tokens in a step of a chain whose blocks have `block_tokens` tokens."""
     return block_tokens if block_tokens % _STEP_TOKENS else _STEP_TOKENS
 
 
 def token_seed(adapter: str, cache_salt: str) -> int:
-    """Return the seed of the first step from the adapter, "" for the base model, and the salt."""
+    """Return the seed with which the first step of a prompt is hashed. `adapter` is "" for the base
+    model.
+    """
     return chain_seed(ApiKind.TOKENS, adapter, cache_salt)
 
 
 def with_media(seed: int, identifiers: Iterable[str]) -> int:
-    """Return the seed of a step in which the media `identifiers` begin, in order."""
+    """Return the seed with which a step is hashed in which the media `identifiers` begin, in order."""
     for identifier in identifiers:
         seed = xxhash.xxh64_intdigest(identifier.encode("utf-8", "surrogatepass"), seed)
     return seed
@@ -50,7 +55,9 @@ def hash_tokens(
     block_tokens: int,
     blocks_max: int,
 ) -> bytes:
-    """Return the keys of the first `blocks_max` full blocks of a prompt, 8 bytes each."""
+    """Return the keys of the first `blocks_max` full blocks of a prompt, 8 bytes each. `ids` are
+    its token ids as bytes.
+    """
     step_tokens = step_tokens_of(block_tokens)
     steps_per_block = block_tokens // step_tokens
     step_bytes = step_tokens * TOKEN_BYTES

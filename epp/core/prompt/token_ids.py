@@ -1,4 +1,4 @@
-"""Token ids as bytes, and a comparison of our ids with the engine's."""
+"""Token ids as bytes, and a comparison of computed token ids with those that engines report."""
 
 import sys
 from array import array
@@ -9,19 +9,21 @@ from msgspec import Struct
 
 ID_BYTES: Final = 4
 COMPARED_MIN: Final = 100
-"""Number of prompts of a model before it is judged."""
+"""Number of compared prompts of a model before its computed ids can be judged to differ."""
 AGREEMENT_MIN: Final = 0.95
-"""Share of these prompts that must have the engine's ids; with less, ours are not used."""
+"""Share of a model's compared prompts whose computed ids must equal the engine's. Below it,
+computed ids are not used.
+"""
 TRIED_EACH: Final = 16
-"""Interval in prompts at which ids are still computed for a model whose ids differ from the
-engine's.
+"""Number of prompts of which the ids of one are computed for comparison, if a model's ids differ
+from the engine's.
 """
 MODELS_MAX: Final = 256
 
 
 def packed(ids: Iterable[int]) -> bytes:
-    """Return 4 little-endian bytes per id. Raises `OverflowError` or `TypeError` unless ids are 0
-    to 2**32 - 1.
+    """Return 4 little-endian bytes for each token id. Raises `OverflowError` or `TypeError` unless
+    all ids are integers from 0 to 2**32 - 1.
     """
     words = array("I", ids)
     if sys.byteorder == "big":
@@ -37,44 +39,44 @@ def unpacked(ids: bytes) -> list[int]:
 
 
 class Disagreement(Struct, frozen=True):
-    """A warning about a model whose ids differ from the engine's."""
+    """A warning that the computed token ids of a model differ from the engine's."""
 
     model: str
     compared: int
     agreed: int
     same_tokens: int
-    """Number of equal ids at the beginning of the last prompt that differed."""
+    """Number of equal token ids at the beginning of the prompt that caused the warning."""
 
 
 class ComparedModel(Struct):
-    """The comparison of one model's ids with the engine's."""
+    """The comparison of the computed token ids of one model with the engine's."""
 
     model: str
     compared: int = 0
     agreed: int = 0
     lately_compared: int = 0
-    """Number of recent comparisons; older ones count less and less."""
+    """Number of compared prompts of the last time; older ones count less and less."""
     lately_agreed: int = 0
     told: bool = False
     asked: int = 0
-    """Number of requests for ids since they were found to differ."""
+    """Number of calls of `asks` for this model while its ids differed."""
 
     @property
     def exact(self) -> bool:
-        """Return whether these ids may be used as the engine's."""
+        """Return whether the computed ids of this model may be used as the engine's."""
         lately = self.lately_compared
         return lately < COMPARED_MIN or self.lately_agreed >= AGREEMENT_MIN * lately
 
 
 class Agreement:
-    """The agreement of computed ids with those that the engine reports as stored."""
+    """The comparison, by model, of computed token ids with those that the engine reports as stored."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, ComparedModel] = {}
 
     def note(self, model: str, same_tokens: int | None) -> Disagreement | None:
-        """Record a comparison: None if the ids are the engine's, else the number of equal ids at
-        the beginning.
+        """Record the comparison of one prompt: `same_tokens` is None if its ids are the engine's,
+        else the number of equal ids at the beginning.
 
         Return a warning once per model: if fewer than `AGREEMENT_MIN` of at least `COMPARED_MIN`
         recent prompts had the engine's ids.
@@ -98,14 +100,15 @@ class Agreement:
         return Disagreement(model, known.compared, known.agreed, same_tokens)
 
     def exact(self, model: str) -> bool:
-        """Return whether the ids of `model` may be used as the engine's."""
+        """Return whether the computed ids of `model` may be used as the engine's."""
         known = self._by_model.get(model)
         return known is None or known.exact
 
     def asks(self, model: str) -> bool:
-        """Return whether to compute the ids of one more prompt of `model`.
+        """Return whether the token ids of the next prompt of `model` are to be computed.
 
-        If its ids differ from the engine's, one of `TRIED_EACH` prompts is still compared.
+        If its ids differ from the engine's, only one of `TRIED_EACH` prompts is computed and
+        compared.
         """
         known = self._by_model.get(model)
         if known is None or known.exact:
@@ -114,5 +117,7 @@ class Agreement:
         return known.asked % TRIED_EACH == 0
 
     def rows(self) -> Sequence[ComparedModel]:
-        """Return the comparisons of all models, in the order of their first one."""
+        """Return the comparison of each model, in the order in which the models were first
+        compared.
+        """
         return list(self._by_model.values())

@@ -1,1 +1,3 @@
-"""The protocol of one ext_proc stream: its events, its phases and its answers."""
+"""The protocol of one ext_proc stream between gateway and picker: its events, its phases and its
+answers.
+"""

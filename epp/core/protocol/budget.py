@@ -10,18 +10,21 @@ a few large bodies cannot block many small ones.
 from typing import Final
 
 PIECE_BYTES: Final = 96
-"""Memory that a stored piece of a body uses besides its bytes: an object and its place in a list.
+"""Bytes of memory that a stored piece of a body uses besides its content: an object and its place
+in a list.
 """
 
 
 SMALL_BYTES: Final = 262_144
-"""Size up to which a stream may use the whole budget; most prompts are shorter."""
+"""Maximum number of stored bytes of a stream that may use the whole budget, reserve included; most
+prompts are shorter.
+"""
 RESERVED_SHARE: Final = 8
-"""Divisor of the budget that is reserved for such streams."""
+"""Divisor of the budget that gives the part reserved for streams with at most `SMALL_BYTES`."""
 
 
 class BodyBudget:
-    """A budget for the stored bytes of request bodies."""
+    """A budget for the bytes of request bodies that all streams together store."""
 
     __slots__ = ("bytes_max", "held_bytes")
 
@@ -33,9 +36,10 @@ class BodyBudget:
         return f"<BodyBudget [{self.held_bytes} of {self.bytes_max} bytes held]>"
 
     def take(self, count_bytes: int, holding_bytes: int = 0) -> bool:
-        """Take `count_bytes` more for a stream that holds `holding_bytes` already.
+        """Count `count_bytes` more against the budget, for a stream that already stores
+        `holding_bytes`.
 
-        Return False, and take nothing, if there is no room.
+        Return False, and count nothing, if that would exceed the budget.
         """
         most = self.bytes_max
         if holding_bytes + count_bytes > SMALL_BYTES:
@@ -46,6 +50,6 @@ class BodyBudget:
         return True
 
     def give_back(self, count_bytes: int) -> None:
-        """Return `count_bytes` that were taken before."""
+        """Subtract `count_bytes`, which `take` counted before, from the used part of the budget."""
         assert count_bytes <= self.held_bytes, f"{count_bytes} of {self.held_bytes} given back"
         self.held_bytes -= count_bytes

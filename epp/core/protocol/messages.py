@@ -13,8 +13,8 @@ from msgspec import Struct
 from epp.core.types import Refusal, RefusalReason
 
 BODY_CHUNK_BYTES_MAX: Final = 62_000
-"""Maximum size of a body chunk. Gateways reject chunks above 64 KB; the reference picker uses this
-limit.
+"""Maximum size in bytes of a body chunk that the picker sends. Gateways reject chunks above 64 KB;
+the reference picker uses this limit.
 """
 
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
@@ -45,7 +45,9 @@ CONTROL_HEADERS: Final = frozenset(
         "x-kv-cache-source-host-port",
     }
 )
-"""Headers between gateway and picker; the model server must not receive them from a client."""
+"""Names of headers between gateway and picker. The picker removes them from clients' requests, so
+that model servers do not receive them.
+"""
 
 
 class BodyMode(IntEnum):
@@ -60,26 +62,32 @@ class BodyMode(IntEnum):
 
 
 class BodyModes(Struct, frozen=True):
-    """The body modes that `protocol_config` announces, in the first message of a stream only."""
+    """The modes in which a gateway sends request and response bodies. Only the first message of a
+    stream announces them (`protocol_config`).
+    """
 
     request: BodyMode
     response: BodyMode
     unknown: int | None = None
-    """Number of an unknown mode, or None."""
+    """Number of an announced mode that the picker does not know, or None if it knows both."""
 
 
 class RequestHeaders(Struct, frozen=True, gc=False):
     headers: Mapping[str, str]
-    """Headers by lower-case name."""
+    """Headers of the HTTP request, by lower-case name."""
     end_of_stream: bool
     modes: BodyModes | None = None
     subset: tuple[str, ...] | None = None
-    """Subset hint of this message; None if it has none, () if it is empty or malformed."""
+    """Addresses in the subset hint of this message. None if it has no hint, () if the hint is empty
+    or malformed.
+    """
 
 
 class RequestBody(Struct, frozen=True, gc=False):
     body: bytes | memoryview
-    """A piece of the body, or all of it. A view keeps its whole message in memory."""
+    """A piece of the request body, or all of it. A memoryview keeps the whole gRPC message in
+    memory.
+    """
     end_of_stream: bool
     subset: tuple[str, ...] | None = None
 
@@ -93,7 +101,9 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     end_of_stream: bool
     modes: BodyModes | None = None
     served: str = ""
-    """Endpoint "ip:port" that serves the request, or "" if the gateway does not report it."""
+    """Address "ip:port" of the endpoint that serves the request, or "" if the gateway does not
+    report it.
+    """
 
 
 class ResponseBody(Struct, frozen=True, gc=False):
@@ -116,15 +126,18 @@ Event: TypeAlias = (
 
 
 class Destination(Struct, frozen=True, gc=False):
-    """The destination of a request, and the changes of its headers."""
+    """The endpoints that may serve a request, and the changes of the request's headers."""
 
     endpoints: tuple[str, ...]
-    """Endpoints "ip:port", the first choice first; more than one only if fallbacks are configured.
+    """Addresses "ip:port" of the endpoints, the first choice first; more than one only if fallbacks
+    are configured.
     """
     set_headers: tuple[tuple[str, str], ...] = ()
     remove_headers: tuple[str, ...] = ()
     own_header: tuple[str, str] | None = None
-    """One more header to set, whose value is unique to the request."""
+    """One more header to set on the request, kept apart because its value differs for each request;
+    None if there is none.
+    """
 
 
 class RequestHeadersAnswer(Struct, frozen=True, gc=False):
@@ -132,14 +145,18 @@ class RequestHeadersAnswer(Struct, frozen=True, gc=False):
 
 
 class RequestBodyAnswer(Struct, frozen=True, gc=False):
-    """The answer to a message of a buffered or streamed body; `body` replaces Envoy's copy."""
+    """The answer to a message with a buffered or streamed request body. `body` replaces Envoy's
+    copy of the body, unless it is None.
+    """
 
     destination: Destination | None = None
     body: bytes | None = None
 
 
 class RequestBodyChunk(Struct, frozen=True, gc=False):
-    """A piece of a full-duplex request body."""
+    """An answer with a piece of a full-duplex request body, which the picker sends back to the
+    gateway.
+    """
 
     body: bytes | memoryview
     end_of_stream: bool
@@ -152,8 +169,8 @@ class RequestTrailersAnswer(Struct, frozen=True):
 class ResponseHeadersAnswer(Struct, frozen=True, gc=False):
     set_headers: tuple[tuple[str, str], ...] = ()
     without_body: bool = False
-    """Asks the gateway not to send the body; it has an effect only if the gateway allows an
-    override.
+    """True to ask the gateway not to send the response body; this has an effect only if the gateway
+    allows an override.
     """
 
 
@@ -162,7 +179,9 @@ class ResponseBodyAnswer(Struct, frozen=True):
 
 
 class ResponseBodyChunk(Struct, frozen=True, gc=False):
-    """A piece of a full-duplex response body."""
+    """An answer with a piece of a full-duplex response body, which the picker sends back to the
+    gateway.
+    """
 
     body: bytes | memoryview
     end_of_stream: bool
@@ -173,7 +192,9 @@ class ResponseTrailersAnswer(Struct, frozen=True):
 
 
 class ImmediateAnswer(Struct, frozen=True):
-    """An answer that the picker sends to the client itself."""
+    """An answer with which the picker refuses a request; the gateway sends it to the client instead
+    of a response.
+    """
 
     refusal: Refusal
     headers: tuple[tuple[str, str], ...]
@@ -181,20 +202,20 @@ class ImmediateAnswer(Struct, frozen=True):
 
 RETRY_AFTER_S: Final = "1"
 RETURNED_CHARACTERS_MAX: Final = 256
-"""Maximum length of a returned request id, because clients may send any length, and responses have
-less room than requests.
+"""Maximum length in characters of a request id that is returned to the client. Clients may send any
+length, and responses have less room than requests.
 """
 
 
 _PASSING: Final = frozenset(
     {RefusalReason.SATURATED, RefusalReason.OVERLOADED, RefusalReason.BODIES_HELD}
 )
-"""Reasons that may soon pass, so that the client gets a `retry-after`."""
+"""Reasons of refusals that may soon pass, for which the client gets a `retry-after` header."""
 
 
 def returnable(request_id: str) -> str:
-    """Return `request_id` if it may be returned as a header (printable ASCII, not too long), else
-    "".
+    """Return `request_id` if it may be a response header (printable ASCII, at most
+    `RETURNED_CHARACTERS_MAX`), else "".
     """
     fits = len(request_id) <= RETURNED_CHARACTERS_MAX
     return request_id if fits and request_id.isascii() and request_id.isprintable() else ""
@@ -203,7 +224,7 @@ def returnable(request_id: str) -> str:
 def refusing(refusal: Refusal, request_id: str = "") -> ImmediateAnswer:
     """Return the answer that refuses a request, in the same form for all reasons.
 
-    `request_id` is returned to the client if it is `returnable`; "" if the request has none.
+    `request_id` becomes a response header if it is `returnable`; it is "" if the request has none.
     """
     headers = [("content-type", "application/json")]
     if returnable(request_id):

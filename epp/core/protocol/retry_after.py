@@ -9,14 +9,15 @@ from epp.core.types import Seconds
 
 RETRY_AFTER_HEADER: Final = "retry-after"
 _BYTES_MAX: Final = 64
-"""Maximum length of a value; the longest date has 33 characters."""
+"""Maximum length in characters of a `retry-after` value; the longest date has 33 characters."""
 
 
 def retry_after_s(headers: Mapping[str, str]) -> Seconds | None:
-    """Return how long the client should wait, or None if the response does not say.
+    """Return the seconds for which a response asks the client to wait, or None if it has no valid
+    `retry-after`.
 
-    A date is compared with the `date` of the same response, so that no clock is needed. A malformed
-    header is ignored. The result is never negative.
+    A date is compared with the `date` of the same response, so that no clock is needed. The result
+    is never negative.
     """
     value = headers.get(RETRY_AFTER_HEADER, "").strip()
     if not value or len(value) > _BYTES_MAX:

@@ -5,12 +5,11 @@ and request trailers, then the same of the response. It sends each kind only if 
 configured to. Every message needs exactly one answer, in order, except for full-duplex body chunks.
 The answers of the request phase depend on the body mode that the first message announces:
 
-* FULL_DUPLEX_STREAMED, or nothing announced: Envoy does not keep the body. The header answer is
-held
-  until the body is complete. Then the session sends headers, the body in chunks, and trailers.
+* FULL_DUPLEX_STREAMED, or nothing announced: Envoy does not keep the body. The session holds the
+  answer to the headers until the body is complete. Then it sends headers, the body in chunks, and
+  trailers.
 * BUFFERED, BUFFERED_PARTIAL: headers are answered at once. The answer to the one body message has
-the
-  destination.
+  the destination.
 * STREAMED, NONE, unknown: the header answer must have the destination (otherwise Envoy 1.40 answers
   503), so the request is scheduled without its body.
 
@@ -116,23 +115,25 @@ from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 
 
 class Gateway:
-    """The state of one gateway that outlives its streams."""
+    """The state of one gateway that is kept from one ext_proc stream to the next."""
 
     __slots__ = ("sends_response_headers", "unseen")
 
     def __init__(self) -> None:
         self.sends_response_headers = False
         self.unseen = 0
-        """Requests without a response, while the gateway has never sent one."""
+        """Number of streams that ended without a response, counted while the gateway has never sent
+        one.
+        """
 
 
 UNSEEN_TOLD: Final = 20
-"""Number of requests without a response after which the gateway is reported, because clients leave
-too.
+"""Number of streams without a response after which the gateway is reported to send none. It is
+above 1, because clients may leave.
 """
 PIECES_FREE: Final = 1_024
 PIECE_MEAN_BYTES_MIN: Final = 256
-"""Size of a body that allows one more piece beyond `PIECES_FREE`. A gateway sends what one read of
+"""Bytes of a body that allow one more piece beyond `PIECES_FREE`. A gateway sends what one read of
 a socket returns: some kilobytes, in full duplex up to 64 KB.
 """
 
@@ -142,26 +143,34 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     parsers: ParserSet = ALL_PARSERS
     parse_response_usage: bool = False
     decline_response_bodies: bool = False
-    """Ask a gateway that streams response bodies not to; it must allow a mode override."""
+    """True to ask a gateway that streams response bodies not to send them; the gateway must allow a
+    mode override.
+    """
     subset_filter: bool = True
     priorities: Mapping[str, int] = field(default_factory=dict)
-    """Priority by name of an objective; requests with a negative one may be shed."""
+    """Priority by name of an objective. Requests with a priority below 0 may be shed."""
     trust_model_rewrite: bool = False
-    """The gateway removes clients' `REWRITE_HEADERS`, so that they may name the served model."""
+    """True if the gateway removes clients' `REWRITE_HEADERS`, so that these headers may name the
+    model to serve.
+    """
     pass_from_bytes: int | None = None
-    """Body size from which bodies are routed unread and not stored, because memory is scarce; None
-    for no limit.
+    """Size in bytes of a request body from which it is routed unread and not stored, because memory
+    is scarce; None for no limit.
     """
     explain_headers: bool = False
-    """Report the chosen endpoint, and a short reason, to clients."""
+    """True to report the chosen endpoint, and a short reason, to clients in response headers."""
     request_load_metrics: bool = False
-    """Request the engine's load in response headers, if the client does not."""
+    """True to request the engine's load in response headers, even if the client does not."""
     rewrite: Callable[[str], str | None] | None = None
-    """Function model of the body -> served model, or None if no rule applies."""
+    """Function that returns the model to serve for the model of the body, or None if no rule
+    applies. None if there are no rules.
+    """
 
 
 class Trace(Protocol):
-    """The state of a tracer for one exchange, and the headers that it sets and removes."""
+    """The state of a tracer for one request and its response, and the headers that it sets on and
+    removes from the request.
+    """
 
     own_header: tuple[str, str]
     remove_headers: tuple[str, ...]
@@ -178,41 +187,50 @@ class Exchange(Struct, eq=False):
     request_bytes: int = 0
     decision: Decision | None = None
     endpoint: Endpoint | None = None
-    """Endpoint that received the request, as far as is known; None also if it is not in the pool.
-    """
+    """Endpoint that received the request, or None if it is unknown or no longer in the pool."""
     unseen_body: BodyMode | None = None
-    """Mode because of which the picker scheduled without the body, or None."""
+    """Body mode because of which the picker scheduled the request without its body, or None if it
+    did not.
+    """
     passed_unread: bool = False
-    """True if the body was available, but not read for lack of memory."""
+    """True if the request body was available, but was not read for lack of memory."""
     unparsed: str = ""
-    """Reason why the request is placed without prompt knowledge although the body was available, or
-    "".
+    """Reason why the request is placed without full knowledge of its prompt although its body was
+    available, or "".
     """
     unparsed_api: str = ""
-    """End of the path by which a parser claims the body, if `unparsed` is set."""
+    """Suffix of the path by which a parser reads the body, if a content encoding made it
+    unreadable; otherwise "".
+    """
     answered_at_s: Seconds = 0.0
-    """Time of the message that the decision or refusal answers."""
+    """Time at which the message came that the decision or refusal answers."""
     response_started_at_s: Seconds | None = None
     first_output_at_s: Seconds | None = None
     status: int | None = None
     by_gateway: bool = False
-    """True if the gateway itself created the response."""
+    """True if the gateway itself created the response, because no endpoint answered."""
     retry_after_s: Seconds | None = None
-    """Seconds after which a 429 or 503 asks the client to retry."""
+    """Seconds after which a response 429 or 503 asks the client to retry; None if it does not."""
     served: str = ""
-    """Endpoint "ip:port" that sent the response, or "" if the gateway does not report it."""
+    """Address "ip:port" of the endpoint that sent the response, or "" if the gateway does not
+    report it.
+    """
     response_bytes: int = 0
     usage: Usage | None = None
     path: str = ""
-    """Path without the query; like `request_id`, it is set for refusals."""
+    """Path of the request without the query. Like `request_id`, it is set only if the request is
+    refused.
+    """
     request_id: str = ""
     failure: "StreamFailure | None" = None
     trace: Trace | None = None
-    """State of the tracer; an observer sets it in `decided` at the latest."""
+    """State of the tracer for this request, or None. An observer sets it in `decided` at the
+    latest.
+    """
 
 
 class StreamFailure(StrEnum):
-    """Reasons why a stream, and its request, ends with an error."""
+    """The reason why a stream, and with it its request, ends with an error."""
 
     MALFORMED = "malformed-message"
     VIOLATION = "protocol-violation"
@@ -220,7 +238,7 @@ class StreamFailure(StrEnum):
 
 
 class Observer(Protocol):
-    """An observer of the events of requests, after they happened. Its methods must not raise."""
+    """An observer of requests, which is notified after each event. Its methods must not raise."""
 
     def decided(self, exchange: Exchange) -> None: ...
     def refused(self, exchange: Exchange, refusal: Refusal) -> None: ...
@@ -229,16 +247,16 @@ class Observer(Protocol):
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None: ...
     def set_aside(self, endpoint: Endpoint) -> None: ...
     def unknown_body_mode(self, mode: int) -> None:
-        """Count an unknown body mode; `mode` is its number."""
+        """Count an announced body mode that the picker does not know; `mode` is its number."""
         ...
 
     def unknown_objective(self) -> None:
-        """Count a request whose objective is unknown; it has priority 0."""
+        """Count a request that names an unknown objective; its priority is 0."""
         ...
 
     def protocol_violated(self, phase: str, event: str) -> None: ...
     def response_body_declined(self) -> None:
-        """Count a response whose body the gateway was asked not to send."""
+        """Count a response whose body the picker asked the gateway not to send."""
         ...
 
     def usage_unseen(self) -> None:
@@ -255,13 +273,13 @@ class Observer(Protocol):
 class Phase(StrEnum):
     START = "start"
     COLLECTING = "collecting"
-    """Full duplex: the body is arriving, and nothing is answered yet."""
+    """The request body is arriving in full duplex, and the picker has answered nothing yet."""
     BUFFERED = "buffered"
-    """Headers are answered, and the body will arrive in one message."""
+    """The picker has answered the request headers, and the body will arrive in one message."""
     WAITING = "waiting"
-    """The request is parsed and cannot be placed yet."""
+    """The request has to wait: for its placement, or until its body is decoded."""
     ROUTED = "routed"
-    """The gateway knows the destination; the rest of the request is passed through."""
+    """The gateway knows the destination, and the picker passes the rest of the request through."""
     RESPONDING = "responding"
     ENDED = "ended"
 
@@ -274,18 +292,18 @@ _FULL_DUPLEX: Final = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUP
 
 
 class _Pending(Struct, frozen=True):
-    """A request that was parsed, and the function that creates its answers."""
+    """A parsed request that is not placed yet, and the function that creates the answers for it."""
 
     request: InferenceRequest
     changed_body: bytes | None
-    """New body if the model was rewritten, else None."""
+    """Body with the rewritten model, or None if the body is unchanged."""
     answers: Callable[[Destination], list[Answer]]
     body: bytes = b""
-    """Body that the endpoint receives, or b"" if it was not read."""
+    """Decoded body of the request, after any rewrite, or b"" if it was not read."""
 
 
 class Session:
-    """The state machine of one stream.
+    """The state machine of one ext_proc stream, which is one request and its response.
 
     The caller passes every message to `receive` and sends the returned answers. It calls `sent`
     when the gateway has accepted them, and `closed` once when the stream has ended in any way. If
@@ -295,36 +313,45 @@ class Session:
     # Every stream begins with these values, and most streams change few of them.
 
     undecoded = False
-    """True if `carry_on` must be called in a later turn of the event loop."""
+    """True if more of the body is to be decoded, so that the caller must call `carry_on` in a later
+    turn of the event loop.
+    """
     resume: Resume | None = None
     waited_s: Seconds = 0.0
-    """Time that the first message had waited when it was received; the request's time starts then.
+    """Seconds that the first message had waited in the picker when it was received. The time of the
+    request starts that much earlier.
     """
     finished = False
     violated = False
-    """True if the gateway violated the protocol; the stream must be ended with an error."""
+    """True if the gateway violated the protocol, so that the caller must end the stream with an
+    error.
+    """
     _phase = Phase.START
     _modes = _FULL_DUPLEX
     _headers: Mapping[str, str] = MappingProxyType({})
     _named = ""
-    """Request id, or "" until it is first needed."""
+    """Id of the request, or "" until it is first needed."""
     _subset: tuple[str, ...] | None = None
     _body_bytes = 0
     _pieces = 0
     _endless = False
-    """True if the bytes after the headers belong to another protocol, which may use pieces of any
+    """True if the bytes after the headers belong to another protocol, whose pieces may have any
     size.
     """
     _taken_bytes = 0
-    """Bytes that this stream has taken from the budget."""
+    """Number of bytes that this stream has counted against the budget."""
     _encoded: EncodedBody | None = None
-    """Decoder of the body until it is read; None if the body has no content encoding."""
+    """Decoder of the request body until the body is read; None if there is no content encoding to
+    decode.
+    """
     _decoding_bytes = 0
-    """Part of these bytes that the decoder and its output use."""
+    """Number of bytes in `_taken_bytes` that the decoder and its output use."""
     _recoded = False
-    """True if the body was decoded; a changed body then loses its encoding."""
+    """True if the model was rewritten in a decoded body, which is then forwarded without its
+    content encoding.
+    """
     _read: Callable[[Seconds], list[Answer]] | None = None
-    """Function that reads the complete body once it is decoded, or None."""
+    """Function that routes the complete body once it is decoded, or None if no body waits for that."""
     _wait: Wait | None = None
     _pending: _Pending | None = None
     _held_bytes = 0
@@ -332,7 +359,7 @@ class Session:
     _usage_reader: UsageReader | None = None
     _announced = False
     _declined = False
-    """True if the gateway was asked not to send the response body, and has sent none of it."""
+    """True if the picker asked the gateway not to send the response body, and none of it came."""
     _request_ended = False
     _completed = False
 
@@ -346,10 +373,12 @@ class Session:
         budget: BodyBudget | None = None,
         resolver: Resolver | None = None,
     ) -> None:
-        """Create the session. `new_request_id` creates ids for requests without `x-request-id`.
+        """Create the state machine of a new stream. `new_request_id` creates ids for requests
+        without `x-request-id`.
 
-        `budget` is shared by all streams; None for the limit of a single body only. If there is a
-        `resolver`, `resume` must be set to a function that calls `resolved` and sends its answers.
+        `budget` is shared by all streams; with None, only the size of a single body is limited. If
+        there is a `resolver`, `resume` must be set to a function that calls `resolved` and sends
+        its answers.
         """
         self._scheduler = scheduler
         self._settings = settings
@@ -361,7 +390,7 @@ class Session:
         self._exchange = Exchange(0.0)
         self._body: list[bytes | memoryview] = []
         self._held: list[RequestBody | RequestTrailers] = []
-        """Messages that arrived while the request waits."""
+        """Messages about the request that arrived while it waits."""
 
     def __repr__(self) -> str:
         decision = self._exchange.decision
@@ -369,7 +398,7 @@ class Session:
         return f"<Session [{self._phase.value}, to {where}, {self._body_bytes} body bytes held]>"
 
     def receive(self, event: Event, now: Seconds) -> list[Answer]:
-        """Process the next message and return the answers to send, in order."""
+        """Process the next message of the gateway and return the answers to send, in order."""
         if self.finished:
             return []
         handler = _HANDLERS.get((self._phase, type(event)))
@@ -378,22 +407,24 @@ class Session:
         return handler(self, event, now)
 
     def failed(self, failure: StreamFailure) -> None:
-        """Note that the stream will be ended with an error; `closed` follows."""
+        """Record that the stream ends with an error; the caller calls `closed` afterwards."""
         self.finished = True
         self._end_wait()
         self._exchange.failure = failure
         self._observer.failed(self._exchange, failure)
 
     def half_closed(self, now: Seconds) -> list[Answer]:
-        """Handle the end of the gateway's messages. Some gateways half-close right after the body,
-        and still need answers.
+        """Process the end of the gateway's messages, and return the answers to send. Some gateways
+        half-close the stream right after the body, and still need answers.
         """
         if self._phase is Phase.COLLECTING and self._pieces and not self._announced:
             return self._route_full_duplex(now, trailers=False)
         return []
 
     def closed(self, now: Seconds) -> None:
-        """Release the stream's resources after it has ended in any way."""
+        """Release the resources of the stream after it has ended in any way, and record the end of
+        its request.
+        """
         self._phase = Phase.ENDED
         self._end_wait()
         self._let_go()
@@ -412,31 +443,38 @@ class Session:
         self._complete(ending, now)
 
     def sent(self) -> None:
-        """Release the stored body, because the gateway has accepted the answers that repeat it."""
+        """Release the memory of the request body, because the gateway has accepted the answers that
+        repeat it.
+        """
         if self._taken_bytes and self._phase not in _UNPLACED:
             self._give_back()
 
     @property
     def incomplete(self) -> bool:
-        """True if the request is not complete or not placed yet, so that the gateway waits for an
-        answer.
+        """Return whether the request is not complete or not placed yet, so that the gateway waits
+        for an answer.
         """
         return self._phase in _UNPLACED
 
     @property
     def may_wait(self) -> bool:
-        """True if `resume` must be set."""
+        """Return whether requests may have to wait before they are placed, so that `resume` must be
+        set.
+        """
         return self._resolver is not None
 
     @property
     def waiting(self) -> bool:
-        """True if the request waits; after a half-close, too, `resolved` will give answers."""
+        """Return whether the request waits. Its answers then come from `resolved` or `carry_on`,
+        even after a half-close.
+        """
         return self._phase is Phase.WAITING
 
     def resolved(self, resolution: Resolution, now: Seconds) -> list[Answer]:
-        """Place or refuse the request after its wait, and return the answers to send, in order.
+        """Place or refuse the request at the end of its wait, and return the answers to send, in
+        order.
 
-        There are none if the stream does not wait any more.
+        The result is empty if the request does not wait any more.
         """
         pending = self._pending
         if self._phase is not Phase.WAITING or pending is None:
@@ -453,7 +491,7 @@ class Session:
         return answers
 
     def carry_on(self, now: Seconds) -> list[Answer]:
-        """Decode more of the body and return the answers to send, in order.
+        """Decode more of the request body, and return the answers to send, in order.
 
         It does nothing unless `undecoded` is true.
         """
@@ -475,7 +513,9 @@ class Session:
         return answers
 
     def time_out(self, now: Seconds) -> list[Answer]:
-        """Refuse a request that was not complete, or not placed, in time."""
+        """Refuse a request that was not complete, or not placed, in time. Return the answer to
+        send.
+        """
         self._exchange.answered_at_s = now
         if self._phase is Phase.WAITING:
             return self._refuse(
@@ -597,8 +637,8 @@ class Session:
         return self._place(_Pending(self._opaque(), None, answers), now)
 
     def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
-        """Refuse trailers without a body: it is too late for a destination, and there is nothing to
-        serve.
+        """Refuse a buffered request with trailers but without a body, because its headers were
+        already answered without a destination.
         """
         return self._refuse(_bad_request("the request has trailers but no body", None))
 
@@ -720,12 +760,16 @@ class Session:
             self._observer.unknown_body_mode(modes.unknown)
 
     def _hint(self, subset: tuple[str, ...]) -> None:
-        """Store the gateway's subset hint; the latest message that has one counts."""
+        """Store the addresses of the gateway's subset hint; a hint in a later message replaces an
+        earlier one.
+        """
         if self._settings.subset_filter:
             self._subset = subset
 
     def _hold(self, body: bytes | memoryview) -> list[Answer]:
-        """Store the next piece of the body, or return the refusal of a body above a limit."""
+        """Store the next piece of the request body. Return the refusal if the body exceeds a limit,
+        else [].
+        """
         piece_bytes = len(body)
         self._body_bytes += piece_bytes
         self._pieces += 1
@@ -744,11 +788,11 @@ class Session:
         return []
 
     def _in_small_pieces(self) -> bool:
-        """Return whether the body has too many pieces for its size."""
+        """Return whether the body came in too many pieces for its size."""
         return self._pieces > PIECES_FREE + self._body_bytes // PIECE_MEAN_BYTES_MIN
 
     def _let_go(self) -> None:
-        """Release the body."""
+        """Release the request body, its decoder and its part of the budget."""
         self._body.clear()
         if self._encoded is not None:
             self._drop_decoder()
@@ -761,7 +805,9 @@ class Session:
     # Handling of content encodings.
 
     def _begin_decoding(self, encoding: str) -> None:
-        """Start to decode the body that follows, if a parser reads it."""
+        """Create a decoder for the body that follows, if a parser reads it and it has a content
+        encoding.
+        """
         headers, settings = self._headers, self._settings
         if (
             is_identity(encoding)
@@ -771,13 +817,17 @@ class Session:
         self._encoded = EncodedBody(encoding, settings.request_body_bytes_max)
 
     def _decode(self, chunk: bytes | memoryview) -> list[Answer]:
-        """Take the next encoded chunk, decode for one turn, and return a refusal or nothing."""
+        """Decode the next encoded chunk for one turn of the event loop. Return a refusal if it
+        exceeds a limit, else [].
+        """
         assert self._encoded is not None, "the body has a content encoding"
         self._encoded.feed(bytes(chunk))
         return self._work(self._encoded)
 
     def _work(self, encoded: EncodedBody) -> list[Answer]:
-        """Decode for one turn, and return a refusal or nothing."""
+        """Decode for one turn of the event loop. Return a refusal if the body exceeds a limit, else
+        [].
+        """
         encoded.work()
         if encoded.too_large:
             return self._refuse(_decoded_too_large(self._settings.request_body_bytes_max))
@@ -787,7 +837,7 @@ class Session:
         return []
 
     def _count(self, encoded: EncodedBody) -> bool:
-        """Count the decoder's memory against the budget, and return whether there was room."""
+        """Count the decoder's present memory against the budget. Return False if it does not fit."""
         more_bytes = encoded.held_bytes - self._decoding_bytes
         if more_bytes > 0 and not self._budget.take(more_bytes, self._taken_bytes):
             return False
@@ -798,20 +848,24 @@ class Session:
         return True
 
     def _wait_until_decoded(self, read: Callable[[Seconds], list[Answer]]) -> list[Answer]:
-        """Wait until `carry_on` has decoded the rest of the complete body, before `read` is called."""
+        """Let the request wait until `carry_on` has decoded the rest of its complete body; then
+        `read` is called.
+        """
         self._phase = Phase.WAITING
         self._read = read
         return []
 
     def _drop_decoder(self) -> None:
-        """Stop decoding. Decoded bytes count until the request is answered."""
+        """Stop decoding the body. The bytes decoded so far stay counted until the request is
+        answered.
+        """
         self._encoded = None
         self._read = None
         self.undecoded = False
 
     def _parse_encoded(self, encoded: EncodedBody, body: bytes) -> Parsed | Refusal:
-        """Read a body that has a content encoding, or place the request unread if that is
-        impossible.
+        """Return the request in a body with a content encoding. If the body cannot be decoded,
+        return a request without its prompt.
         """
         decoded = encoded.finish()
         self._count(encoded)
@@ -833,7 +887,8 @@ class Session:
         return parsed
 
     def _route_headers(self, now: Seconds, *, ends: bool = True) -> list[Answer]:
-        """Schedule at the headers, because there is no body or it would arrive too late.
+        """Schedule the request at its headers, because it has no body or the body would arrive too
+        late.
 
         `ends` is True if nothing more of the request will arrive.
         """
@@ -868,7 +923,9 @@ class Session:
         return self._place(_Pending(parsed.request, changed, answers, text), now)
 
     def _is_to_pass(self) -> bool:
-        """Return whether the body is too long to be read now and needs no change."""
+        """Return whether the body is too large to be read while memory is scarce, and needs no
+        change.
+        """
         settings = self._settings
         return (
             settings.pass_from_bytes is not None
@@ -878,8 +935,8 @@ class Session:
         )
 
     def _route_unread(self, now: Seconds, *, ends: bool) -> list[Answer]:
-        """Schedule without the prompt, and pass the body back: the stored part now, the rest as it
-        arrives.
+        """Schedule the request without reading its body, and pass the body back: the stored part
+        now, the rest as it arrives.
         """
         body = b"".join(self._body)
         self._body.clear()
@@ -898,7 +955,9 @@ class Session:
         return self._place(_Pending(self._opaque(), None, answers), now)
 
     def _place(self, pending: _Pending, now: Seconds) -> list[Answer]:
-        """Place a parsed request, unless it has to wait."""
+        """Place a parsed request, or let it wait if the resolver requires it. Return the answers to
+        send.
+        """
         if self._resolver is not None:
             assert self.resume is not None, "what drives a session that may wait can resume it"
             self._wait = self._resolver.begin(pending.request, pending.body, self.resume)
@@ -915,7 +974,9 @@ class Session:
         return pending.answers(destination)
 
     def _hold_back(self, event: RequestBody | RequestTrailers, now: Seconds) -> list[Answer]:
-        """Store a message of a waiting request, to answer it afterwards."""
+        """Store a message about a request that waits, to answer it after the wait. Return a refusal
+        if it exceeds a limit.
+        """
         if event.subset is not None:
             self._hint(event.subset)
         more_bytes = PIECE_BYTES + (len(event.body) if isinstance(event, RequestBody) else 0)
@@ -1110,7 +1171,8 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
 
 
 def chunks(body: bytes | memoryview, *, ends: bool) -> Sequence[tuple[bytes | memoryview, bool]]:
-    """Cut `body` into pieces that every gateway accepts, without copying; `ends` marks the last.
+    """Return `body` as (piece, whether it is the last) in pieces that every gateway accepts,
+    without copying. `ends` is True if the body ends with it.
 
     An empty body is one empty piece if it ends the stream, and no piece otherwise.
     """

@@ -6,14 +6,19 @@ import msgspec
 from msgspec import Struct
 
 RESPONSE_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Maximum size of an answer without streaming that is stored to read its usage."""
+"""Maximum size in bytes of an answer without streaming that is stored to read its usage; usage of a
+larger one stays unknown.
+"""
 EVENT_BYTES_MAX: Final = 256 * 1024
-"""Maximum length of a line in a stream; longer lines are skipped, because usage is in a short one.
+"""Maximum length in bytes of a line in a streamed answer. Longer lines are skipped, because usage
+is in a short one.
 """
 
 
 class Usage(Struct, frozen=True):
-    """The engine's token counts of one request; None if a count was not reported."""
+    """The token counts of one request as the engine reported them; None for a count that was not
+    reported.
+    """
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -48,7 +53,7 @@ _decode: Final = msgspec.json.Decoder(_Document).decode
 
 
 class UsageReader:
-    """A reader of one response's usage; `usage` is the latest that was found.
+    """A reader of the token usage in one response; `usage` is the latest that was found, or None.
 
     OpenAI sends it at the end of the answer or in the last event of a stream, the Responses API
     inside `response`, and Anthropic in `message_start` and `message_delta`.
@@ -61,7 +66,7 @@ class UsageReader:
         self._too_long = False
 
     def feed(self, chunk: bytes, *, end: bool) -> None:
-        """Process the next piece of the body; no content raises an error."""
+        """Process the next piece of the response body; no content raises an error."""
         if self._event_stream:
             self._feed_events(chunk)
             if end:

@@ -12,25 +12,27 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal
 
 Resolution: TypeAlias = InferenceRequest | Refusal
-"""The request to be placed, with the results of the wait, or the reason why it is refused."""
+"""The request to be placed, with what the wait added to it, or the refusal of the request."""
 Resume: TypeAlias = Callable[[Resolution], None]
 
 
 class Wait(Protocol):
-    """The wait of one request."""
+    """The wait of one request before its placement."""
 
     def cancel(self) -> None:
-        """End the wait; `resume` must not be called afterwards."""
+        """Stop the wait of the request; `resume` must not be called afterwards."""
         ...
 
 
 class Resolver(Protocol):
-    """A step before placing that determines something about a request or waits for room."""
+    """A step before the placement of requests, which determines something about a request or waits
+    until there is room.
+    """
 
     def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> Wait | None:
-        """Begin a wait, or return None if the request can be placed now.
+        """Begin the wait of `request`, or return None if it can be placed now.
 
-        `resume` is called later, never inside this call. `body` is what the endpoint will receive,
-        after any rewrite; b"" if the picker has not read it.
+        `resume` is called later, never inside this call. `body` is the body without its content
+        encoding and after any rewrite; b"" if the picker has not read it.
         """
         ...

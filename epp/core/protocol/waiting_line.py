@@ -1,7 +1,7 @@
 """A first-come-first-served line of requests that plug-ins hold before they are placed.
 
 The line stores only the position of a request. A request keeps its position until it is released.
-While any request waits, a new one waits too, even if no plug-in holds it.
+While any request waits, a new one waits as well, even if no plug-in holds it.
 """
 
 from collections import OrderedDict
@@ -12,12 +12,14 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.waiting import Resume
 
 REQUESTS_MAX: Final = 16_384
-"""Maximum number of waiting requests; further ones are placed at once, as if there were no line."""
+"""Maximum number of requests in the line; further ones are placed at once, as if there were no
+line.
+"""
 
 
 class WaitingLine:
-    """A `Resolver` that queues requests. `admit` must be called after events that may make `holds`
-    false.
+    """A `Resolver` that lets requests wait in a line. The caller calls `admit` after events that
+    may make `holds` false.
 
     `holds` returns whether a request must wait now.
     """
@@ -29,7 +31,7 @@ class WaitingLine:
         self._requests_max = requests_max
         self._places: OrderedDict[int, _Place] = OrderedDict()
         self._taken = 0
-        """Number of places that were ever given."""
+        """Number of requests that ever entered the line, which numbers their places."""
         self._admitting = False
 
     def __len__(self) -> int:
@@ -39,8 +41,8 @@ class WaitingLine:
         return f"<WaitingLine [{len(self)} of {self._requests_max} requests wait]>"
 
     def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> "_Place | None":
-        """Return a place, or None if nothing waits and nothing holds `request`, or the line is
-        full.
+        """Add `request` to the end of the line and return its place. Return None if the line is
+        full, or if it is empty and nothing holds the request.
         """
         if len(self) >= self._requests_max or not (self._places or self._holds(request)):
             return None
@@ -49,7 +51,7 @@ class WaitingLine:
         return place
 
     def admit(self) -> None:
-        """Release requests that nothing holds, oldest first, until one is held."""
+        """Release requests, oldest first, until one must still wait."""
         # Placing a request may end another one, whose observers call this method again.
         if self._admitting or not self._places:
             return
@@ -64,13 +66,13 @@ class WaitingLine:
             self._admitting = False
 
     def let_all_go(self) -> None:
-        """Release all waiting requests, oldest first."""
+        """Release all requests that wait in the line, oldest first."""
         for place in tuple(self._places.values()):
             place.go()
 
 
 class _Place:
-    """A `Wait` in the line."""
+    """The place of one request in the waiting line."""
 
     __slots__ = ("_number", "_places", "_resume", "request")
 
@@ -90,6 +92,6 @@ class _Place:
         self._places.pop(self._number, None)
 
     def go(self) -> None:
-        """Resume the request once; do nothing if its wait was cancelled."""
+        """Release the request from the line; do nothing if its wait was cancelled or has ended."""
         if self._places.pop(self._number, None) is not None:
             self._resume(self.request)

@@ -1,1 +1,3 @@
-"""Access the model servers: metrics pages, other pages, KV events and tokenization."""
+"""Access the model servers (engines): metrics pages, other pages, KV-cache events and
+tokenization.
+"""

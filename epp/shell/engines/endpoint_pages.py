@@ -1,7 +1,8 @@
 """Fetch pages of endpoints beside their metrics: the list of models and the utilization of GPUs.
 
-The pages are fetched by the same bounded client as metrics, but far less often. Each endpoint and
-page has one task. The content of a page is valid for some intervals and then unknown.
+The pages are fetched by the same bounded client as metrics, but far less often. One task fetches
+each page of each endpoint. The content of a page is valid for some fetch intervals and then
+unknown.
 """
 
 import asyncio
@@ -31,17 +32,23 @@ from epp.shell.engines.trust import client_context, trust_of
 from epp.shell.supervision import Supervisor, forever
 
 MODELS_INTERVAL_S_MIN: Final = 5.0
-"""Minimum interval in seconds; adapters are loaded rarely."""
+"""Minimum interval in seconds between two fetches of an endpoint's list of models; adapters are
+loaded rarely.
+"""
 GPU_INTERVAL_S_MIN: Final = 1.0
-"""Minimum interval in seconds; the exporter itself samples GPUs less often."""
+"""Minimum interval in seconds between two fetches of an endpoint's GPU utilization; the exporter
+itself samples GPUs less often.
+"""
 BACKOFF_S_MAX: Final = 30.0
 KEPT_INTERVALS: Final = 5
-"""Number of intervals for which the last page stays valid while later fetches fail."""
+"""Number of fetch intervals for which the last fetched page stays valid while later fetches
+fail.
+"""
 TIMEOUT_S: Final = 1.0
 PAGE_BYTES_MAX: Final = 1024 * 1024
 AT_ONCE_MAX: Final = 64
 MODELS_MAX: Final = 1_024
-"""Maximum number of models in one list, which is stored for every endpoint."""
+"""Maximum number of models in one endpoint's list, which is stored in memory."""
 MODEL_NAME_BYTES_MAX: Final = 256
 _JITTER: Final = 0.1
 _GPU_METRIC: Final = "DCGM_FI_DEV_GPU_UTIL"
@@ -51,21 +58,21 @@ _PERCENT: Final = 100.0
 _RANK: Final = re.compile(r"-rank-\d+\Z")
 
 
-class Told(Struct, frozen=True):
-    """The content of one page of an endpoint."""
+class PageContent(Struct, frozen=True):
+    """The parsed content of one page of an endpoint."""
 
     attributes: Mapping[str, float] = NO_ATTRIBUTES
     models: tuple[str, ...] | None = None
-    """Names of models, or None if this page does not list models."""
+    """Names of the models that the page lists, or None if this page does not list models."""
 
 
 class PagesRow(Struct, frozen=True):
-    """The content of an endpoint's pages, for people."""
+    """The content of an endpoint's model and GPU pages, for operators."""
 
     models: tuple[str, ...] | None
-    """Names of models, or None if unknown."""
+    """Names of the endpoint's models, or None if they are unknown."""
     problems: tuple[str, ...]
-    """Problems of fetching, one sentence each."""
+    """Problems of fetching the endpoint's pages, one sentence each."""
 
 
 class _Model(Struct, frozen=True):
@@ -80,9 +87,9 @@ _decode_models = msgspec.json.Decoder(_ModelList).decode
 
 
 def models_on(page: bytes) -> tuple[str, ...]:
-    """Return the names on a page of `/v1/models`.
+    """Return the names of the models on a page of `/v1/models`.
 
-    Raises `ExpositionError` with one sentence.
+    Raises `ExpositionError`, whose text is one sentence.
     """
     try:
         names = tuple(dict.fromkeys(model.id for model in _decode_models(page).data))
@@ -101,7 +108,8 @@ def models_on(page: bytes) -> tuple[str, ...]:
 def gpu_utilization_on(page: bytes, pod: str) -> float:
     """Return the highest GPU utilization on a DCGM page, from 0 to 1.
 
-    Samples with a pod label count only for `pod`. Raises `ExpositionError` if there is no sample.
+    A sample with a pod label counts only if the label is `pod`. Raises `ExpositionError` if no
+    sample counts.
     """
     values = [
         value
@@ -114,32 +122,34 @@ def gpu_utilization_on(page: bytes, pod: str) -> float:
 
 
 def pod_of(endpoint: Endpoint) -> str:
-    """Return the endpoint's name without namespace and rank."""
+    """Return the name of the endpoint's pod: the endpoint's name without namespace and
+    data-parallel rank.
+    """
     return _RANK.sub("", endpoint.name.rpartition("/")[2])
 
 
-def _read_models(page: bytes, _: Endpoint) -> Told:
-    return Told(models=models_on(page))
+def _read_models(page: bytes, _: Endpoint) -> PageContent:
+    return PageContent(models=models_on(page))
 
 
-def _read_gpus(page: bytes, endpoint: Endpoint) -> Told:
-    return Told(attributes={_GPU_KEY: gpu_utilization_on(page, pod_of(endpoint))})
+def _read_gpus(page: bytes, endpoint: Endpoint) -> PageContent:
+    return PageContent(attributes={_GPU_KEY: gpu_utilization_on(page, pod_of(endpoint))})
 
 
-_READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], Told], Seconds]]] = {
+_READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], PageContent], Seconds]]] = {
     "models": (_read_models, MODELS_INTERVAL_S_MIN),
     "gpus": (_read_gpus, GPU_INTERVAL_S_MIN),
 }
-"""Parser and minimum interval in seconds of each page."""
+"""Parser of each kind of page, and minimum interval between its fetches in seconds."""
 
 
 class _Source(Struct, frozen=True):
-    """One page that is fetched from every endpoint."""
+    """One kind of page that is fetched from every endpoint, with its settings."""
 
     name: str
     settings: ModelsDataSource | DcgmDataSource
     tls: ssl.SSLContext
-    read: Callable[[bytes, Endpoint], Told]
+    read: Callable[[bytes, Endpoint], PageContent]
     interval_s_min: Seconds
 
     @property
@@ -147,7 +157,9 @@ class _Source(Struct, frozen=True):
         return max(self.interval_s_min, self.settings.interval_s)
 
     def where(self, endpoint: Endpoint) -> tuple[Endpoint, MetricsTarget]:
-        """Return the endpoint and target to fetch."""
+        """Return the endpoint with the address to fetch this page from, and the port, scheme and
+        path.
+        """
         port = int(endpoint.address.rpartition(":")[2])
         if isinstance(self.settings, DcgmDataSource):
             port = self.settings.port
@@ -158,7 +170,7 @@ class _Source(Struct, frozen=True):
 
 
 class _Page:
-    """One page of one endpoint, with the state of its fetches."""
+    """One page (models or GPU utilization) of one endpoint, with the state of its fetches."""
 
     __slots__ = (
         *("account", "client", "endpoint", "failures", "problem", "source", "task"),
@@ -173,22 +185,24 @@ class _Page:
         self.client = client
         self.account = account
         self.failures = 0
-        """Number of failures in a row."""
+        """Number of consecutive failed fetches of this page."""
         self.problem = ""
-        """Problem of the last fetch, or "" if it succeeded."""
-        self.told = Told()
+        """Problem of the last fetch of this page, or "" if it succeeded."""
+        self.told = PageContent()
         self.told_at_s: Seconds = float("-inf")
         self.task: asyncio.Task[None] | None = None
 
 
 class Prepared(Struct, frozen=True):
-    """The input of `configure`, after all files were read."""
+    """The input of `EndpointPages.configure`, after all files were read."""
 
     sources: tuple[_Source, ...]
 
 
 def prepare(settings: MetricsSettings) -> Prepared:
-    """Return the pages to fetch. Reads files and raises `ConfigError`."""
+    """Return the kinds of pages to fetch according to `settings`. Reads certificate files and
+    raises `ConfigError`.
+    """
     return Prepared(
         tuple(
             _Source(name, source, _tls_of(source), *_READERS[name])
@@ -202,7 +216,9 @@ def _tls_of(source: ModelsDataSource | DcgmDataSource) -> ssl.SSLContext:
 
 
 class EndpointPages:
-    """The content of all pages. `clock` returns the CPU time of the loop's thread."""
+    """The fetched pages (models, GPU utilization) of all endpoints. `clock` returns the CPU time of
+    the loop's thread.
+    """
 
     def __init__(
         self,
@@ -218,11 +234,13 @@ class EndpointPages:
         self._sources: tuple[_Source, ...] = ()
         self._endpoints: Sequence[Endpoint] = ()
         self._pages: dict[tuple[str, str], _Page] = {}
-        """Pages by endpoint id and source."""
+        """Fetched pages by endpoint id and kind of page."""
         self._group: asyncio.TaskGroup | None = None
 
     def configure(self, prepared: Prepared) -> None:
-        """Fetch these pages from now on, and discard the content of others."""
+        """Fetch the kinds of pages in `prepared` from now on, and discard all content if their
+        settings changed.
+        """
         kept = {source.name: source.settings for source in prepared.sources}
         if kept == {source.name: source.settings for source in self._sources}:
             return
@@ -231,7 +249,7 @@ class EndpointPages:
         self.replace(self._endpoints)
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the endpoints."""
+        """Replace the set of endpoints from which pages are fetched."""
         self._endpoints = endpoints
         wanted: dict[tuple[str, str], tuple[Endpoint, _Source]] = {
             (endpoint.endpoint_id, source.name): (endpoint, source)
@@ -260,7 +278,9 @@ class EndpointPages:
         self._start()
 
     def attributes_of(self, endpoint: Endpoint, now: Seconds) -> Mapping[str, float]:
-        """Return the valid attributes of `endpoint` at the loop time `now`."""
+        """Return the attributes of `endpoint` on pages that are still valid at the loop time `now`,
+        such as its GPU utilization.
+        """
         found: dict[str, float] = {}
         for page in self._pages_of(endpoint):
             if now - page.told_at_s <= KEPT_INTERVALS * page.source.interval_s:
@@ -268,7 +288,9 @@ class EndpointPages:
         return found or NO_ATTRIBUTES
 
     def row_of(self, endpoint: Endpoint) -> PagesRow | None:
-        """Return the last content of the endpoint's pages, or None if no pages are configured."""
+        """Return the last fetched content of the endpoint's pages, or None if no pages are
+        configured.
+        """
         pages = self._pages_of(endpoint)
         if not self._sources:
             return None
@@ -277,12 +299,12 @@ class EndpointPages:
         return PagesRow(models=listed[0] if listed else None, problems=problems)
 
     def unread(self) -> Mapping[str, int]:
-        """Return the number of endpoints whose last fetch failed, by page."""
+        """Return the number of endpoints whose last fetch failed, by kind of page."""
         names = [page.source.name for page in self._pages.values() if page.problem]
         return {source.name: names.count(source.name) for source in self._sources}
 
     async def run(self) -> None:
-        """Fetch pages until cancelled; this owns all tasks and connections."""
+        """Fetch pages until cancelled. This method owns all tasks and connections."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group

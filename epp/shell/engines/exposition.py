@@ -1,15 +1,16 @@
 """Parse the metrics page of a model server into `EndpointMetrics`.
 
 A vLLM page has 50 to 80 KB, and a scheduler needs ten of its six hundred series. One regular
-expression with the wanted names finds their lines, and only these are parsed. If an endpoint's last
-page is remembered, most of its pages need not be searched at all (`page_layout`).
+expression with the wanted names finds their lines, and only these are parsed. If the layout of an
+endpoint's last page is remembered, most of the endpoint's pages need not be searched at all
+(`page_layout`).
 
 The wanted series of each engine are data: `MetricNames`. The tables below contain the engines'
 names.
 
 The page comes from whatever server answers at the endpoint's address. Limits therefore bound the
-work of parsing. A page that exceeds a limit is rejected completely, because a missing part could be
-load. This module performs no I/O.
+work of parsing. A page that exceeds a limit is rejected completely, because a part that is ignored
+could contain the load. This module performs no I/O.
 """
 
 import math
@@ -36,48 +37,56 @@ _SAMPLE: Final = re.compile(
     """,
     re.VERBOSE,
 )
-"""The part of a line after the name: labels, value and the rest.
-
-The expression never backtracks."""
+"""Regular expression for the part of a metrics line after the name: labels, value and the rest. It
+never backtracks.
+"""
 _LABEL: Final = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]++|\\.)*+)"')
 _ESCAPE: Final = re.compile(rb"\\(.)")
 _ESCAPED: Final = {b"n": b"\n", b'"': b'"', b"\\": b"\\"}
 _SELECTOR: Final = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{([^{}]*)\})?")
 _PAIR: Final = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"?([^",]*?)"?\s*')
 LINES_MAX: Final = 65_536
-"""Maximum number of lines; an engine writes 1,000 for each of its ranks."""
+"""Maximum number of lines of a metrics page; an engine writes 1,000 for each of its ranks."""
 SERIES_MAX: Final = 8_192
-"""Maximum number of wanted series; `lora_requests_info` has one per past state of the adapters."""
+"""Maximum number of series on a metrics page that the scheduler needs; `lora_requests_info` has one
+per past state of the adapters.
+"""
 LABELS_MAX: Final = 32_768
-"""Maximum number of labels of all wanted series together."""
+"""Maximum number of labels on a metrics page, in all series that the scheduler needs."""
 ESCAPED_BYTES_MAX: Final = 32 * 1024
-"""Maximum size of wanted lines with a backslash or comment, which are parsed byte by byte."""
+"""Maximum number of bytes on a metrics page in wanted lines with a backslash or a comment, which
+are parsed byte by byte.
+"""
 ADAPTERS_MAX: Final = 4_096
-"""Maximum number of adapters in one list."""
+"""Maximum number of LoRA adapters that one list on a metrics page may contain."""
 ADAPTER_NAME_BYTES_MAX: Final = 256
 KV_CACHE_USAGE_MAX: Final = 1.05
-"""Maximum valid share. Some engines count a block twice while it moves, so it may exceed 1."""
+"""Maximum valid value of a KV-cache usage as a share. Some engines count a block twice while it
+moves, so the usage may exceed 1.
+"""
 VALUE_MAX: Final = 1e15
-"""Maximum valid value of a count or time, which fits into every column."""
+"""Maximum valid value of a count or time on a metrics page, which fits into every column of an
+endpoint table.
+"""
 _NUMBER_BYTES_MAX: Final = 64
 _SHOWN_BYTES: Final = 80
 _DIGITS_MAX: Final = 15
-"""Maximum number of digits of a count of blocks or tokens."""
+"""Maximum number of digits of a label that contains a number of blocks or tokens."""
 
 
 class ExpositionError(ValueError):
-    """A page cannot be used. The message is one sentence."""
+    """Raised if a metrics page cannot be used. The message is one sentence."""
 
 
 class Selector(Struct, frozen=True):
-    """A selector of the series with a name and certain label values."""
+    """A selector of the metric series that have a given name and certain label values."""
 
     name: bytes
     labels: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class MetricNames(Struct, frozen=True, kw_only=True):
-    """Names of an engine's series for the scheduler's inputs.
+    """The metric series of one type of engine that contain the scheduler's inputs.
 
     The first selector that matches the page is used. An empty tuple means that the engine has no
     such series. Series that differ only in other labels (data-parallel ranks, models) are added up;
@@ -87,42 +96,57 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     waiting: tuple[Selector, ...] = ()
     running: tuple[Selector, ...] = ()
     kv_cache_usage: tuple[Selector, ...] = ()
-    """Share from 0 to 1; a slightly greater value counts as 1."""
+    """Gauge of the used share of the KV cache, from 0 to 1; a slightly greater value counts as
+    1.
+    """
     rejections_total: tuple[Selector, ...] = ()
     """Counter of requests that the engine refused because it was full."""
     requests_total: tuple[Selector, ...] = ()
-    """A counter whose decrease indicates a restart; at most one, because two would be mixed up."""
+    """Counter of requests, whose decrease indicates a restart of the engine. At most one selector,
+    because two counters would be mixed up.
+    """
     cache_queried: tuple[Selector, ...] = ()
-    """Counter of prompt tokens that were looked up in the prefix cache."""
+    """Counter of prompt tokens that the engine looked up in its prefix cache."""
     cache_hit: tuple[Selector, ...] = ()
-    """Counter of prompt tokens that the prefix cache contained in any tier; a label may name the
-    tier."""
+    """Counter of prompt tokens that the engine found in its prefix cache, in any tier; a label may
+    name the tier.
+    """
     ttft: bytes = b""
-    """A histogram or summary of seconds to the first token; its sum and count are read."""
+    """Name of a histogram or summary of seconds to the first token; its sum and count are read."""
     first_outputs: tuple[Selector, ...] = ()
-    """Counter of requests that produced their first token, incremented at that time."""
+    """Counter of requests to the engine that produced their first token, incremented at that
+    time.
+    """
     answers: tuple[Selector, ...] = ()
-    """Counter of completed responses."""
+    """Counter of responses that the engine completed."""
     answer_tokens: tuple[Selector, ...] = ()
-    """Counter of the output tokens of completed responses."""
+    """Counter of the output tokens of responses that the engine completed."""
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
-    """A series with both values as labels, used if the gauges are missing."""
+    """A series with the block size and the number of blocks as labels, used if the gauges for them
+    are missing.
+    """
     adapter_requests: bytes = b""
-    """`lora_requests_info`: one series per state, with the time of the state as value."""
+    """Name of vLLM's series `lora_requests_info`: one per state of the adapters, with the time of
+    the state as value.
+    """
     adapter_loaded: bytes = b""
-    """`lora_adapter_loaded`: one series per cached adapter and level."""
+    """Name of vLLM's series `lora_adapter_loaded`: one per cached adapter and level."""
     adapter_slots: bytes = b""
-    """`max_gpu_lora_adapters`, which is always present together with `adapter_loaded`."""
+    """Name of vLLM's series `max_gpu_lora_adapters`, which is always present together with
+    `adapter_loaded`.
+    """
     awake: tuple[Selector, ...] = ()
-    """A gauge that is 0 in every rank while the engine sleeps."""
+    """Gauge that is 0 in every rank while the engine is in sleep mode."""
     attributes: tuple[tuple[str, Selector], ...] = ()
-    """Keys and series of custom metrics in the configuration; they are not added up."""
+    """Keys and series of the custom metrics in the configuration. Series of one key are not added
+    up.
+    """
 
 
 def selector(text: str) -> Selector:
-    """Parse `name` or `name{label=value,other="value"}`.
+    """Parse the selector of a metric series, `name` or `name{label=value,other="value"}`.
 
     Raises `ValueError` with one sentence for any other text.
     """
@@ -148,8 +172,8 @@ def metric_names(
     block_size_tokens: str = "",
     blocks_total: str = "",
 ) -> MetricNames:
-    """Return the names in the spelling of a configuration; "" means that the engine has no such
-    series.
+    """Parse the names of an engine's metric series as they stand in a configuration; "" means that
+    the engine has no such series.
 
     Raises `ValueError` with one sentence if a name is malformed.
     """
@@ -243,7 +267,9 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         requests_total=_selectors("llamacpp:prompt_tokens_total"),
     ),
 }
-"""Names by engine type, in the order in which pages of endpoints without engine label are tried."""
+"""Metric series by engine type, in the order in which they are tried on pages of endpoints without
+a label of the engine type.
+"""
 
 _BLOCK_SIZE_LABELS: Final = (b"block_size", b"page_size")
 _BLOCKS_TOTAL_LABELS: Final = (b"num_gpu_blocks", b"num_pages")
@@ -251,14 +277,18 @@ _PROCESS_STARTED: Final = b"process_start_time_seconds"
 _TIER: Final = re.compile(
     rb'(?:\A|,)(?:cache_)?source="(?:(device|host|disk|p2p|external_unspecified)"|(storage))'
 )
-"""The label with the tier in series of vLLM and SGLang; SGLang appends the kind of storage."""
+"""Regular expression for the label with the cache tier in series of vLLM and SGLang. SGLang appends
+the kind of storage.
+"""
 
 _Found: TypeAlias = dict[bytes, list[tuple[bytes, float]]]
-"""Label text and value of each series, by name."""
+"""Label text and value of each wanted series on a metrics page, by name."""
 
 
 class _Engine:
-    """The series wanted from an engine, with expressions to find them."""
+    """The metric series that are wanted from one type of engine, with the expressions that find
+    them.
+    """
 
     def __init__(self, names: MetricNames) -> None:
         self.names = names
@@ -267,7 +297,9 @@ class _Engine:
         self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
         answers = (*names.answers, *names.answer_tokens)
         self.alone = frozenset(each.name for each in (*self.ttft_sum, *self.ttft_count, *answers))
-        """Series of histograms, which stand among those of their buckets."""
+        """Names of the sums and counts of histograms, whose lines stand among those of the
+        buckets.
+        """
         caches = (*names.cache_queried, *names.cache_hit)
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
@@ -285,18 +317,26 @@ class _Engine:
         rest = {selector.name for selector in seldom} | infos - {b""}
         fresh = {selector.name for selector in load} | rest
         self.compared = frozenset({selector.name for selector in caches} - fresh)
-        """Series that are only compared over half a minute or more."""
+        """Names of series whose values are only compared over half a minute or more, so that they
+        are searched rarely.
+        """
         wanted = fresh | self.compared
         self.load = frozenset(wanted - rest)
-        """Series with nothing but values that change from page to page."""
+        """Names of series that contain only values that change from page to page, such as the
+        load.
+        """
         names_wanted = _alternatives(sorted(wanted))
         self.lines = re.compile(rb"\n(" + names_wanted + rb")([{ \t][^\n]*)")
-        """Expression for the name and the rest of each line that begins with a wanted name."""
+        """Regular expression for each line that begins with a wanted name: the name and the rest of
+        the line.
+        """
         self.headings = headings_of(names_wanted)
 
 
 class _Allowance:
-    """The remaining budget for parsing one page, whichever engines are tried."""
+    """The remaining numbers of series, labels and bytes that may be parsed on one metrics page,
+    over all engines that are tried.
+    """
 
     __slots__ = ("escaped_bytes", "labels", "series")
 
@@ -306,7 +346,9 @@ class _Allowance:
         self.escaped_bytes = ESCAPED_BYTES_MAX
 
     def take(self, page: bytes, engine: _Engine) -> _Found:
-        """Return the wanted series of `engine`. Raises `ExpositionError` if there are too many."""
+        """Find the wanted series of `engine` on `page` and charge them. Raises `ExpositionError` if
+        they exceed the allowance.
+        """
         found: _Found = {}
         for line in islice(engine.lines.finditer(page), self.series + 1):
             name, rest = line.groups()
@@ -331,21 +373,22 @@ class _Allowance:
 
 
 class _Reading(Struct):
-    """A parsed page, which helps to parse the following ones."""
+    """A parsed metrics page, with which the next pages of the endpoint are parsed faster."""
 
     engines: tuple[_Engine, ...]
-    """Engines that were possible for the page."""
+    """Types of engines that were possible for the page."""
     engine: _Engine
     layout: PageLayout
     found: _Found
     metrics: EndpointMetrics
     used: bool = False
-    """True if at least one page was parsed with its help."""
+    """True if at least one later page was parsed with this one."""
 
     def read(self, page: bytes) -> EndpointMetrics | None:
-        """Return the metrics of the next page, or None if it must be parsed completely.
+        """Return the metrics of the endpoint's next page, or None if that page must be parsed
+        completely.
 
-        That is the case for a page of a new process or with another layout.
+        It must if it comes from a new process or has another layout.
         """
         changed = self.layout.changed(page)
         if changed is None or _PROCESS_STARTED in changed:
@@ -369,7 +412,7 @@ class _Reading(Struct):
 
 
 class PageMemory:
-    """The memory of an endpoint's last page, which speeds up the next one.
+    """The memory of an endpoint's last metrics page, which speeds up parsing the next one.
 
     The caller keeps one instance per endpoint and passes it to `PageReader.read`.
     """
@@ -381,7 +424,9 @@ class PageMemory:
         self._pages_until_layout = 0
 
     def read(self, page: bytes, engines: tuple[_Engine, ...]) -> EndpointMetrics | None:
-        """Return the metrics of `page`, or None if it must be parsed completely."""
+        """Return the metrics of the endpoint's next metrics page, or None if the page must be
+        parsed completely.
+        """
         reading, self._reading = self._reading, None
         if reading is None or reading.engines is not engines:
             return None
@@ -404,7 +449,9 @@ class PageMemory:
         found: _Found,
         metrics: EndpointMetrics,
     ) -> None:
-        """Use this page for the next one, if it follows the rules of the format."""
+        """Remember this page for parsing the next one, if it follows the rules of the exposition
+        format.
+        """
         if self._pages_until_layout:
             self._pages_until_layout -= 1
             return
@@ -419,9 +466,9 @@ class PageMemory:
 class PageReader:
     """A parser of metrics pages of any engine.
 
-    `engines` maps an engine type to its names. `engine_labels` are labels of an endpoint that may
-    contain its engine type. If they contain none of `engines`, the page is tried with
-    `default_engine` first, then with the others in order.
+    `engines` maps an engine type to the names of its metric series. `engine_labels` are labels of
+    an endpoint that may contain its engine type. If they contain none of `engines`, the page is
+    tried with `default_engine` first, then with the others in order.
     """
 
     def __init__(
@@ -441,7 +488,7 @@ class PageReader:
     def read(
         self, page: bytes, labels: Mapping[str, str], memory: PageMemory | None = None
     ) -> EndpointMetrics:
-        """Parse the page of an endpoint with these labels.
+        """Parse the metrics page of an endpoint that has these labels.
 
         With the `memory` of the endpoint's last page, new series may be noticed some pages later,
         as `page_layout` explains; everything else is identical. A counter that is NaN, infinite,
@@ -449,7 +496,8 @@ class PageReader:
 
         Raises `ExpositionError` in these cases:
 
-        - The page lacks every load gauge of the engine, or of all engines without an engine label.
+        - The page lacks every load gauge of the endpoint's engine, or of all engines if no label
+          names the engine.
         - A load gauge has an impossible value.
         - A wanted series is malformed.
         - A limit is exceeded.
@@ -479,7 +527,7 @@ class PageReader:
         )
 
     def _engines_of(self, labels: Mapping[str, str]) -> tuple[_Engine, ...]:
-        """Return the engine of the labels, or all engines if its type is unknown."""
+        """Return the engine that the endpoint's labels name, or all engines if they name none."""
         for label in self._labels:
             engine = self._engines.get(labels.get(label, ""))
             if engine is not None:
@@ -488,14 +536,17 @@ class PageReader:
 
 
 class SeriesReader:
-    """A parser of the series of one name on pages of any server, within the same limits."""
+    """A parser of the series of one metric name on pages of any server, within the same limits as
+    engines' pages.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name.encode()
         self._engine = _Engine(MetricNames(attributes=((name, selector(name)),)))
 
     def read(self, page: bytes) -> list[tuple[Mapping[bytes, bytes], float]]:
-        """Return labels and value of each series, without those that have no valid value.
+        """Return labels and value of each series with the name on `page`, without series that have
+        no valid value.
 
         Raises `ExpositionError` if a series is malformed or a limit is exceeded.
         """
@@ -507,19 +558,25 @@ class SeriesReader:
 
 
 def _alternatives(names: Sequence[bytes]) -> bytes:
-    """Return an expression for the names and the start time of the process."""
+    """Return the regular expression that matches one of `names` or the name of the process's start
+    time.
+    """
     # The inner group lets the compiler use the common beginning of the names: twice as fast.
     engine = b"|".join(re.escape(name) for name in names) or _PROCESS_STARTED
     return _PROCESS_STARTED + rb"|(?:" + engine + rb")"
 
 
 def _metrics(engine: _Engine, found: _Found) -> EndpointMetrics | None:
-    """Return the metrics, or None if the page has none of this engine's load gauges."""
+    """Return the engine's metrics on a page, or None if the page has none of this engine's load
+    gauges.
+    """
     return _with_load(_without_load(engine.names, found), engine, found)
 
 
 def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
-    """Return the metrics that rarely change."""
+    """Return those metrics on a page that rarely change: adapters, cache size, start time and sleep
+    mode.
+    """
     awake = _values(found, names.awake)
     block_size_tokens, blocks_total = _cache_size(names, found)
     return EndpointMetrics(
@@ -532,7 +589,9 @@ def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
 
 
 def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> EndpointMetrics | None:
-    """Return `rest` with the values that change from page to page, or None without a load gauge."""
+    """Return the rarely changing metrics `rest` together with the values that change from page to
+    page, or None if the page has no load gauge.
+    """
     names = engine.names
     waiting, running = _gauges(found, names.waiting), _gauges(found, names.running)
     usage = _gauges(found, names.kv_cache_usage, KV_CACHE_USAGE_MAX)
@@ -558,13 +617,15 @@ def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> Endpoin
 
 
 def _attributes(names: MetricNames, found: _Found) -> dict[str, float]:
-    """Return custom attributes by key, from the first matching series, without invalid values."""
+    """Return the custom metrics by key, each from the first matching series, without invalid
+    values.
+    """
     told = ((key, _values(found, (series,))[:1]) for key, series in names.attributes)
     return {key: value for key, values in told for value in values if not math.isnan(value)}
 
 
 def _gauges(found: _Found, selectors: Sequence[Selector], most: float = VALUE_MAX) -> list[float]:
-    """Return the values of a load gauge.
+    """Return the values of a load gauge in the series that `selectors` match.
 
     Raises `ExpositionError` if a value is not from 0 to `most`.
     """
@@ -578,13 +639,15 @@ def _gauges(found: _Found, selectors: Sequence[Selector], most: float = VALUE_MA
 
 
 def _summed(found: _Found, selectors: Sequence[Selector]) -> float:
-    """Return the sum, or NaN if the page has no such series."""
+    """Return the sum of the matching series' values, or NaN if the page has no such series."""
     values = _values(found, selectors)
     return sum(values) if values else math.nan
 
 
 def _by_tier(found: _Found, selectors: Sequence[Selector]) -> dict[str, float] | None:
-    """Return the sum by tier, or None if no series has a tier or a value is invalid."""
+    """Return the sum of the series' values by cache tier, or None if no series has a tier or a
+    value is invalid.
+    """
     tiers: dict[str, float] = {}
     for labels, value in next(filter(None, (found.get(one.name) for one in selectors)), ()):
         carried = _TIER.search(labels)
@@ -600,7 +663,9 @@ def _known(values: Sequence[float]) -> float | None:
 
 
 def _values(found: _Found, selectors: Sequence[Selector]) -> list[float]:
-    """Return the values of the first selector that matches the page, or [] if none does."""
+    """Return the values of the series that match the first selector with any match, or [] if no
+    selector matches.
+    """
     for wanted in selectors:
         values = [
             value
@@ -620,7 +685,9 @@ def _carries(text: bytes, wanted: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
-    """Return unparsed labels and value of a line, given its `name` and the text after it."""
+    """Return the unparsed labels and the value of a metrics line, given its `name` and the text
+    after it.
+    """
     if b"\\" in text or b"#" in text:
         whole = _SAMPLE.fullmatch(text)
         if whole is None:
@@ -636,7 +703,9 @@ def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
 
 
 def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple[bytes, float]:
-    """Return the same as `_sample`, twice as fast if the labels equal those of `sample`."""
+    """Return the unparsed labels and the value of a metrics line, twice as fast as `_sample` if the
+    labels equal those of the earlier `sample`.
+    """
     labels = sample[0]
     opening = b"{%b} " % labels if labels else b" "
     value = text[len(opening) :]
@@ -650,12 +719,14 @@ def _malformed(name: bytes, text: bytes) -> ExpositionError:
 
 
 def _shown(name: bytes) -> str:
-    """Return a name for an error; the rest of a line may contain anything."""
+    """Return a metric name as text for an error message, shortened, because a line may contain
+    anything.
+    """
     return repr(name[:_SHOWN_BYTES].decode(errors="replace"))
 
 
 def _number(name: bytes, line: bytes, text: bytes) -> float:
-    """Parse a value. Return NaN if it is NaN, negative or above `VALUE_MAX`."""
+    """Parse the value of a metrics line. Return NaN if it is NaN, negative or above `VALUE_MAX`."""
     try:
         # float() accepts digit groups, which the format does not allow.
         value = float(text[:_NUMBER_BYTES_MAX].replace(b"_", b"x"))
@@ -686,10 +757,11 @@ def _unescaped(escape: re.Match[bytes]) -> bytes:
 
 
 def _label_count(text: bytes, wanted: Sequence[bytes]) -> float:
-    """Return the first label in `wanted` that is a count, or NaN if none is.
+    """Return the value of the first label in `wanted` that is a positive whole number, or NaN if
+    there is none.
 
-    The first one is searched as `,name="`: parsing all forty labels of vLLM's series takes an
-    eighth of the time for the page.
+    The first wanted label is searched as `,name="`: parsing all forty labels of vLLM's series takes
+    an eighth of the time for the page.
     """
     opening = wanted[0] + b'="'
     at = 0 if text.startswith(opening) else text.find(b"," + opening) + 1
@@ -704,12 +776,16 @@ def _label_count(text: bytes, wanted: Sequence[bytes]) -> float:
 
 
 def _count(text: bytes) -> int | None:
-    """Return a positive whole number, or None; engines write "None" for unknown values."""
+    """Parse a positive whole number; return None for any other text. Engines write "None" for
+    unknown values.
+    """
     return int(text) or None if text.isdigit() and len(text) <= _DIGITS_MAX else None
 
 
 def _cache_size(names: MetricNames, found: _Found) -> tuple[int | None, int | None]:
-    """Return tokens per block, and blocks of all ranks together."""
+    """Return the block size of the KV cache in tokens, and the number of blocks of all ranks
+    together; None where unknown.
+    """
     sizes, blocks = _values(found, names.block_size_tokens), _values(found, names.blocks_total)
     if names.cache_info and not (sizes and blocks):
         rows = [labels for labels, _ in found.get(names.cache_info, ())]
@@ -721,7 +797,8 @@ def _cache_size(names: MetricNames, found: _Found) -> tuple[int | None, int | No
 
 
 def _adapters(names: MetricNames, found: _Found) -> AdapterReport | None:
-    """Return the report of either generation of series, or None if the page has neither.
+    """Return the LoRA adapters from either generation of vLLM's series, or None if the page has
+    neither.
 
     Neither exists if LoRA is disabled or no step has run yet.
     """
@@ -761,14 +838,14 @@ def _adapter_name(text: bytes) -> str:
 
 
 def _listed(text: bytes) -> frozenset[str]:
-    """Return the adapter names in a comma-separated label."""
+    """Return the LoRA adapter names in a comma-separated label value."""
     _limit_adapters(text.count(b",") + 1)
     parts = (part.strip() for part in text.split(b","))
     return frozenset(_adapter_name(part) for part in parts if part)
 
 
 def _with(loaded: Sequence[Mapping[bytes, bytes]], label: bytes, value: bytes) -> frozenset[str]:
-    """Return the names of cached adapters whose `label` has `value`."""
+    """Return the names of those cached LoRA adapters whose label `label` has the value `value`."""
     return frozenset(
         _adapter_name(row[b"adapter_name"])
         for row in loaded

@@ -1,8 +1,8 @@
 """Track the time to first token that the engines measure, by endpoint.
 
-Sum and count of each engine's histogram are recorded, from which means follow. Quantiles would need
-a dozen series per endpoint, which the engine's own page already has. No decision depends on these
-values. This module performs no I/O.
+The sum and count of each engine's histogram are recorded, from which means follow. Quantiles would
+need a dozen series per endpoint, which the engine's own metrics page already has. No decision
+depends on these values. This module performs no I/O.
 """
 
 import math
@@ -15,20 +15,24 @@ from msgspec import Struct
 from epp.core.types import EndpointMetrics, Seconds
 
 WINDOW_S: Final = 60.0
-"""Length of the recent window in seconds."""
+"""Length in seconds of the window over which the recent mean of times to first token is taken."""
 STEP_S: Final = 5.0
-"""Seconds between two recorded samples of the window."""
+"""Minimum seconds between two samples that are recorded for that window."""
 _STEPS_MAX: Final = int(WINDOW_S / STEP_S) + 1
 
 
 class FirstTokens(Struct, frozen=True, kw_only=True):
-    """Times to first token of one endpoint."""
+    """The times to first token that one endpoint measured."""
 
     sum_s: Seconds
-    """Sum since the first scrape, including what the engine counted before it."""
+    """Sum of all times to first token, from the engine's counter; it includes what the engine
+    counted before the first scrape.
+    """
     count: float
     lately_s: Seconds | None
-    """Mean of the last minute in seconds, or None if there was no first token."""
+    """Mean time to first token in the last minute, in seconds, or None if there was no first
+    token.
+    """
 
 
 class _Engine:
@@ -37,24 +41,28 @@ class _Engine:
     def __init__(self) -> None:
         self.sum_s = self.before_s = 0.0
         self.count = self.before_count = 0.0
-        """Count of the current engine, and of earlier engines at this endpoint."""
+        """Number of first tokens that the current engine counted (`count`), and that earlier
+        engines at this endpoint counted (`before_count`).
+        """
         self.steps: deque[tuple[Seconds, Seconds, float]] = deque(maxlen=_STEPS_MAX)
-        """Time, sum and count of samples, over all engines."""
+        """Time, sum and count of each recorded sample; sum and count include earlier engines."""
 
 
 class FirstTokensSeen:
-    """The recorded times to first token, by endpoint id."""
+    """The recorded times to first token of all endpoints, by endpoint id."""
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
 
     def replace(self, endpoint_ids: Collection[str]) -> None:
-        """Replace the set of endpoints."""
+        """Forget all endpoints that are not in `endpoint_ids`."""
         for gone in self._engines.keys() - set(endpoint_ids):
             del self._engines[gone]
 
     def observe(self, endpoint_id: str, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Record a successful scrape. A decrease of a counter means that the engine restarted."""
+        """Record the times to first token of a successful scrape. A decrease of a counter means
+        that the engine restarted.
+        """
         sum_s, count = metrics.ttft_sum_s, metrics.ttft_count
         if math.isnan(sum_s) or math.isnan(count):
             return
@@ -70,7 +78,7 @@ class FirstTokensSeen:
             steps.append((now, engine.before_s + sum_s, engine.before_count + count))
 
     def lately(self, now: Seconds) -> Mapping[str, FirstTokens]:
-        """Return the figures of endpoints that report them, by id."""
+        """Return the times to first token of all endpoints that report them, by endpoint id."""
         return {name: _told(engine, now) for name, engine in self._engines.items()}
 
 

@@ -13,7 +13,8 @@ from epp.core.types import Seconds
 class GatheredReads:
     """A set of connections that are read together, for use in one thread.
 
-    Remove a connection before closing it, because the operating system reuses its descriptor.
+    Remove a connection from the set before closing it, because the operating system reuses its file
+    descriptor.
     """
 
     def __init__(self, clock: Callable[[], Seconds]) -> None:
@@ -25,15 +26,15 @@ class GatheredReads:
         return len(self._selector.get_map() or ())
 
     def add(self, descriptor: int, read: Callable[[], None]) -> None:
-        """Call `read` whenever the connection is readable or has ended."""
+        """Call `read` whenever `fetch` finds that the connection is readable or has ended."""
         self._selector.register(descriptor, selectors.EVENT_READ, read)
 
     def remove(self, descriptor: int) -> None:
         self._selector.unregister(descriptor)
 
     def fetch(self, until_s: Seconds) -> bool:
-        """Call the callbacks of readable connections until `until_s`. Return whether any was
-        readable.
+        """Call the callbacks of readable connections, until the time `until_s`. Return True if any
+        connection was readable.
 
         Each call starts with another connection, so that all are served eventually.
         """

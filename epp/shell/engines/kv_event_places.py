@@ -1,4 +1,6 @@
-"""The addresses where an engine publishes its KV events, as its answer to a request says."""
+"""The addresses where an engine publishes its KV-cache events, as the engine lists them in `GET
+/kv_event_sources`.
+"""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ _RANK: Final = re.compile(r"0|[1-9][0-9]{0,4}")
 
 
 class Place(Struct, frozen=True):
-    """The address where one rank of an endpoint publishes."""
+    """The address where one rank of an endpoint publishes KV-cache events."""
 
     host: str
     port: int
@@ -26,7 +28,7 @@ def spelt(place: Place | None) -> str:
 
 
 class _Published(Struct, gc=False):
-    """The source of one rank as reported by an engine."""
+    """The publisher of one rank's KV-cache events, as an engine reports it."""
 
     endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -37,7 +39,8 @@ class _Published(Struct, gc=False):
 def places_of(
     page: bytes, host: str, rank: int, endpoints: int, *, ranks_chosen: bool
 ) -> tuple[Place, ...] | str:
-    """Return where an engine publishes according to its answer `page`, or why that is unknown.
+    """Return the addresses where an engine publishes KV-cache events according to its answer
+    `page`, or a text that says why they are unknown.
 
     The host of the endpoint is used, because the engine cannot know its address for this picker. If
     a pod has as many `endpoints` as the engine has ranks, the endpoint is `rank`. An engine with
@@ -63,7 +66,9 @@ def places_of(
 
 
 def unusable(ranks: int, endpoints: int, *, ranks_chosen: bool) -> str:
-    """Return why an engine with more `ranks` than its pod has `endpoints` is unusable, or ""."""
+    """Return why KV-cache events of an engine with more `ranks` than its pod has `endpoints` are
+    unusable, or "" if they are usable.
+    """
     what = f"{ranks} ranks behind {endpoints} endpoint{'s' * (endpoints != 1)}"
     if endpoints > 1:
         return f"{what}, which the engine's own balancer selects: give each rank a port of its own"
@@ -76,7 +81,9 @@ def unusable(ranks: int, endpoints: int, *, ranks_chosen: bool) -> str:
 
 
 def _places_of_all(ranks: Mapping[str, _Published], host: str) -> tuple[Place, ...] | str:
-    """Return the places of an engine's ranks in order, or why they are unknown."""
+    """Return the addresses of all ranks of an engine in order, or a text that says why they are
+    unknown.
+    """
     if not all(map(_RANK.fullmatch, ranks)):
         return "lists ranks that are not numbers"
     numbers = sorted(map(int, ranks))

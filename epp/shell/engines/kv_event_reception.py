@@ -1,4 +1,6 @@
-"""The reception of KV events from open connections: subscriptions, replays and their turns."""
+"""The reception of KV-cache events from open connections: subscriptions, replays and the turns of
+processing.
+"""
 
 import asyncio
 from collections import Counter
@@ -32,13 +34,17 @@ _log = structlog.get_logger(__name__)
 
 
 class Reception:
-    """The reception of all events of a picker, from connections that others open and close."""
+    """The reception of all KV-cache events of a picker. Other objects open and close the
+    connections.
+    """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], Seconds]) -> None:
         self.group: asyncio.TaskGroup | None = None
-        """Owner of the tasks that request replays, or None while nothing is received."""
+        """Owner of the tasks that request missed events, or None while no events are received."""
         self.gone: Counter[tuple[str, str]] = Counter()
-        """Counts of closed subscriptions, by kind and name."""
+        """Counts of subscriptions that were closed, by kind ("events", "faults", "streams") and
+        name.
+        """
         self.turns = Turns(clock, self._do)
         self._scheduler = scheduler
         self._clock = clock
@@ -47,7 +53,7 @@ class Reception:
     # Subscriptions.
 
     def open_subscription(self, source: Source, place: Place) -> Subscription:
-        """Replace the subscription of `source` by one for events from `place`."""
+        """Replace the subscription of the rank `source` by a new one for events from `place`."""
         self.end_subscription(source)
         source.subscription = Subscription(
             self._scheduler,
@@ -59,7 +65,9 @@ class Reception:
         return source.subscription
 
     def end_subscription(self, source: Source) -> None:
-        """Close the subscription of `source`, if it has one, and keep its counts."""
+        """Close the subscription of the rank `source`, if it has one, and add its counts to the
+        totals.
+        """
         subscription, source.subscription = source.subscription, None
         if subscription is None:
             return
@@ -69,7 +77,9 @@ class Reception:
             subscription.close(self._clock())
 
     def watch(self, source: Source, now: Seconds) -> None:
-        """Compare the subscription of `source` with the pool, a few times a second."""
+        """Compare the events received from the rank `source` with the pool's load, and log if a
+        working engine sends none. Called a few times a second.
+        """
         subscription = source.subscription
         if subscription is None:
             return
@@ -79,7 +89,7 @@ class Reception:
             source.named_silent = silent
             if silent:
                 _log.warning(
-                    "no KV events although the engine works",
+                    "endpoint sends no KV events although its engine works",
                     endpoint=name_of(source),
                     source=spelt(source.heard_at),
                 )
@@ -87,7 +97,7 @@ class Reception:
     # Connections.
 
     def connected(self, source: Source, place: Place) -> None:
-        """Start receiving from the open connection of `source`."""
+        """Start to receive events over the open connection of the rank `source`."""
         subscription = source.subscription
         if subscription is None or subscription.replays is not (place.replay_port is not None):
             subscription = self.open_subscription(source, place)
@@ -97,7 +107,7 @@ class Reception:
         self._do(source, subscription.connected(self._clock()))
 
     def message(self, source: Source, message: tuple[bytes, ...]) -> None:
-        """Process a message of a connection that the picker opened."""
+        """Process a message from a connection that the picker opened to an engine."""
         subscription = source.subscription
         if subscription is None:
             return
@@ -108,12 +118,12 @@ class Reception:
         self.received(source, *live)
 
     def received(self, source: Source, sequence: int, payload: bytes) -> None:
-        """Process a live frame of `source`, which must have a subscription."""
+        """Process a frame of live events from the rank `source`, which must have a subscription."""
         assert source.subscription is not None, "the connection created the subscription"
         self._do(source, source.subscription.received(sequence, payload, self._clock()))
 
     def parted(self, source: Source, lines: ZmtpLines) -> None:
-        """Record that the connection of `lines` has ended."""
+        """Record that the connection `lines` of the rank `source` has ended."""
         if source.lines is not lines:
             return
         source.lines = None
@@ -126,7 +136,9 @@ class Reception:
     # Requests of subscriptions.
 
     def _do(self, source: Source, asked: Sequence[Asked]) -> None:
-        """Do what the subscription requests, and schedule the processing of received data."""
+        """Start the replays that a subscription requests, and schedule the processing of received
+        data.
+        """
         place = source.heard_at
         for question in asked:
             if not isinstance(question, AskReplay) or place is None or self.group is None:
@@ -140,7 +152,9 @@ class Reception:
         self.turns.add(source)
 
     async def _replay(self, source: Source, place: Place, first: int) -> None:
-        """Request missed events; they are collected first, so that the engine need not wait."""
+        """Request missed events from `first` on. They are stored as they arrive and processed
+        later, so that the engine need not wait.
+        """
         subscription = source.subscription
         if subscription is None or place.replay_port is None:
             return

@@ -1,12 +1,12 @@
 """Accept connections of engines that send KV events, on one port of the picker.
 
-An engine identifies itself only in the topic of its first message, which it can choose freely. Its
-IP address is therefore decisive: a connection can only send events for an endpoint at that address.
-If there are several endpoints, the topic `kv@IP:PORT@MODEL` selects one. If an endpoint has several
-ranks, each payload contains the rank. Connections from an address without endpoint are ignored, and
-so are, for a while, those from an address that sent events for other endpoints. Ignored connections
-stay open unread for the time of a handshake, because a client whose connection closes reconnects at
-once.
+An engine that connects identifies itself only in the topic of its first message, which it can
+choose freely. Its IP address is therefore decisive: a connection can only send events for an
+endpoint at that address. If there are several endpoints, the topic `kv@IP:PORT@MODEL` selects one.
+If an endpoint has several ranks, each payload contains the rank. Connections from an address
+without endpoint are ignored, and so are, for a while, those from an address that sent events for
+other endpoints. Ignored connections stay open unread for the time of a handshake, because a client
+whose connection closes reconnects at once.
 """
 
 import asyncio
@@ -29,22 +29,28 @@ from epp.shell.supervision import forever
 
 HANDSHAKE_S_MAX: Final[Seconds] = 5.0
 STRANGERS_MAX: Final = 256
-"""Maximum number of connections that stay open unread; further ones are closed at once."""
+"""Maximum number of connections from unknown addresses that stay open unread; further ones are
+closed at once.
+"""
 UNKNOWN_MESSAGES_MAX: Final = 64
-"""Maximum number of messages per connection that belong to no endpoint at its address."""
+"""Maximum number of messages that a connection may send for no endpoint at its address before it is
+closed.
+"""
 UNHEARD_S: Final[Seconds] = 30.0
-"""Time in seconds for which an address that sent events for other endpoints is ignored."""
+"""Time in seconds for which an IP address that sent events for other endpoints is ignored."""
 LISTEN_AGAIN_S: Final[Seconds] = 5.0
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Seconds without traffic before a probe, seconds between probes, and number of failed probes.
+"""TCP keep-alive options: seconds without traffic before a probe, seconds between probes, and
+number of failed probes.
 
-Some systems lack some of these options."""
+Some systems lack some of these options.
+"""
 
 _log = structlog.get_logger(__name__)
 
 
-class Turned(StrEnum):
-    """The reason why a connection or message was rejected."""
+class Rejection(StrEnum):
+    """The reason why the picker rejected a connection of an engine or a message on it."""
 
     STRANGER = "address of no endpoint"
     CONNECTIONS = "too many connections"
@@ -54,46 +60,50 @@ class Turned(StrEnum):
     RANK = "rank that is not told apart"
 
 
-class Hears(Protocol):
-    """A receiver of the events; endpoints are identified by their id."""
+class KVEventReceiver(Protocol):
+    """A receiver of the KV-cache events of engines that connect to the picker. Endpoints are
+    identified by their id.
+    """
 
     def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
-        """Use `lines` for the endpoint.
-
-        Only this endpoint can use them, and nothing was received yet.
+        """Use the connection `lines` for the endpoint, the only one that may use it. Nothing was
+        received on it yet.
         """
         ...
 
     def engine_said(
         self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
-    ) -> Turned | None:
-        """Process a message. Return the reason if it is rejected, else None.
+    ) -> Rejection | None:
+        """Process a message from an engine. Return the reason if the message is rejected, else
+        None.
 
-        If it is accepted, `lines` belong to the endpoint from now on.
+        If it is accepted, the connection `lines` belongs to the endpoint from now on.
         """
         ...
 
     def engine_parted(self, lines: ZmtpLines, why: str) -> None:
-        """Record that the connection of `lines` has ended."""
+        """Record that an engine's connection `lines` has ended; `why` is the reason."""
         ...
 
 
 class _Peer:
-    """The state of one connection."""
+    """The state of one connection from an engine."""
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.speaks_for: dict[bytes, str] = {}
-        """Endpoint of this address that a topic names, by topic."""
+        """Ids of the endpoints at the connection's address that its topics name, by topic."""
         self.unknown_messages = 0
 
 
 class KVEventServer:
-    """A server on one address and port; `run` owns every connection."""
+    """A server to which engines connect to send KV-cache events, on one address and port. `run`
+    owns every connection.
+    """
 
     def __init__(
         self,
-        hears: Hears,
+        hears: KVEventReceiver,
         host: str,
         port: int,
         *,
@@ -104,27 +114,29 @@ class KVEventServer:
         """Configure the server.
 
         An empty `host` means all addresses. Topics must begin with `topic`. `ranks` is the number
-        per endpoint.
+        of data-parallel ranks per endpoint.
         """
-        self.turned: Counter[Turned] = Counter()
+        self.turned: Counter[Rejection] = Counter()
         self.problem = ""
-        """Reason why the port cannot be opened, or ""."""
+        """Reason why the server's port cannot be opened, or "" if it is open or not tried yet."""
         self.port = port
-        """Configured port; if it is 0, the selected port once the server listens."""
+        """Configured port of the server. If it is 0, the port that was selected, once the server
+        listens.
+        """
         self._hears = hears
         self._host = host
         self._topic = topic
         self._ranks = ranks
         self._clock = clock
         self._endpoints: dict[str, dict[str, str]] = {}
-        """Endpoint ids by the address of the pod and by the address with port."""
+        """Ids of endpoints, by the pod's address and then by the address with port."""
         self._peers: dict[ZmtpLines, _Peer] = {}
         self._strangers: set[ZmtpLines] = set()
         self._unheard_until_s: dict[str, Seconds] = {}
-        """End of the time for which an address is ignored, by address."""
+        """Time until which messages from an IP address are ignored, by address."""
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """Replace the endpoints that may connect."""
+        """Replace the endpoints whose engines may connect."""
         self._endpoints = {}
         for endpoint in endpoints:
             address = canonical_address(endpoint.address)
@@ -140,14 +152,14 @@ class KVEventServer:
         }
 
     async def run(self) -> None:
-        """Listen until cancelled."""
+        """Accept connections of engines until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 server = await loop.create_server(self._protocol, self._host or None, self.port)
             except OSError as error:
                 self.problem = f"port {self.port} cannot be opened: {type(error).__name__}"
-                _log.warning("engines cannot connect with KV events", problem=self.problem)
+                _log.warning("engines cannot connect to send KV events", problem=self.problem)
                 await asyncio.sleep(LISTEN_AGAIN_S)
                 continue
             self.problem = ""
@@ -176,17 +188,17 @@ class KVEventServer:
         if connections > len(at_host) * self._ranks:
             # One connection more than ranks is allowed, because an engine may reconnect before the
             # end of the old connection is known.
-            self.turned[Turned.CONNECTIONS] += 1
+            self.turned[Rejection.CONNECTIONS] += 1
             lines.end()
             return
-        _ask_whether_it_is_there(lines.transport)
+        _enable_keepalive(lines.transport)
         self._peers[lines] = _Peer(host)
         deadline = asyncio.get_running_loop().call_later(HANDSHAKE_S_MAX, _end_unready, lines)
         lines.ready.add_done_callback(partial(self._ready, lines, deadline))
         lines.closed.add_done_callback(partial(self._gone, lines))
 
     def _keep_unread(self, lines: ZmtpLines) -> None:
-        self.turned[Turned.STRANGER] += 1
+        self.turned[Rejection.STRANGER] += 1
         if len(self._strangers) >= STRANGERS_MAX:
             lines.end()
             return
@@ -222,13 +234,13 @@ class KVEventServer:
         if peer is None or lines.closed.done():
             return
         if live is None:
-            self._count_unknown(lines, peer, Turned.TOPIC)
+            self._count_unknown(lines, peer, Rejection.TOPIC)
             return
         topic = message[0]
         endpoint_id = peer.speaks_for.get(topic)
         if endpoint_id is None:
             found = self._endpoint_of(peer.host, topic)
-            if isinstance(found, Turned):
+            if isinstance(found, Rejection):
                 self._count_unknown(lines, peer, found)
                 return
             endpoint_id = found
@@ -243,11 +255,15 @@ class KVEventServer:
         peer.unknown_messages += 1
         if peer.unknown_messages > UNKNOWN_MESSAGES_MAX:
             lines.end(
-                f"sends events for an {why}" if why is Turned.TAKEN else f"sends events for a {why}"
+                f"sends events for an {why}"
+                if why is Rejection.TAKEN
+                else f"sends events for a {why}"
             )
 
-    def _endpoint_of(self, host: str, topic: bytes) -> str | Turned:
-        """Return the endpoint of a message with `topic` from `host`, or why it has none."""
+    def _endpoint_of(self, host: str, topic: bytes) -> str | Rejection:
+        """Return the id of the endpoint for which a message with `topic` from `host` is meant, or
+        why there is none.
+        """
         at_host = self._endpoints.get(host, {})
         address = canonical_address(address_in(topic))
         if address in at_host:
@@ -256,9 +272,9 @@ class KVEventServer:
             # The topic has no port and there is only one endpoint.
             return next(iter(at_host.values()))
         of_host = address in ("", host) or host_of(address) == host
-        return Turned.TOPIC if of_host else Turned.LIE
+        return Rejection.TOPIC if of_host else Rejection.LIE
 
-    def _count_unknown(self, lines: ZmtpLines, peer: _Peer, why: Turned) -> None:
+    def _count_unknown(self, lines: ZmtpLines, peer: _Peer, why: Rejection) -> None:
         self.turned[why] += 1
         peer.unknown_messages += 1
         if peer.unknown_messages > UNKNOWN_MESSAGES_MAX:
@@ -267,7 +283,9 @@ class KVEventServer:
 
 
 def address_in(topic: bytes) -> str:
-    """Return the address in a topic `kv@IP:PORT@MODEL`, with or without port, or "" without one."""
+    """Return the address in an event topic `kv@IP:PORT@MODEL`, with or without port, or "" if it
+    has none.
+    """
     kind, _, rest = topic.partition(b"@")
     if kind != b"kv":
         return ""
@@ -275,14 +293,14 @@ def address_in(topic: bytes) -> str:
 
 
 def _host_of_peer(transport: asyncio.Transport) -> str:
-    """Return the peer's address in the form used for endpoints."""
+    """Return the IP address of a connection's other side, spelled as in endpoint addresses."""
     peer = transport.get_extra_info("peername")
     return canonical_address(str(peer[0]).removeprefix("::ffff:")).strip("[]") if peer else ""
 
 
-def _ask_whether_it_is_there(transport: asyncio.Transport) -> None:
-    """Enable keep-alive probes, because the picker sends nothing and would not notice a vanished
-    pod.
+def _enable_keepalive(transport: asyncio.Transport) -> None:
+    """Enable TCP keep-alive probes on a connection of an engine, because the picker sends nothing
+    on it and would not notice a vanished pod.
     """
     connected = transport.get_extra_info("socket")
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

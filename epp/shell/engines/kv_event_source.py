@@ -1,4 +1,6 @@
-"""The source of the KV events of one rank of an endpoint, and what operators see of it."""
+"""The source of the KV-cache events of one rank of an endpoint, and the row that operators see of
+it.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -23,40 +25,56 @@ _WORST_FIRST: Final = (
 
 
 class SourceRow(Struct, frozen=True, kw_only=True):
-    """The reception of one endpoint's events, for operators; with several ranks the worst one."""
+    """The reception of one endpoint's KV-cache events, for operators. With several ranks it is that
+    of the worst rank.
+    """
 
     endpoint: str
     state: StreamState
     complete: bool = False
     silent: bool = False
     problem: str = ""
-    """Reason in words why no events are received; "" if they are, or soon will be."""
+    """Reason in words why no events are received from the endpoint; "" if they are, or soon will
+    be.
+    """
     place: str = ""
-    """Address where it publishes, as far as known."""
+    """Address where the endpoint publishes its events, or "" if unknown."""
     lag_s: Seconds | None = None
-    """Age of the last frame in seconds, by the clocks of engine and picker."""
+    """Age in seconds of the last received frame of events, by the clocks of engine and picker; None
+    if unknown.
+    """
     sequence: int | None = None
-    """Engine's sequence number up to which every frame was processed."""
+    """The engine's sequence number up to which every frame of events was processed, or None if none
+    was.
+    """
 
 
 class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
-    """The reception of all endpoints' events, for metrics; counts are since the start."""
+    """The reception of all endpoints' KV-cache events, for metrics. The counts are since the picker
+    started.
+    """
 
     states: Mapping[str, int]
-    """Number of endpoints by state."""
+    """Number of endpoints by the state of their event stream."""
     incomplete: int = 0
-    """Number of live endpoints that did not report all cached blocks."""
+    """Number of endpoints with a live event stream that have not reported all of their cached
+    blocks.
+    """
     silent: int = 0
     events: Mapping[str, int]
-    """Number of events by type."""
+    """Number of received events by their type."""
     faults: Mapping[str, int]
-    """Number of unknown events and payloads by reason."""
+    """Number of events and payloads that were not understood, and of rejected messages, by
+    reason.
+    """
     streams: Mapping[str, int]
-    """Number of gaps, replays and similar, by kind."""
+    """Number of gaps, replays and similar incidents of event streams, by kind."""
 
 
 class Source:
-    """The source of one rank; the first rank represents the endpoint."""
+    """The source of the KV-cache events of one rank. The source of the first rank represents the
+    endpoint.
+    """
 
     def __init__(
         self, endpoint: Endpoint, slot: int, *, rank: int = 0, first: "Source | None" = None
@@ -65,23 +83,27 @@ class Source:
         self.slot = slot
         self.rank = rank
         self.first = first
-        """Source of the first rank, or None if this is the first."""
+        """Source of the endpoint's first rank, or None if this is the first rank."""
         self.others: list[Source] = []
-        """Sources of the other ranks in order; only the first rank has them."""
+        """Sources of the endpoint's other ranks in order; empty for every rank but the first."""
         self.lives = 0
-        """Number of restarts when the endpoint was last requested for its sources."""
+        """Number of restarts of the engine that were known when the endpoint was last asked for its
+        sources.
+        """
         self.asking: asyncio.Task[None] | None = None
-        """Task that requests the sources again."""
+        """Task that asks the endpoint again where it publishes, or None."""
         self.subscription: Subscription | None = None
         self.place: Place | None = None
-        """Address where the rank publishes, or None if unknown."""
+        """Address where the rank publishes its events, or None if unknown."""
         self.heard_at: Place | None = None
-        """Address of the open connection `lines`, whichever side opened it."""
+        """Address of the other side of the open connection `lines`, whichever side opened it."""
         self.problem = ""
         self.rank_said: int | None = None
-        """Rank in the payloads of an engine that connected and should have one rank."""
+        """Data-parallel rank in the payloads of an engine that connected and has one configured
+        rank; None until a payload contains one.
+        """
         self.refused = ""
-        """Reason why an engine that connects is ignored."""
+        """Reason why messages of an engine that connects are ignored, or "" if they are not."""
         self.lines: ZmtpLines | None = None
         self.task: asyncio.Task[None] | None = None
         self.replay: asyncio.Task[None] | None = None
@@ -89,13 +111,13 @@ class Source:
 
     @property
     def ranks(self) -> tuple["Source", ...]:
-        """All ranks of the endpoint; valid for the first rank."""
+        """Sources of all ranks of the endpoint. It is valid only for the first rank's source."""
         return (self, *self.others)
 
     def worst_row(self, unix_time_s: Seconds, unconnected: str) -> SourceRow:
-        """Return the row of the endpoint; with several ranks that of the worst one.
+        """Return the endpoint's row for operators; with several ranks it describes the worst one.
 
-        Only the first rank represents the endpoint. `unconnected` is the problem of a rank without
+        Call it only on the first rank's source. `unconnected` is the problem of a rank without
         subscription that has no other problem.
         """
         if not self.others:
@@ -146,7 +168,9 @@ def same_process(known: Source, endpoint: Endpoint, slot: int) -> bool:
 
 
 def name_of(source: Source) -> str:
-    """Return the name for the log, with the rank if there are several."""
+    """Return the name of the source's endpoint for log messages, with the rank if there are
+    several.
+    """
     several = source.first is not None or source.others
     return f"{source.endpoint.name} rank {source.rank}" if several else source.endpoint.name
 

@@ -1,9 +1,10 @@
-"""The processing of received KV events in turns, so that engines use a part of the loop at most.
+"""The processing of received KV events in turns, so that engines use at most a part of the event
+loop's time.
 
 Received data is read from all connections together (`gathered_reads`), added to subscriptions, and
 processed in turns of 3 ms with pauses of 4 ms. Engines that send without pause therefore use at
-most three sevenths of the loop. A connection with too much unprocessed data is not read, and its
-engine drops what it cannot send.
+most three sevenths of the loop's time. A connection with too much unprocessed data is not read, and
+its engine drops what it cannot send.
 """
 
 import asyncio
@@ -18,19 +19,29 @@ from epp.shell.engines.kv_event_source import Source
 
 TURN_S: Final[Seconds] = 0.003
 PAUSE_S: Final[Seconds] = 0.004
-"""Pause in seconds before a turn; processing collected messages together takes less time."""
+"""Pause in seconds before a turn that processes events. Processing messages collected over a pause
+takes less time.
+"""
 IDLE_PAUSE_S: Final[Seconds] = 0.016
-"""Pause in seconds while nothing arrives."""
+"""Longest pause in seconds between two turns while no events arrive."""
 AT_ONCE_MAX: Final = 32
-"""Number of endpoints from which one frame is decoded before any is processed."""
+"""Number of endpoints from which one frame of events is decoded before any of these frames is
+processed.
+"""
 BLOCKS_MAX: Final = 256
-"""Maximum number of blocks of one endpoint that are processed before the next one has its turn."""
+"""Maximum number of blocks of one endpoint whose events are processed before the next endpoint has
+its turn.
+"""
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Maximum unprocessed bytes of one endpoint; beyond it its connection is not read."""
+"""Maximum number of unprocessed bytes of one endpoint's events. Above it the endpoint's connection
+is not read.
+"""
 
 
 class Turns:
-    """The turns of all connections of a picker. `asked` receives what a subscription requests."""
+    """The turns in which the events of all connections of a picker are read and processed. `asked`
+    is called with the replays that a subscription requests.
+    """
 
     def __init__(
         self, clock: Callable[[], Seconds], asked: Callable[[Source, Sequence[Asked]], None]
@@ -39,19 +50,19 @@ class Turns:
         self._clock = clock
         self._asked = asked
         self._busy: OrderedDict[Source, None] = OrderedDict()
-        """Sources with unprocessed data, in the order of their turns."""
+        """Sources with unprocessed events, in the order of their turns."""
         self._turn: asyncio.Handle | None = None
         self._pause_s = PAUSE_S
-        """Pause before the next turn in seconds."""
+        """Pause in seconds before the next turn."""
 
     def gather(self, source: Source) -> None:
-        """Read the open connection of `source` in turns from now on."""
+        """Read the open connection of the rank `source` in turns from now on."""
         if source.lines is not None:
             source.lines.gather(self.reads)
             self._await_turn()
 
     def add(self, source: Source) -> None:
-        """Give `source` a turn if its subscription has unprocessed data."""
+        """Schedule a turn for the rank `source` if its subscription has unprocessed events."""
         subscription = source.subscription
         if subscription is None or not subscription.works:
             return
@@ -61,7 +72,7 @@ class Turns:
         self._await_turn()
 
     def close(self) -> None:
-        """End all turns."""
+        """Cancel all scheduled turns and stop reading."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
@@ -81,7 +92,9 @@ class Turns:
                 self._turn = asyncio.get_running_loop().call_later(self._pause_s, self._work)
 
     def _take_turn(self, now: Seconds) -> None:
-        """Read received data and process some endpoints at a time, for at most `TURN_S`."""
+        """Read received data, then process the events of some endpoints at a time, for at most
+        `TURN_S` seconds in all.
+        """
         until_s = now + TURN_S
         # Reading takes at most half of the turn, so that a fast sender leaves time for processing.
         fetched = self.reads.fetch(now + TURN_S / 2)
@@ -100,7 +113,9 @@ class Turns:
                     self._busy[source] = None
 
     def _process(self, source: Source) -> None:
-        """Process received events of one endpoint, or a part of them if there are many."""
+        """Process received events of one endpoint; if they concern many blocks, only a part of
+        them.
+        """
         subscription = source.subscription
         if subscription is None:
             return

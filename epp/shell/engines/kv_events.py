@@ -1,4 +1,5 @@
-"""Receive KV events: one connection per rank of an endpoint, and one more to replay missed events.
+"""Receive KV-cache events: over one connection per rank of an endpoint, and one more to replay
+missed events.
 
 ZMTP is implemented by `core/kv_events/zmtp`, in this event loop and without threads. libzmq is not
 used: it aborts the process on a failed invariant, hides disconnections, and drops messages of slow
@@ -10,15 +11,17 @@ This module decides where to connect. The others do the rest:
 - `kv_event_source`: the state of one rank, and its row for operators.
 - `kv_event_reception`: subscriptions, open connections and replays.
 - `kv_event_turns`: the processing of received data, in turns of bounded length.
-- `kv_event_server`: engines that connect themselves. An endpoint uses one of the two ways at a
-  time. For these engines the number of ranks is configured, and each payload contains its rank. An
+- `kv_event_server`: engines that connect themselves. Events of an endpoint arrive in one of two
+  ways at a time: the picker connects to the engine, or the engine connects to the picker. For
+  engines that connect, the number of ranks is configured, and each payload contains its rank. An
   endpoint whose engine sends more ranks than configured is ignored, because the rank of its cached
   blocks is unknown.
 
-Without a configured port each endpoint is requested `GET /kv_event_sources`, which vLLM supports
-since 0.31. For an engine that does not support it the usual port is tried. An engine may have
-several ranks behind its address, each with its own connection. The endpoint is requested again when
-a rank is missing or the engine restarted, because it may have fewer ranks then.
+To connect without a configured port, the picker requests `GET /kv_event_sources` from each
+endpoint, which vLLM supports since 0.31. With an engine that does not support it, the usual port is
+tried. An engine may have several ranks behind its address, each with its own connection. The picker
+repeats the request when a rank is missing or the engine restarted, because it may have fewer ranks
+then.
 """
 
 import asyncio
@@ -38,7 +41,7 @@ from epp.core.subscription import Subscription
 from epp.core.types import Endpoint, MetricsTarget, Seconds, pod_of, ranks_of
 from epp.shell.engines.kv_event_places import Place, places_of, spelt, unusable
 from epp.shell.engines.kv_event_reception import CONNECT_S_MAX, Reception
-from epp.shell.engines.kv_event_server import KVEventServer, Turned
+from epp.shell.engines.kv_event_server import KVEventServer, Rejection
 from epp.shell.engines.kv_event_source import (
     KVEventsSnapshot,
     Source,
@@ -53,23 +56,31 @@ from epp.shell.engines.zmtp_lines import ZmtpLines
 from epp.shell.supervision import Supervisor, forever
 
 DEFAULT_PORT: Final = 5557
-"""Usual port of publishers."""
+"""Port at which engines usually publish KV-cache events."""
 SOURCES_PATH: Final = "/kv_event_sources"
 SOURCES_BYTES_MAX: Final = 64 * 1024
 ASK_S_MAX: Final[Seconds] = 2.0
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 5.0
 NO_SOURCE_S: Final[Seconds] = 30.0
-"""Delay in seconds before an endpoint without source is requested again; shorter without an answer."""
+"""Delay in seconds before an endpoint that listed no source of events is asked again. After no
+answer the delay is shorter.
+"""
 TAKEN_OVER_S: Final[Seconds] = 5.0
-"""Time in seconds after which a silent connection may be replaced by another of the same endpoint."""
+"""Time in seconds without events after which an engine's connection may be replaced by another
+connection for the same endpoint.
+"""
 TRIES_BEFORE_ASKING: Final = 3
-"""Number of failed connections after which the endpoint is requested for its source again."""
+"""Number of consecutive failures to connect to a rank after which the endpoint is asked again where
+it publishes.
+"""
 WATCH_S: Final[Seconds] = 0.25
 
 
 class KVEventListener:
-    """A receiver of the events of every endpoint, active while an index needs KV events."""
+    """A receiver of the KV-cache events of every endpoint. It is active while an index needs these
+    events.
+    """
 
     def __init__(
         self,
@@ -80,7 +91,7 @@ class KVEventListener:
         clock: Callable[[], Seconds] = time.monotonic,
         wall_clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """`seed` is used only for jitter."""
+        """Create the receiver. `seed` determines only random delays."""
         self._scheduler = scheduler
         self._supervisor = supervisor or Supervisor()
         self._clock = clock
@@ -88,28 +99,32 @@ class KVEventListener:
         self._random = Random(f"{seed}:kv-events")  # noqa: S311  jitter, not secrets
         self._settings: KvEventsConfig | None = None
         self._ranks_chosen = False
-        """True if a plugin selects ranks, so that engines with several ranks are usable."""
+        """True if a plugin selects data-parallel ranks, so that events of engines with several
+        ranks behind one endpoint are usable.
+        """
         self._endpoints: Sequence[Endpoint] = ()
         self._ranks: Mapping[str, int] = {}
-        """Rank of an endpoint in its pod, by endpoint id."""
+        """Position of an endpoint among the endpoints of its pod, by endpoint id; 0 is the
+        first.
+        """
         self._pods: Mapping[tuple[str, str], int] = Counter()
-        """Number of endpoints by pod."""
+        """Number of endpoints of each pod."""
         self._sources: dict[str, Source] = {}
         self._group: asyncio.TaskGroup | None = None
         self._reception = Reception(scheduler, clock)
         self._share = LoopShare(time.thread_time)
         self.server: KVEventServer | None = None
-        """Server for engines that connect, or None."""
+        """Server to which engines connect, or None if the configuration has none."""
         self._server_task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
-        """Set while an index receives events from engines."""
+        """Event that is set while an index receives KV-cache events from engines."""
 
     # The methods below handle the pool.
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
         """Replace the endpoints and apply the current configuration of the scheduler.
 
-        The scheduler must know both already.
+        The scheduler must already know these endpoints and the configuration.
         """
         self._endpoints = endpoints
         self._ranks = ranks_of(endpoints)
@@ -121,7 +136,9 @@ class KVEventListener:
         self._start()
 
     def _configure(self) -> None:
-        """Read the configuration of the scheduler. If it changed, all sources start anew."""
+        """Read the event settings from the scheduler's configuration. If they changed, drop and
+        open all sources again.
+        """
         names = self._scheduler.indexes.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
         settings = None if configured is None else configured.kv_events_config
@@ -145,7 +162,9 @@ class KVEventListener:
             self._wanted.set()
 
     def _replace_sources(self, endpoints: Sequence[Endpoint]) -> None:
-        """Keep the source of each endpoint that is still the same process, and drop the others."""
+        """Keep the source of each endpoint whose engine is still the same process, and drop all
+        other sources.
+        """
         settings = self._settings
         before, self._sources = self._sources, {}
         if settings is not None and (settings.discover_pods or settings.binds is not None):
@@ -165,11 +184,13 @@ class KVEventListener:
             self._drop(gone)
 
     def rows(self) -> list[SourceRow]:
-        """Return one row for each endpoint whose events are wanted."""
+        """Return one row for operators for each endpoint whose KV-cache events are wanted."""
         return [self._row(source) for source in self._sources.values()]
 
     def row_of(self, endpoint: Endpoint) -> SourceRow | None:
-        """Return the row of `endpoint`, or None if its events are not wanted."""
+        """Return the row of `endpoint` for operators, or None if its KV-cache events are not
+        wanted.
+        """
         source = self._sources.get(endpoint.endpoint_id)
         return None if source is None else self._row(source)
 
@@ -180,7 +201,9 @@ class KVEventListener:
         return source.worst_row(self._wall_clock(), unconnected)
 
     def snapshot(self) -> KVEventsSnapshot | None:
-        """Return the totals, or None if no index receives events from engines."""
+        """Return the totals of received events for metrics, or None if no index receives events
+        from engines.
+        """
         if self._settings is None:
             return None
         rows = self.rows()
@@ -202,7 +225,9 @@ class KVEventListener:
         )
 
     def subscriptions(self) -> list[tuple[Endpoint, Subscription]]:
-        """Return the subscriptions of endpoints that have a source."""
+        """Return the event subscriptions that exist, each with its endpoint; one for each rank with
+        a source.
+        """
         return [
             (source.endpoint, source.subscription)
             for source in self._every_rank()
@@ -214,7 +239,7 @@ class KVEventListener:
             yield from source.ranks
 
     async def run(self) -> None:
-        """Receive events until cancelled; this owns all tasks and connections."""
+        """Receive KV-cache events until cancelled. This method owns all tasks and connections."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = self._reception.group = group
@@ -233,9 +258,8 @@ class KVEventListener:
     # The methods below handle engines that connect.
 
     def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
-        """Use `lines` for the endpoint.
-
-        Only this endpoint can use them, and nothing was received yet.
+        """Use the connection `lines` for the endpoint, the only one that may use it. Nothing was
+        received on it yet.
         """
         source = self._sources.get(endpoint_id)
         if source is not None and not source.others and not source.refused:
@@ -243,33 +267,36 @@ class KVEventListener:
 
     def engine_said(
         self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
-    ) -> Turned | None:
-        """Process a message. Return the reason if it is rejected, else None.
+    ) -> Rejection | None:
+        """Process a message from an engine. Return the reason if the message is rejected, else
+        None.
 
-        If it is accepted, `lines` belong to the endpoint from now on.
+        If it is accepted, the connection `lines` belongs to the endpoint from now on.
         """
         first = self._sources.get(endpoint_id)
         if first is None:
-            return Turned.TAKEN
-        source = self._rank_that_says(first, payload)
-        if isinstance(source, Turned):
+            return Rejection.TAKEN
+        source = self._rank_of_payload(first, payload)
+        if isinstance(source, Rejection):
             return source
         if not self._take_in(source, lines):
-            return Turned.TAKEN
+            return Rejection.TAKEN
         self._reception.received(source, sequence, payload)
         return None
 
-    def _rank_that_says(self, first: Source, payload: bytes) -> Source | Turned:
-        """Return the rank that sent `payload`, or the reason why it is rejected."""
+    def _rank_of_payload(self, first: Source, payload: bytes) -> Source | Rejection:
+        """Return the source of the rank that `payload` names, or the reason why the payload is
+        rejected.
+        """
         rank = rank_in(payload)
         if first.refused:
-            return Turned.RANK
+            return Rejection.RANK
         if first.others:
             if self._settings is None or self._settings.discover_pods:
                 # These ranks are received where they publish.
-                return Turned.TAKEN
+                return Rejection.TAKEN
             known = rank is not None and rank < len(first.ranks)
-            return first.ranks[rank or 0] if known else Turned.RANK
+            return first.ranks[rank or 0] if known else Rejection.RANK
         if rank is None or rank == first.rank_said:
             return first
         if first.rank_said is None:
@@ -282,12 +309,12 @@ class KVEventListener:
         if first.lines is not None:
             first.lines.end("is no longer used")
         self._reception.end_subscription(first)
-        return Turned.RANK
+        return Rejection.RANK
 
     def _take_in(self, source: Source, lines: ZmtpLines) -> bool:
-        """Use `lines` of an engine that connected for `source`.
+        """Use the connection `lines`, which an engine opened, for the rank `source`.
 
-        Return False if another connection is used.
+        Return False if another connection is in use for this rank.
         """
         if self._settings is None or lines.transport is None:
             return False
@@ -307,19 +334,21 @@ class KVEventListener:
             before.end("is no longer used: another connection serves the endpoint")
         port: int = lines.transport.get_extra_info("peername")[1]
         source.lines = lines
-        self._reception.connected(source, self._place_of_who_connects(source, port, self._settings))
+        self._reception.connected(source, self._place_of_connecting(source, port, self._settings))
         return True
 
-    def _place_of_who_connects(self, source: Source, port: int, settings: KvEventsConfig) -> Place:
-        """Return the place of an engine that connects from `port`; it binds the replay port as
-        usual.
+    def _place_of_connecting(self, source: Source, port: int, settings: KvEventsConfig) -> Place:
+        """Return the address of an engine that connects from `port`. Its replay port is the
+        configured one plus the rank.
         """
         replay = settings.pod_discovery_config.replay_socket_port
         rank = self._ranks[source.endpoint.endpoint_id] + source.rank
         return Place(source.endpoint.host, port, None if replay is None else replay + rank)
 
     def _new_source(self, endpoint: Endpoint, slot: int, settings: KvEventsConfig) -> Source:
-        """Return a source, with all ranks if their number is configured and engines connect."""
+        """Return the source of an endpoint's first rank. If the number of ranks is configured and
+        engines connect, it has the other ranks.
+        """
         first = Source(endpoint, slot)
         ranks = _ranks_that_connect(settings)
         if ranks == 1:
@@ -332,12 +361,12 @@ class KVEventListener:
         for source in first.ranks:
             # All cached blocks of an endpoint are known only once every rank is received.
             self._reception.open_subscription(
-                source, self._place_of_who_connects(source, 0, settings)
+                source, self._place_of_connecting(source, 0, settings)
             )
         return first
 
     def engine_parted(self, lines: ZmtpLines, why: str) -> None:
-        """Record that the connection of `lines` has ended."""
+        """Record that an engine's connection `lines` has ended; `why` is the reason."""
         for source in self._every_rank():
             if source.lines is lines:
                 source.problem = source.refused or f"{spelt(source.heard_at)} {why}"
@@ -394,7 +423,9 @@ class KVEventListener:
         self._reception.end_subscription(source)
 
     async def _follow(self, source: Source) -> None:
-        """Find where a rank publishes, receive its events, and reconnect after a failure."""
+        """Find where the rank of `source` publishes its events, receive them, and reconnect after a
+        failure.
+        """
         await asyncio.sleep(self._random.random() * BACKOFF_S)
         tries = 0
         while True:
@@ -424,7 +455,9 @@ class KVEventListener:
         return pause_s * self._random.uniform(0.8, 1.2)
 
     def _ask_anew(self, source: Source) -> None:
-        """Request the sources of the endpoint again."""
+        """Ask the endpoint of `source` again where its ranks publish, in a task that repeats until
+        there is an answer.
+        """
         if self._group is None or (source.asking is not None and not source.asking.done()):
             return
 
@@ -439,7 +472,7 @@ class KVEventListener:
         )
 
     async def _find(self, source: Source) -> bool:
-        """Determine where the ranks of `source` publish.
+        """Determine where the ranks of `source` publish their events.
 
         Return False if the endpoint was unreachable.
         """
@@ -477,7 +510,10 @@ class KVEventListener:
         return True
 
     def _places_from(self, source: Source, port: int) -> tuple[Place, ...] | str:
-        """Return the configured places of the ranks; the first rank of the pod uses `port`."""
+        """Return the addresses of the endpoint's ranks if ports are assigned by convention, or a
+        text that says why they are unusable. The pod's first rank has `port`, and each further rank
+        the next port.
+        """
         assert self._settings is not None, "the reception of events is configured"
         discovery = self._settings.pod_discovery_config
         ranks, endpoints = discovery.data_parallel_size, self._pods[pod_of(source.endpoint)]
@@ -492,8 +528,10 @@ class KVEventListener:
         )
 
     def _settle(self, source: Source, found: tuple[Place, ...] | str, said_by: str) -> None:
-        """Use the places that were found and drop missing ranks; a text is the reason why none was
-        found.
+        """Use the addresses `found` for the ranks of an endpoint, and drop ranks that are missing
+        there.
+
+        If `found` is a text, it is the reason why there are none.
         """
         places = () if isinstance(found, str) else found
         kept = max(0, len(places) - 1)
@@ -518,7 +556,9 @@ class KVEventListener:
         self._start()
 
     async def _hear(self, source: Source, place: Place) -> bool:
-        """Receive events until the connection ends. Return True if it was established."""
+        """Receive the events of the rank `source` from `place` until the connection ends. Return
+        True if it was established.
+        """
         topic = b"" if self._settings is None else self._settings.topic_filter.encode()
         zmtp = ZmtpConnection(SocketType.SUB, topic=topic)
         lines: ZmtpLines | None = None
@@ -568,5 +608,7 @@ class KVEventListener:
 
 
 def _ranks_that_connect(settings: KvEventsConfig) -> int:
-    """Return the number of ranks per endpoint that connect; discovered engines do not connect."""
+    """Return the number of ranks per endpoint whose engines connect to the picker. It is 1 if the
+    picker connects to the engines.
+    """
     return 1 if settings.discover_pods else settings.pod_discovery_config.data_parallel_size

@@ -1,4 +1,5 @@
-"""Limit the event loop's time for pages: per endpoint and in total.
+"""Limit the event loop's time for receiving and parsing endpoints' pages: per endpoint and in
+total.
 
 A page comes from a server that is not trusted, and one loop serves all requests. The time for each
 page is measured, and the endpoint's next fetch is delayed in proportion. In the long run no
@@ -15,17 +16,25 @@ from typing import Final
 from epp.core.types import Seconds
 
 SHARE_ONE_MAX: Final = 0.01
-"""Share of the loop's time for one endpoint: 2 ms every 200 ms; a usual page takes 0.1 ms."""
+"""Maximum share of the event loop's time for the pages of one endpoint: 2 ms every 200 ms. A usual
+page takes 0.1 ms.
+"""
 SHARE_ALL_MAX: Final = 0.5
-"""Share of the loop's time for all pages; a thousand usual ones every half second take 0.2."""
+"""Maximum share of the event loop's time for the pages of all endpoints; a thousand usual ones
+every half second take 0.2.
+"""
 CREDIT_S: Final = 10.0
-"""Maximum sum of pauses in seconds that may be postponed."""
+"""Maximum debt of an endpoint in seconds of pauses up to which its fetches are not delayed
+further.
+"""
 COST_S_MAX: Final = 0.1
-"""Maximum charge for one page in seconds; more than this cannot be caused by the page."""
+"""Maximum time in seconds that is charged for one page; a page by itself cannot cause more."""
 
 
 class LoopShare:
-    """The share of all endpoints. `clock` returns the CPU time of the loop's thread."""
+    """The use of the event loop's time for the pages of all endpoints. `clock` returns the CPU time
+    of the loop's thread.
+    """
 
     def __init__(self, clock: Callable[[], Seconds]) -> None:
         self.clock = clock
@@ -33,20 +42,28 @@ class LoopShare:
 
     @property
     def stretch(self) -> float:
-        """Factor by which all pauses are extended because the loop lacks time."""
+        """Factor by which the pauses of all endpoints are extended because the event loop lacks
+        time; at least 1.
+        """
         return max(1.0, self._wanted / SHARE_ALL_MAX)
 
     def open(self) -> "Account":
-        """Return an account for one more endpoint; close it when the endpoint is no longer fetched."""
+        """Return an account of the loop time of one more endpoint. The caller closes it when the
+        endpoint is no longer fetched.
+        """
         return Account(self)
 
     def want(self, share: float) -> None:
-        """Record that an endpoint needs `share` more of the loop than before, or less if negative."""
+        """Add `share`, which may be negative, to the share of the event loop's time that all
+        endpoints need.
+        """
         self._wanted = max(0.0, self._wanted + share)
 
 
 class Account:
-    """The account of one endpoint. `with account:` charges the loop time of the block."""
+    """The account of the loop time that one endpoint's pages take. `with account:` charges the time
+    of the block.
+    """
 
     __slots__ = ("_owed_s", "_shared", "_spent_s", "_started_s", "_wanted")
 
@@ -64,11 +81,12 @@ class Account:
         self._spent_s += self._shared.clock() - self._started_s
 
     def charge(self, seconds: Seconds) -> None:
-        """Charge time that cannot be measured from within."""
+        """Charge loop time for a page that the code of the block cannot measure."""
         self._spent_s += seconds
 
     def settle(self, interval_s: Seconds, patience_s: Seconds) -> Seconds:
-        """Return the minimum pause in seconds before the next fetch, after a page was processed.
+        """Return the minimum pause in seconds before the endpoint's next fetch, after a page was
+        processed.
 
         `interval_s` is the pause between cheap pages. `patience_s` is the longest pause while there
         is credit.
@@ -82,7 +100,7 @@ class Account:
         return pause_s
 
     def close(self) -> None:
-        """Release the share of an endpoint that is no longer fetched."""
+        """Give back the share of the loop's time of an endpoint that is no longer fetched."""
         self._want(0.0)
 
     def _want(self, share: float) -> None:

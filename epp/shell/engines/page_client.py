@@ -1,4 +1,5 @@
-"""Fetch one page repeatedly over one kept-alive connection: strict, small and fast.
+"""A small, fast and strict HTTP client that fetches one page repeatedly over one kept-alive
+connection.
 
 A general HTTP client is too slow: a thousand endpoints at 0.5 s are 2,000 pages a second, and
 aiohttp uses 40 to 70 % of a core only to fetch them. `bench/scrape.py` measures this client
@@ -16,13 +17,15 @@ from epp.core.types import Endpoint, MetricsTarget, Seconds
 from epp.shell.engines.loop_share import Account
 
 HEAD_BYTES_MAX: Final = 16 * 1024
-"""Maximum size of status and headers, and of trailers."""
+"""Maximum number of bytes of an HTTP answer's status and headers, and of its trailers."""
 PIECES_MAX: Final = 2_048
-"""Maximum number of pieces in which an answer may arrive: 3 MB in usual network packets."""
+"""Maximum number of pieces in which an HTTP answer may arrive: 3 MB in usual network packets."""
 CHUNKS_MAX: Final = 4_096
-"""Maximum number of chunks in a chunked answer."""
+"""Maximum number of chunks in a chunked HTTP answer."""
 PIECE_S: Final = 10e-6
-"""Time in seconds that the loop needs to deliver one piece, which cannot be measured from within."""
+"""Time in seconds that the event loop is assumed to need to deliver one received piece; the
+receiver cannot measure it.
+"""
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
 _OTHER_HEADERS: Final = (
     rb"(?:(?i:(?!content-|transfer-encoding|connection)|(?=content-type:))[^\r\n:]+:[^\r\n]*\r\n)*+"
@@ -31,10 +34,10 @@ _USUAL_HEAD: Final = re.compile(
     rb"HTTP/1\.1 200 [^\r\n]*\r\n%b(?i:content-length): ([0-9]{1,12})\r\n%b\r\n"
     % (_OTHER_HEADERS, _OTHER_HEADERS)
 )
-"""The beginning of almost every answer.
-
-Matching it is five times as fast as `ResponseReader._read_head`, which returns the same result and
-handles all other answers."""
+"""Regular expression for the beginning of almost every HTTP answer with a page. Matching it is five
+times as fast as `ResponseReader._read_head`, which returns the same result and handles all other
+answers.
+"""
 _LENGTH: Final = re.compile(rb"[0-9]{1,12}")
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?")
 _CHUNK_LINE_BYTES_MAX: Final = 256
@@ -42,18 +45,20 @@ _PATH_SAFE: Final = "/%?&=:@!$'()*+,;~-._"
 
 
 class BadResponseError(Exception):
-    """An answer is not a page. The message continues a sentence that begins with the URL."""
+    """Raised if an HTTP answer is not a page. The message continues a sentence that begins with the
+    URL.
+    """
 
     def __init__(self, kind: Literal["status", "page"], what: str, status: int = 0) -> None:
         super().__init__(what)
         self.kind: Literal["status", "page"] = kind
         self.status = status
-        """HTTP status if it is the problem, else 0."""
+        """Status of the HTTP answer if that is the problem, else 0."""
 
 
 class StaleConnectionError(ConnectionError):
-    """A kept-alive connection closed before the first byte of the answer, so the request is
-    repeated.
+    """Raised if a kept-alive connection closed before the first byte of the answer, so that the
+    request is repeated.
     """
 
 
@@ -70,12 +75,12 @@ class ResponseReader:
         self._wire = bytearray()
         self._pieces = 0
         self._at = 0
-        """Start of the unprocessed data: the body, or the next chunk."""
+        """Position of the unprocessed data in the answer: the body, or the next chunk."""
         self._headers_read = False
         self._length: int | None = None
         self._chunks: list[bytes] | None = None
         self.body: bytes | None = None
-        """Page once it is complete, else None."""
+        """Body of the answer (the page) once it is complete, else None."""
         self.keep_alive = True
 
     @property
@@ -83,7 +88,7 @@ class ResponseReader:
         return bool(self._wire)
 
     def feed(self, data: bytes) -> None:
-        """Add received data; `body` is set when the answer is complete."""
+        """Add received data to the answer; `body` is set when the answer is complete."""
         if not self._wire and self._is_usual(data):
             return
         self._pieces += 1
@@ -108,7 +113,9 @@ class ResponseReader:
             self._finish(body, self._length)
 
     def _is_usual(self, data: bytes) -> bool:
-        """Return True if `data` is a complete answer of the usual kind, which is then parsed."""
+        """Return True if `data` is a complete HTTP answer of the usual kind, which is then
+        parsed.
+        """
         head = _USUAL_HEAD.match(data, 0, HEAD_BYTES_MAX)
         if head is None:
             return False
@@ -118,7 +125,7 @@ class ResponseReader:
         return True
 
     def end(self) -> None:
-        """Process the end of the connection, which ends a body without length."""
+        """Process the end of the connection, which ends the body of an answer without a length."""
         self.keep_alive = False
         if self._headers_read and self._length is None and self._chunks is None:
             self.body = bytes(self._wire[self._at :])
@@ -218,7 +225,7 @@ class ResponseReader:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that passes one answer at a time to a parser."""
+    """A connection that passes the data of one HTTP answer at a time to a parser."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -231,7 +238,7 @@ class Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
 
     async def ask(self, request: bytes, reader: ResponseReader, timeout_s: Seconds) -> bytes:
-        """Send `request` and return the body, or raise the reason of the failure."""
+        """Send `request` and return the body of the answer, or raise the reason of the failure."""
         assert self.transport is not None
         loop = asyncio.get_running_loop()
         self._reader = reader
@@ -296,9 +303,8 @@ class Connection(asyncio.Protocol):
 
 
 class PageClient:
-    """A client for the metrics page of one endpoint.
-
-    It does one fetch at a time, and the caller must close it.
+    """A client that fetches one page of one endpoint, one fetch at a time. The caller must close
+    it.
     """
 
     def __init__(
@@ -310,7 +316,9 @@ class PageClient:
         tls: ssl.SSLContext | None,
         account: Account,
     ) -> None:
-        """`account` is charged with the loop time of receiving the page."""
+        """Create the client for the page that `target` names. `account` is charged with the loop
+        time of receiving the page.
+        """
         self._account = account
         authority = address_of(endpoint.host, target.port)
         path = quote(target.path, safe=_PATH_SAFE)
@@ -326,10 +334,9 @@ class PageClient:
         self._connection: Connection | None = None
 
     async def fetch(self, timeout_s: Seconds) -> bytes:
-        """Return the page.
-
-        Raises `BadResponseError` for an invalid answer, `TimeoutError` after `timeout_s`, and
-        another `OSError` without an answer. An error or cancellation closes the connection.
+        """Fetch and return the page. Raises `BadResponseError` for an invalid answer,
+        `TimeoutError` after `timeout_s` seconds, and another `OSError` without an answer. An error
+        or cancellation closes the connection.
         """
         connection = self._connection
         if connection is not None and connection.transport is not None:
@@ -353,7 +360,7 @@ class PageClient:
             raise
 
     def close(self) -> None:
-        """Close the connection if there is one."""
+        """Close the client's connection to the endpoint if there is one."""
         if self._connection is not None:
             self._connection.abort()
             self._connection = None

@@ -1,4 +1,5 @@
-"""Remember where an endpoint's pages have the wanted series, so that they need not be searched.
+"""Remember where an endpoint's metrics pages have the wanted series, so that later pages need not
+be searched.
 
 In the exposition format the series of a metric stand together below its `# TYPE` line, and engines
 write that line even without series. An endpoint also keeps the order of its metrics. The heading of
@@ -22,25 +23,31 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 NEAR_BYTES: Final = 256
-"""Maximum distance in bytes of a heading from its expected position.
-
-Lines between two headings grow and shrink by some digits."""
+"""Maximum distance in bytes between the heading of a metric and the place where it is expected on
+the next page. Lines between two headings grow and shrink by some digits.
+"""
 GROWTH_BYTES_MAX: Final = 48
-"""Maximum growth of a page in bytes; less than heading and series of any metric of an engine."""
+"""Maximum growth of a metrics page in bytes with which its layout counts as unchanged. It is less
+than the heading and series of any metric of an engine.
+"""
 PAGES_MAX: Final = 64
-"""Number of pages that are parsed with one layout."""
+"""Number of metrics pages that are parsed with one layout before it is renewed."""
 KEPT_BYTES_MAX: Final = 32 * 1024
-"""Maximum size of wanted series on a page; a page with more is always parsed completely."""
+"""Maximum size in bytes of the wanted series on a page for which a layout is remembered; a page
+with more is always parsed completely.
+"""
 SELDOM_EVERY: Final = 8
 LINES_ALONE_MAX: Final = 64
-"""Maximum number of series of one name, such as ranks or models of one engine."""
+"""Maximum number of series of one name for which single lines are remembered, such as those of
+ranks or models of one engine.
+"""
 _AFTER_NAME: Final = (b"{", b" ", b"\t")
 _AFTER_SERIES: Final = (b"#", b"")
-"""First byte after the series: a comment, or the end of the page."""
+"""First byte after the series of a metric: that of a comment, or none at the end of the page."""
 
 
 def headings_of(names: bytes) -> re.Pattern[bytes]:
-    """Return an expression for the `# TYPE` lines of metrics that match `names`."""
+    """Return the regular expression for the `# TYPE` lines of metrics that match `names`."""
     return re.compile(rb"\n# TYPE (" + names + rb") [^\n]*")
 
 
@@ -50,17 +57,19 @@ class _Metric:
     def __init__(self, name: bytes, heading: bytes, at: int, text: bytes, *, seldom: bool) -> None:
         self.name = name
         self.seldom = seldom
-        """True if the metric is searched only on one page of `SELDOM_EVERY`."""
+        """True if the metric is searched only on one of `SELDOM_EVERY` pages."""
         self.heading = heading
-        """Heading including the newlines before and after it."""
+        """The metric's `# TYPE` line, including the newlines before and after it."""
         self.at = at
-        """Position of the heading on the last page."""
+        """Position of the metric's heading on the last page."""
         self.text = text
-        """Series on the last page."""
+        """Text of the metric's series on the last page."""
 
 
 class _Line(_Metric):
-    """A series that stands alone; its heading is the line up to its value, and its text the value."""
+    """A series that is searched by its own line. Its heading is the line up to the value, and its
+    text the value.
+    """
 
     __slots__ = ()
 
@@ -70,7 +79,9 @@ class _Line(_Metric):
 
 
 class PageLayout:
-    """The headings of one page; their positions are updated by each page passed to `changed`."""
+    """The headings of one metrics page, with positions that are updated by each page passed to
+    `changed`.
+    """
 
     __slots__ = ("_lines", "_metrics", "_page_bytes", "_pages_left")
 
@@ -81,7 +92,8 @@ class PageLayout:
         self._pages_left = PAGES_MAX
 
     def changed(self, page: bytes) -> dict[bytes, list[bytes]] | None:
-        """Return the changed lines, without the name, of each metric that changed.
+        """Return the lines, without the name, of each metric whose series changed since the last
+        page, by name.
 
         Return None if the page has another layout or its layout must be renewed.
         """
@@ -129,14 +141,14 @@ def layout_of(
     alone: Collection[bytes] = (),
     seldom: Collection[bytes] = (),
 ) -> PageLayout | None:
-    """Return the layout of `page`, given the number of `lines` of each wanted name.
+    """Return the layout of a metrics page, given the number of `lines` of each wanted name.
 
     `alone` contains series that may stand among others; they are searched as rarely as `seldom`.
     Return None in these cases:
 
     - A wanted series is not below the one heading of its metric and not in `alone`.
     - The page begins with a heading.
-    - There is too much to remember.
+    - The wanted series exceed a limit of what is remembered.
     """
     if page.startswith(b"# TYPE "):
         return None
@@ -169,7 +181,9 @@ def layout_of(
 
 
 def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
-    """Return the series of `name` wherever they stand, or [] if one ends in a comment."""
+    """Return the lines of the series `name`, wherever they stand on the page, or [] if one ends in
+    a comment or there are too many.
+    """
     found: list[_Line] = []
     opening = b"\n" + name
     at = page.find(opening)
@@ -194,9 +208,10 @@ def _end_of_line(page: bytes, at: int) -> int:
 
 
 def _series(page: bytes, name: bytes, at: int) -> tuple[list[bytes], bytes] | None:
-    """Return the part after `name` of each line from `at` on, and the text of these lines.
+    """Return the part after `name` of each consecutive line with that name from `at` on, and the
+    text of these lines.
 
-    Return None if there is too much to remember.
+    Return None if the text exceeds `KEPT_BYTES_MAX`.
     """
     first = at
     lines: list[bytes] = []

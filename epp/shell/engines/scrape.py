@@ -1,9 +1,11 @@
-"""Scrape metrics: one small task per endpoint that fetches, parses and reports its page.
+"""Scrape metrics: one small task per endpoint fetches and parses the endpoint's metrics page and
+reports the result.
 
-A failed scrape changes nothing: the last values stay and their age grows. The failure is reported
+A failed scrape changes no metric: the last values stay and their age grows. The failure is reported
 by kind, and the endpoint is scraped less often until it answers again. An endpoint that refuses
-connections is scraped as often as before, because that is cheap and it may start at any time. An
-endpoint whose page takes much time of the loop is delayed in proportion (`loop_share`).
+connections is scraped as often as before, because that is cheap and it may start at any time. The
+scrapes of an endpoint whose page takes much time of the event loop are delayed in proportion
+(`loop_share`).
 
 With adaptive scraping, an idle endpoint is scraped less often until it gets work. It is then
 scraped at the time of the regular schedule.
@@ -32,23 +34,25 @@ INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
 JITTER: Final = 0.1
 BACKOFF_S_MAX: Final = 1.0
 CLOCK_S: Final = 0.001
-"""Resolution of the loop's clock in seconds; waiting for less would poll it repeatedly.
-
-Without it a third of all work was polling."""
+"""Resolution of the event loop's clock in seconds. Waiting for less would poll the clock
+repeatedly, which took a third of all work.
+"""
 TOGETHER: Final = 8
-"""Number of endpoints that are scraped at the same time if their intervals allow.
-
-Simultaneous work takes less time in total, and eight pages block the loop for a millisecond."""
+"""Number of endpoints that are scraped at the same time if their intervals allow it. Simultaneous
+scrapes take less time in total, and eight pages block the loop for a millisecond.
+"""
 
 
 IDLE_INTERVALS: Final = 5
-"""Factor by which an idle endpoint is scraped less often, if its metrics may become that old."""
+"""Factor by which an idle endpoint is scraped less often than a busy one, unless its metrics would
+become too old.
+"""
 
 
 def interval_s_by_pool(endpoints: int) -> Seconds:
     """Return the scrape interval in seconds for a pool of `endpoints` (design section 4).
 
-    The cost is bounded: 4,000 endpoints use no more of a core than 400.
+    The cost is bounded: scraping 4,000 endpoints uses no more of a core than scraping 400.
     """
     return max(INTERVAL_S_MIN, INTERVAL_S_PER_ENDPOINT * endpoints)
 
@@ -56,7 +60,7 @@ def interval_s_by_pool(endpoints: int) -> Seconds:
 def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
     """Return the seconds between two scrapes of an idle endpoint.
 
-    Metrics are useless beyond the age `oldest_s`. The result is at most half of it, so that a
+    Metrics older than `oldest_s` seconds are not used. The result is at most half of it, so that a
     failed scrape leaves time for another one.
     """
     return max(interval_s, min(IDLE_INTERVALS * interval_s, oldest_s / 2))
@@ -65,22 +69,22 @@ def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
 class ScrapeFailure(StrEnum):
     TIMEOUT = "timeout"
     REFUSED = "refused"
-    """The connection failed or broke before an answer."""
+    """The connection to the endpoint failed, or broke before an answer."""
     STATUS = "status"
-    """The status was not 200; redirects are not followed."""
+    """The HTTP status of the answer was not 200; redirects are not followed."""
     PAGE = "page"
-    """The answer was not a complete, readable page within the limits."""
+    """The answer was not a complete, readable metrics page within the limits."""
     INTERNAL = "internal"
-    """A defect of the picker, contained to one scrape."""
+    """A defect of the picker made one scrape fail."""
 
     @property
     def answered(self) -> bool:
-        """True if a server answered at the endpoint's address."""
+        """True if this kind of failure shows that a server answered at the endpoint's address."""
         return self not in {ScrapeFailure.TIMEOUT, ScrapeFailure.REFUSED}
 
 
 class _Target:
-    """One endpoint with the state of its scrapes."""
+    """One endpoint to scrape, with the state of its scrapes."""
 
     __slots__ = (
         "account",
@@ -104,28 +108,34 @@ class _Target:
         self.account = account
         self.memory = PageMemory()
         self.failures = 0
-        """Number of failures in a row that make scrapes rarer."""
+        """Number of consecutive failures for which this endpoint is scraped less often."""
         self.idle = False
-        """True if it was idle at the last scrape and got no work since."""
+        """True if the endpoint was idle at its last scrape and got no work since."""
         self.problem: tuple[ScrapeFailure, str] | None = None
-        """Kind and sentence of the last failure, or None if the last scrape succeeded."""
+        """Kind and sentence of the endpoint's last failure, or None if its last scrape
+        succeeded.
+        """
         self.due_s: Seconds = 0.0
         self.earliest_s: Seconds = 0.0
-        """Time at which the next scrape would be due without failures."""
+        """Time at which the next scrape of this endpoint would be due without back-off for
+        failures.
+        """
         self.resting: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
         self.tried = False
-        """True once it was scraped, successfully or not."""
+        """True once this endpoint was scraped, successfully or not."""
         self.trusted_otherwise = False
-        """True if its connection uses certificates that are no longer valid."""
+        """True if the connection to this endpoint verifies certificates with settings that are no
+        longer in force.
+        """
 
 
 class Scraper:
     """A scraper that reports the metrics of every endpoint with a metrics target.
 
     - `observe(endpoint, metrics)` is called after each successful scrape.
-    - `failed(endpoint, kind, sentence)` is called after each other one.
-    - `scraped(seconds)` receives the duration of a successful one.
+    - `failed(endpoint, kind, sentence)` is called after each failed scrape.
+    - `scraped(seconds)` is called with the duration of each successful scrape.
 
     These callbacks run in the loop and must not block. `interval_s(endpoints)` is the mean time
     between two scrapes of an endpoint that answers. With `idle_oldest_s` scraping is adaptive: an
@@ -179,21 +189,22 @@ class Scraper:
 
     @property
     def interval_s(self) -> Seconds:
-        """Mean time in seconds between two scrapes of one endpoint that answers."""
+        """Mean time in seconds between two scrapes of an endpoint that answers."""
         return max(self._interval_s_min, self._interval_s(len(self._targets)))
 
     @property
     def passed(self) -> bool:
-        """True if every endpoint was scraped once, successfully or not."""
+        """True if every endpoint was scraped at least once, successfully or not."""
         return all(target.tried for target in self._targets.values())
 
     def configure(
         self, reader: PageReader, trust: ssl.SSLContext | None, interval_s_min: Seconds
     ) -> None:
-        """Parse pages with `reader` and set the minimum interval, from the next scrape on.
+        """Parse pages with `reader`, and scrape each endpoint at intervals of at least
+        `interval_s_min` seconds, from the next scrape on.
 
-        `trust` verifies https servers, or is None to accept every certificate. It takes effect with
-        the next `replace`.
+        `trust` verifies https servers, or is None to accept every certificate. A change of `trust`
+        takes effect with the next `replace`.
         """
         self._reader = reader
         self._interval_s_min = interval_s_min
@@ -203,7 +214,9 @@ class Scraper:
                 target.trusted_otherwise = True
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the endpoints and drop pending scrapes of others."""
+        """Replace the set of endpoints to scrape, and cancel the scrapes of endpoints that are no
+        longer in it.
+        """
         before, self._targets = self._targets, {}
         for endpoint in endpoints:
             if endpoint.metrics is None:
@@ -225,7 +238,9 @@ class Scraper:
         self._start()
 
     def answered(self, endpoint: Endpoint) -> None:
-        """Scrape `endpoint` without back-off, because it has just served a request."""
+        """End the back-off of a failing `endpoint` and scrape it at the next regular time, because
+        it has just served a request.
+        """
         target = self._targets.get(endpoint.endpoint_id)
         if target is None or target.problem is None or target.resting is None:
             return
@@ -233,7 +248,7 @@ class Scraper:
         _end(target.resting)
 
     def picked(self, endpoint: Endpoint) -> None:
-        """Scrape `endpoint` at the regular interval, because it got work."""
+        """Scrape an idle `endpoint` at the regular interval again, because it got work."""
         target = self._targets.get(endpoint.endpoint_id)
         if target is None or not target.idle or target.resting is None:
             return
@@ -245,14 +260,14 @@ class Scraper:
             _end(target.resting)
 
     def problem_of(self, endpoint: Endpoint) -> tuple[ScrapeFailure, str] | None:
-        """Return kind and sentence of the endpoint's last failure, or None if its last scrape
+        """Return kind and sentence of the endpoint's last failed scrape, or None if its last scrape
         succeeded.
         """
         target = self._targets.get(endpoint.endpoint_id)
         return None if target is None else target.problem
 
     async def run(self) -> None:
-        """Scrape until cancelled; this owns all tasks and connections."""
+        """Scrape the endpoints until cancelled. This method owns all tasks and connections."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -309,7 +324,9 @@ class Scraper:
             target.account.close()
 
     async def _rest(self, target: _Target) -> None:
-        """Wait until the next scrape is due; the time may become earlier meanwhile."""
+        """Wait until the target's next scrape is due. That time may become earlier during the
+        wait.
+        """
         loop = asyncio.get_running_loop()
         while (left_s := target.due_s - loop.time()) > CLOCK_S:
             target.resting = loop.create_future()
@@ -321,8 +338,8 @@ class Scraper:
                 target.resting = None
 
     def _pause_s(self, target: _Target) -> Seconds:
-        """Return the pause before the next scrape, doubled by each failure after the first, up to a
-        maximum.
+        """Return the pause in seconds before the target's next scrape. Each failure after the first
+        doubles it, up to a maximum.
         """
         interval_s = self.interval_s
         if target.idle and self._idle_oldest_s is not None:
@@ -332,7 +349,9 @@ class Scraper:
         return self._jittered(max(interval_s, min(pause_s, self._backoff_s_max)))
 
     def _aligned(self, due_s: Seconds) -> Seconds:
-        """Return the nearest time at which other endpoints are scraped too, within the jitter."""
+        """Return the time nearest to the due time, within the jitter, at which other endpoints are
+        scraped together.
+        """
         interval_s = self.interval_s
         grid_s = interval_s * min(JITTER, TOGETHER / max(len(self._targets), 1))
         return round(due_s / grid_s) * grid_s
@@ -393,9 +412,8 @@ class Scraper:
 
 
 def _without_work(metrics: EndpointMetrics) -> bool:
-    """Return True if the engine reports no work.
-
-    An engine that reports nothing or sleeps may have some.
+    """Return True if the engine reports that it has no work. An engine that reports nothing or is
+    in sleep mode may have some.
     """
     return metrics.waiting_requests == 0 == metrics.running_requests and not metrics.asleep
 

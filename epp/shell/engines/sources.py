@@ -1,4 +1,4 @@
-"""Convert the metrics section of a configuration to settings of the scraper."""
+"""Convert the metrics section of a configuration to settings of the metrics scraper."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -19,7 +19,9 @@ _UNKNOWN: Final = MetricNames(waiting=())
 
 
 def page_reader(extractor: CoreMetricsExtractor) -> PageReader:
-    """Return a reader for the configured names, which selects the engine by label or page."""
+    """Return a parser of metrics pages with the configured names of series. It determines the
+    engine by an endpoint's label or by the page.
+    """
     labels = tuple(dict.fromkeys((extractor.engine_label_key, *ENGINE_LABELS)))
     return PageReader(
         engines_of(extractor), engine_labels=labels, default_engine=extractor.default_engine
@@ -27,7 +29,7 @@ def page_reader(extractor: CoreMetricsExtractor) -> PageReader:
 
 
 def engines_of(extractor: CoreMetricsExtractor) -> dict[str, MetricNames]:
-    """Return the names of each engine type, as `PageReader` needs them.
+    """Return the names of each engine type's metric series, as `PageReader` needs them.
 
     A configured engine replaces the gauges of the built-in one with the same name. Series that the
     configuration cannot express (restart counters, adapter residency) stay those of the built-in
@@ -66,12 +68,15 @@ def _selectors(spec: MetricSpec) -> tuple[Selector, ...]:
 
 
 def _name(spec: MetricSpec) -> bytes:
-    """Return the name alone, because all labels of the series are read."""
+    """Return the metric name of a selector without its labels, because such series are read with
+    all of their labels.
+    """
     return selector(spec).name if spec else b""
 
 
 def scraped_from(endpoints: Iterable[Endpoint], source: MetricsDataSource) -> tuple[Endpoint, ...]:
-    """Return `endpoints` with the target of `source` for those without a target of their own.
+    """Return `endpoints`, with the metrics target of the configured `source` for those without a
+    target of their own.
 
     A target is an endpoint's own if it differs from http, the serving port and /metrics.
     """

@@ -1,4 +1,4 @@
-"""TLS certificates for connections to servers that the picker requests."""
+"""TLS settings of connections that the picker opens to other servers."""
 
 import ssl
 
@@ -19,7 +19,9 @@ def client_context(
     client_key_path: str = "",
     insecure_skip_verify: bool = False,
 ) -> ssl.SSLContext:
-    """Return a TLS context. Reads files. Raises `ConfigError` about `what` if they are invalid."""
+    """Return the TLS context of a client with the given files. Raises `ConfigError`, which names
+    `what`, if the files are invalid.
+    """
     try:
         if insecure_skip_verify:
             # Loading the authorities of the system takes long, and they are not needed here.
@@ -38,9 +40,9 @@ def client_context(
 def trust_of(
     source: MetricsDataSource | ModelsDataSource | DcgmDataSource,
 ) -> ssl.SSLContext | None:
-    """Return the TLS context of a data source, or None if it is irrelevant.
+    """Return the TLS context that verifies a data source's server, or None if nothing is verified.
 
-    It is irrelevant for http, or if every certificate is accepted. Reads files. Raises
+    Nothing is verified with http, or if every certificate is accepted. Reads files. Raises
     `ConfigError`.
     """
     if source.scheme is not MetricsScheme.HTTPS:

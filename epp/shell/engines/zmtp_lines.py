@@ -1,4 +1,4 @@
-"""Transport one ZMTP connection over TCP, whichever side opened it."""
+"""Transport the messages of one ZMTP connection over TCP, whichever side opened it."""
 
 import asyncio
 import os
@@ -9,16 +9,20 @@ from epp.core.kv_events.zmtp import Message, ZmtpConnection, ZmtpError
 from epp.shell.engines.gathered_reads import GatheredReads
 
 UNSENT_BYTES_MAX: Final = 64 * 1024
-"""Maximum number of unsent bytes before the connection ends; the picker sends less than a kilobyte."""
+"""Maximum number of unsent bytes of a ZMTP connection before it is closed; the picker sends less
+than a kilobyte.
+"""
 
 FETCHED_BYTES_MAX: Final = 64 * 1024
-"""Maximum number of bytes read at once from a gathered connection."""
+"""Maximum number of bytes that are read at once from a ZMTP connection in `GatheredReads`."""
 
 Heard: TypeAlias = Callable[[Message], None]
 
 
 class ZmtpLines(asyncio.Protocol):
-    """A protocol that passes each message to `heard` and calls `made` once it has a transport."""
+    """An asyncio protocol for one ZMTP connection. It calls `heard` with each message, and `made`
+    once it has a transport.
+    """
 
     def __init__(
         self,
@@ -30,7 +34,7 @@ class ZmtpLines(asyncio.Protocol):
         self.zmtp = connection
         self.ready: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()
-        """Reason in words, once the connection has ended."""
+        """Future with the reason in words why the connection ended."""
         self.transport: asyncio.Transport | None = None
         self._heard = heard
         self._made = made
@@ -40,7 +44,7 @@ class ZmtpLines(asyncio.Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """True if the handshake is complete and the connection has not ended."""
+        """True if the ZMTP handshake is complete and the connection has not ended."""
         return self.ready.done() and not self.closed.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -50,7 +54,7 @@ class ZmtpLines(asyncio.Protocol):
         self.flush()
 
     def gather(self, reads: GatheredReads) -> None:
-        """Read the connection only through `reads` from now on."""
+        """Read this connection only through `reads` from now on, together with others."""
         transport = self.transport
         if transport is None or transport.is_closing() or self._reads is not None:
             return
@@ -90,7 +94,7 @@ class ZmtpLines(asyncio.Protocol):
         self.end("closed the connection" if exc is None else "lost the connection")
 
     def flush(self) -> None:
-        """Send queued data."""
+        """Send the queued data of the ZMTP connection."""
         if self.transport is None or self.transport.is_closing():
             return
         data = self.zmtp.to_send()
@@ -101,7 +105,7 @@ class ZmtpLines(asyncio.Protocol):
             self.end("does not read what it is sent")
 
     def read(self, *, on: bool) -> None:
-        """Resume or pause reading."""
+        """Resume (`on` True) or pause reading from the connection."""
         if on is not self._paused or self.transport is None or self.transport.is_closing():
             return
         self._paused = not on
@@ -113,7 +117,7 @@ class ZmtpLines(asyncio.Protocol):
             self.transport.pause_reading()
 
     def end(self, why: str = "is no longer used") -> None:
-        """Close the connection; only the first reason is recorded."""
+        """Close the connection for the reason `why`; only the first reason is recorded."""
         if self._reads is not None:
             self._reads.remove(self._descriptor)
             self._reads = None

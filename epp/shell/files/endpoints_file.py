@@ -24,15 +24,16 @@ from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.found import Found
 
 READY_AFTER_S: Final = 5.0
-"""Seconds after which an endpoint without metrics is ready (design section 4)."""
+"""Time in seconds after which an endpoint that could not be scraped is used, by default (design
+section 4).
+"""
 _PORT: Final = Annotated[int, Meta(ge=1, le=65535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
 class EndpointsFileError(ValueError):
-    """The endpoints file is invalid.
-
-    `problems` has one sentence for each problem, with file and path.
+    """Raised if the endpoints file is invalid. `problems` has one sentence for each problem, with
+    file and path.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -41,7 +42,7 @@ class EndpointsFileError(ValueError):
 
 
 class _Port(int):
-    """A number from 1 to 65535, which may be written as text."""
+    """A port number from 1 to 65535, which may be written as text in the endpoints file."""
 
 
 class _Metrics(Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +116,7 @@ def _parse(text: bytes) -> Any:
 
 
 def _decode(kind: type[_Port], value: Any) -> _Port:
-    """Convert a type that msgspec does not know."""
+    """Convert a value of the endpoints file to a type that msgspec does not know."""
     try:
         return kind(msgspec.convert(value, _PORT, strict=False))
     except msgspec.ValidationError as problem:
@@ -148,7 +149,9 @@ def _endpoint(entry: _Entry) -> Endpoint:
 
 
 def _sentence(source: str, path: str, problem: Exception, kind: type[Struct]) -> str:
-    """Return an error sentence with the file, the place in it and the problem."""
+    """Return an error sentence with the name of the endpoints file, the place in it and the
+    problem.
+    """
     inner, what = place_and_sentence(str(problem), kind)
     where = (path + inner).lstrip(".")
     return f"{source}: {where}: {what}" if where else f"{source}: {what}"

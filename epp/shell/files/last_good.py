@@ -5,8 +5,8 @@ content. A picker that starts has no such content. Therefore each content that c
 copied to a configurable directory, and a start falls back on the copy. A directory belongs to one
 picker or to replicas of one; replicas that share it share the copies.
 
-A copy consists of its SHA-256 and the content. A copy with another checksum is ignored: a node
-crashed, two processes wrote at once, or it was edited.
+A copy consists of its SHA-256 and the content. A copy whose content has another checksum is
+ignored: a node crashed, two processes wrote at once, or somebody edited it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from epp.core.types import Seconds
 from epp.shell.starting import StartError
 
 COPY_MAX_BYTES: Final = 4 * 1024 * 1024
-"""Maximum size of a copy in bytes, equal to the limit of a watched file."""
+"""Maximum size in bytes of a last-good copy, equal to the limit of a watched file."""
 _HEAD: Final = "sha256:{}\n"
 _HEAD_BYTES: Final = len(_HEAD.format("0" * 64))
 
@@ -35,7 +35,8 @@ _log = structlog.get_logger(__name__)
 class LastGood:
     """The last-good copy of one file.
 
-    `start` reads the file or else the copy. `keep` stores content that came into force.
+    `start` reads the file or, if it is broken, the copy. `keep` stores new content of the file that
+    came into force.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class LastGood:
         *,
         retry_s: Seconds = 60.0,
     ) -> None:
-        """An empty `folder` disables copies. `on_failure` is called for each failed write."""
+        """Create the handler of the copy in `folder`; if that is empty, copies are disabled.
+        `on_failure` is called for each failed write.
+        """
         self.name = name
-        """Name of the copy, and of the file in metrics and logs."""
+        """Name of the last-good copy, and of the copied file in metrics and logs."""
         self.in_force = False
-        """True if the picker runs with the copy."""
+        """True if the picker runs with the last-good copy instead of the file."""
         self._path = Path(folder, name) if folder else None
         self._on_failure = on_failure
         self._retry_s = retry_s
@@ -59,9 +62,10 @@ class LastGood:
         self._problem: str | None = None
 
     def start(self, read: Callable[[], bytes], make: Callable[[bytes], T]) -> T:
-        """Return the result of `make` for the file that `read` reads, or else for the copy.
+        """Return the result of `make` for the content that `read` returns, or for the last-good
+        copy if that fails.
 
-        If the copy is missing or invalid, raises the `StartError` of the file.
+        Raises the `StartError` about the file if the copy is missing or invalid too.
         """
         try:
             content = read()
@@ -72,14 +76,16 @@ class LastGood:
         return made
 
     def keep(self, content: bytes) -> None:
-        """Schedule `content`, which came into force, to be written by `run`."""
+        """Schedule the file's `content`, which came into force, to be written to the copy by
+        `run`.
+        """
         self.in_force = False
         if self._path is not None:
             self._pending = content
             self._due.set()
 
     async def run(self) -> None:
-        """Write content that came into force, until cancelled. Failed writes are retried."""
+        """Write the scheduled contents to the copy until cancelled. Failed writes are retried."""
         while self._path is not None:
             await self._due.wait()
             self._due.clear()
@@ -121,7 +127,7 @@ class LastGood:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of the copy at `path`. Raises `StartError`."""
+    """Return the content of the last-good copy at `path`. Raises `StartError`."""
     try:
         with path.open("rb") as file:
             text = file.read(_HEAD_BYTES + COPY_MAX_BYTES)
@@ -134,7 +140,9 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> str | None:
-    """Replace the copy at `path` atomically. Return the problem, or None if there was none."""
+    """Replace the last-good copy at `path` atomically. Return the problem as text, or None if there
+    was none.
+    """
     beside = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

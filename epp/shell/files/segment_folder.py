@@ -1,7 +1,7 @@
-"""Write files one after another, each limited in size, and all together limited in size.
+"""Write record files (segments) one after another, limited in size each and all together.
 
-Each appended piece is a complete member of gzip. After a crash only the last member can be broken.
-If a disk fills up, the part of a member that was written is cut off again.
+Each appended piece is a complete gzip member. After a crash only the last member can be broken. If
+a disk fills up, the part of a member that was written is cut off again.
 """
 
 import contextlib
@@ -16,11 +16,14 @@ from typing import Final
 from epp.core.types import Seconds
 
 _MODE: Final = 0o600
-"""Mode of the files: their contents reveal the number and time of requests to the owner only."""
+"""Permissions of the segment files. Only the owner may read them, because their contents reveal the
+number and time of requests.
+"""
 
 
 class SegmentFolder:
-    """A folder of segments. A segment is a file, and one segment is open at a time.
+    """A folder of segments. A segment is a file of records, and at most one segment is open at a
+    time.
 
     Every method may block as long as the disk does.
     """
@@ -35,12 +38,12 @@ class SegmentFolder:
         age_max_s: Seconds = math.inf,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """`name_of` returns the file name of a segment by its number.
+        """Create the writer. `name_of` returns the file name of a segment by its number.
 
         Patterns in `names` match the file names of all segments, and their groups are the origin,
         by which older processes sort first, and the number. The oldest files are removed while all
-        of them exceed `total_bytes_max`. Files last written more than `age_max_s` ago are removed
-        too. `clock` returns Unix time.
+        of them together exceed `total_bytes_max`. So are files last written more than `age_max_s`
+        seconds ago. `clock` returns Unix time.
         """
         self._folder = folder
         self._name_of = name_of
@@ -51,16 +54,16 @@ class SegmentFolder:
         self._descriptor: int | None = None
         self._open_name = ""
         self.segment_bytes = 0
-        """Size of the complete data in the open segment in bytes."""
+        """Size in bytes of the complete data in the open segment."""
         self.total_bytes = 0
-        """Size of all segments in the folder in bytes, including those of other processes."""
+        """Size in bytes of all segments in the folder, including those of other processes."""
 
     @property
     def is_open(self) -> bool:
         return self._descriptor is not None
 
     def begin(self, number: int) -> None:
-        """Close the current segment and open the one with this `number`. Raises `OSError`."""
+        """Close the open segment, and open the one with the given `number`. Raises `OSError`."""
         self.close()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open_name, self.segment_bytes = self._name_of(number), 0
@@ -68,9 +71,8 @@ class SegmentFolder:
         self._descriptor = os.open(self._folder / self._open_name, flags, _MODE)
 
     def append(self, member: bytes) -> None:
-        """Append to the open segment.
-
-        If it raises `OSError`, nothing was appended and no file is open.
+        """Append `data` to the open segment. If it raises `OSError`, nothing was appended and no
+        segment is open.
         """
         assert self._descriptor is not None, "a segment is open"
         try:
@@ -81,7 +83,7 @@ class SegmentFolder:
             raise
 
     def close(self) -> None:
-        """Close the segment without changing it."""
+        """Close the open segment without changing its file."""
         opened, self._descriptor = self._descriptor, None
         if opened is not None:
             os.close(opened)
@@ -98,7 +100,7 @@ class SegmentFolder:
         self.segment_bytes += len(member)
 
     def _make_room(self) -> None:
-        """Remove the oldest segments until the rest is within the limits of size and age."""
+        """Remove the oldest segments until the rest is within the limits of total size and age."""
         found: dict[tuple[str, str], list[tuple[Path, os.stat_result]]] = {}
         ours: tuple[str, str] | None = None
         for entry in os.scandir(self._folder):

@@ -1,7 +1,8 @@
 """Read the keys of session tokens from a watched file, or generate a random key.
 
-The file has one key per line. The first key signs and all keys are accepted, so that keys can be
-changed without losing sessions. Keys never appear in messages.
+The file has one key per line. The first key signs new tokens, and tokens signed with any of the
+keys are accepted, so that keys can be changed without losing sessions. Keys never appear in
+messages.
 """
 
 import secrets
@@ -16,7 +17,9 @@ from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.starting import StartError
 
 KEY_BYTES_MIN: Final = 32
-"""Minimum length of a key in bytes; `openssl rand -base64 32` generates a longer one."""
+"""Minimum length in bytes of a key for session tokens; `openssl rand -base64 32` generates a longer
+one.
+"""
 KEYS_MAX: Final = 8
 FILE_BYTES_MAX: Final = 65_536
 
@@ -26,16 +29,20 @@ _log = structlog.get_logger(__name__)
 
 
 class SessionKeysError(ValueError):
-    """A file of keys is invalid. The message is one sentence."""
+    """Raised if a file of keys for session tokens is invalid. The message is one sentence."""
 
 
 class SessionKeys:
-    """The current `keys`. `on_change` receives new ones while `run` is running."""
+    """The current `keys` for session tokens. While `run` is running, `on_change` is called with new
+    keys.
+    """
 
     def __init__(
         self, path: str, on_change: Callable[[Keys], None], *, poll_s: Seconds = 1.0
     ) -> None:
-        """An empty `path` generates a random key. Raises `StartError`."""
+        """Read the keys from the file at `path`, or generate a random key if it is empty. Raises
+        `StartError`.
+        """
         self._path = path
         self._on_change = on_change
         self._watcher = FileWatcher(
@@ -44,7 +51,7 @@ class SessionKeys:
         self.keys: Keys = self._first() if path else (secrets.token_bytes(KEY_BYTES_MIN),)
 
     async def run(self) -> None:
-        """Watch the file until cancelled."""
+        """Watch the file of keys until cancelled."""
         await self._watcher.run()
 
     def _first(self) -> Keys:
@@ -67,7 +74,8 @@ class SessionKeys:
 
 
 def read_session_keys(content: bytes, source: str) -> Keys:
-    """Parse one key per line, ignoring surrounding white space and empty lines.
+    """Parse the content of a key file: one key per line, ignoring surrounding white space and empty
+    lines.
 
     Raises `SessionKeysError`.
     """

@@ -20,7 +20,8 @@ class FileWatcher:
     changes.
 
     `on_problem(sentence)` is called once when the file cannot be read. It is called again only if
-    the reason changed or the file was readable in between. The last content stays in force.
+    the reason changed or the file was readable in between. Meanwhile the last content stays in
+    force.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class FileWatcher:
         self._digest: bytes | None = None
         self._problem: str | None = None
         self.errors_total = 0
-        """Number of polls that could not read the file."""
+        """Number of polls that could not read the watched file."""
 
     def read(self) -> bytes:
-        """Return the current content; `run` reports only content that differs from it.
+        """Return the current content of the file; `run` later reports only content that differs
+        from it.
 
         Raises `OSError` if the file is missing or larger than `bytes_max`.
         """
@@ -55,13 +57,15 @@ class FileWatcher:
         return content
 
     async def run(self) -> None:
-        """Poll until cancelled. Without an earlier `read` the first content counts as a change."""
+        """Poll the file until cancelled. Without an earlier call of `read`, its first content
+        counts as a change.
+        """
         while True:
             self.poll()
             await asyncio.sleep(self._poll_s)
 
     def poll(self) -> None:
-        """Read the file once and report a change or a problem."""
+        """Read the watched file once, and report a change or a problem."""
         before = self._digest
         try:
             content = self.read()
@@ -78,7 +82,9 @@ class FileWatcher:
 
 
 def first_read(watcher: FileWatcher, name: str) -> bytes:
-    """Return the content of a file that must exist at start. Raises `StartError`."""
+    """Return the content of a watched file that must exist when the picker starts. Raises
+    `StartError`.
+    """
     try:
         return watcher.read()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Run a thread that writes files, owned by a task of the event loop."""
+"""Run a function that writes files in a thread, which a task of the event loop owns."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,12 @@ _log = structlog.get_logger(__name__)
 async def beside_the_loop(
     name: str, work: Callable[[], None], stopping: threading.Event, close_s_max: Seconds
 ) -> None:
-    """Clear `stopping` and run `work` in a thread until cancelled; then set `stopping` and wait.
+    """Run `work` in a thread until this coroutine is cancelled; then set the event `stopping` and
+    wait for `work` to return.
 
     `work` must not raise and must return soon after `stopping` is set. The wait takes at most
-    `close_s_max`, in case the disk hangs. If `work` returns earlier, this waits for cancellation.
+    `close_s_max`, in case the disk hangs. If `work` returns earlier, the coroutine waits for its
+    cancellation.
     """
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 

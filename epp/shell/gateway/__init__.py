@@ -1,1 +1,3 @@
-"""Touches the gateway: gRPC, protobuf, TLS, health, the bootstrap for Envoy."""
+"""Serve gateways: gRPC, protobuf messages, TLS, health checks, and the bootstrap configuration of
+Envoy.
+"""

@@ -1,8 +1,9 @@
-"""Estimates of when streams arrived that the event loop read late.
+"""Estimates of the arrival times of streams that the event loop read late.
 
-The clock of a stream begins when its first bytes could have been read. If the loop reads in time,
-that is the time of reading. If it is late, it reads everything that arrived meanwhile at once. Then
-only two times are known: the loop's previous look, and the kernel's time of the newest bytes.
+The waiting time of a stream begins when its first bytes could have been read. If the event loop
+reads in time, that is the time of reading. If the loop is late, it reads everything that arrived
+meanwhile at once. Then only two times are known: the loop's previous poll of its sockets, and the
+kernel's time of the newest bytes.
 """
 
 import socket
@@ -13,24 +14,30 @@ from typing import Final, Protocol
 from epp.core.types import Seconds
 
 _LAST_DATA_AT: Final = 52
-"""Offset of `tcpi_last_data_recv`, in milliseconds, in `struct tcp_info` of `linux/tcp.h`."""
+"""Offset in bytes of the field `tcpi_last_data_recv` in `struct tcp_info` (`linux/tcp.h`). The
+field has the age of the newest data in milliseconds.
+"""
 _INFO_BYTES: Final = 104
 
 
 class Lag(Protocol):
-    """A source of estimates of how late the event loop reads."""
+    """A source of estimates of how late the event loop reads from its sockets."""
 
     def overdue_s(self, now: Seconds) -> Seconds:
-        """Return how long data read at `now` may have waited, or 0.0 if the loop was in time."""
+        """Return how many seconds data that the event loop reads at `now` may have waited in the
+        socket, or 0.0 if the loop is on time.
+        """
         ...
 
     def backlog_s(self, now: Seconds) -> Seconds:
-        """Return the mean wait until `now` of data that another thread holds for the loop."""
+        """Return how many seconds data queued for the event loop by another thread has waited on
+        average at `now`; 0.0 if the loop was not blocked recently.
+        """
         ...
 
 
 class NoLag:
-    """The lag of a loop that is not measured."""
+    """A `Lag` that always reports zero, for an event loop whose lag is not measured."""
 
     def overdue_s(self, _: Seconds) -> Seconds:
         return 0.0
@@ -59,11 +66,12 @@ def newest_data_age_s(connection: socket.socket | None) -> Seconds | None:
 def arrivals(
     streams: int, now: Seconds, overdue_s: Seconds, newest_age_s: Seconds | None
 ) -> list[Seconds]:
-    """Return the estimated arrival times, in order, of `streams` that are read together at `now`.
+    """Return the estimated arrival times, in order, of `streams` new streams that the event loop
+    reads together at `now`.
 
-    They are assumed to arrive evenly after the loop's last look, `overdue_s` ago. The last one
-    arrives with the newest bytes. If their age is unknown, the last one arrives one interval before
-    `now`.
+    The streams are assumed to arrive evenly in the `overdue_s` seconds since the loop's last poll.
+    The last stream arrives with the newest bytes. If the age of those bytes is unknown, the last
+    stream arrives one interval before `now`.
     """
     since_s = now - overdue_s
     if newest_age_s is None:

@@ -135,15 +135,17 @@ names. A picker with `--trust-model-rewrite-header` would obey a client's model 
 """
 
 _RESPONSE_MAX: Final = timedelta(days=1)
-"""Maximum duration of a response. Envoy's default of 15 s would end long generations."""
+"""Maximum duration of a response that Envoy forwards. Envoy's default of 15 s would end long
+generations.
+"""
 _STREAM_IDLE_MAX: Final = timedelta(hours=1)
-"""Maximum time without a byte in either direction. An answer that is not streamed may take this
-long; Envoy's default of 5 minutes would end it.
+"""Maximum time without a byte in either direction of a stream through Envoy. A response that is not
+streamed may take this long; Envoy's default of 5 minutes would end it.
 """
 _REQUEST_HEADERS_MAX: Final = timedelta(seconds=10)
 _REQUEST_MAX: Final = timedelta(minutes=5)
-"""Maximum time for a client to send its request, because a slow body occupies memory of the picker.
-Envoy has no limit by default and recommends this one for edge proxies.
+"""Maximum time for a client to send its request to Envoy, because a slow body occupies memory of
+the picker. Envoy has no limit by default and recommends this one for edge proxies.
 """
 
 _RUNTIME: Final = {
@@ -154,71 +156,82 @@ _RUNTIME: Final = {
     # the picker.
     "http.max_requests_per_io_cycle": 1,
 }
-"""Protection against rapid reset (CVE-2023-44487). The first two values are Envoy's defaults,
-stated explicitly.
+"""Runtime settings of Envoy that protect it against rapid reset of streams (CVE-2023-44487). The
+first two values are Envoy's defaults, stated explicitly.
 """
 
 _ENDPOINT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
 _PICKER_CONNECT_TIMEOUT: Final = timedelta(seconds=1)
 
 _ENDPOINT_IDLE_MAX: Final = timedelta(seconds=4)
-"""Maximum idle time of connections to endpoints. It is below the 5 s after which uvicorn, and so
-vLLM, closes an idle connection; a request sent at that time would fail with 503.
+"""Maximum idle time of Envoy's connections to endpoints. It is below the 5 s after which uvicorn,
+and so vLLM, closes an idle connection; a request sent at that time would fail with 503.
 """
 
 _HEALTH_INTERVAL: Final = timedelta(milliseconds=500)
 _HEALTH_TIMEOUT: Final = timedelta(seconds=1)
 _HEALTH_FAILURES_MAX: Final = 2
-"""Failed checks until a picker counts as unhealthy. With the interval, Envoy stops using a draining
-picker within its default --drain-grace of 5 s, and a silent one within 3 s. A pause shorter than
-the timeout has no effect.
+"""Number of consecutive failed health checks after which Envoy considers a picker unhealthy. With
+the interval of these checks, Envoy stops using a draining picker within its default --drain-grace
+of 5 s, and a silent picker within 3 s. A pause of the picker that is shorter than the timeout of a
+check has no effect.
 """
 
 _PICKER_RETRIES_MAX: Final = 2
-"""Maximum number of retries, each at a picker that was not tried before. A request that crashes
-pickers therefore reaches three at most.
+"""Maximum number of times that Envoy retries a request's stream, each at a picker that was not
+tried before. A request that crashes pickers therefore reaches three pickers at most.
 """
 _PICKER_RETRY_ON: Final = "connect-failure,refused-stream,reset,unavailable"
-"""Conditions that end a stream before the picker's first answer; Envoy does not retry after it."""
+"""Conditions under which Envoy retries a stream to a picker. They all end the stream before the
+picker's first answer; Envoy does not retry a stream after that.
+"""
 _PICKER_RETRY_BACK_OFF: Final = timedelta(milliseconds=10)
 _PICKER_RETRY_BACK_OFF_MAX: Final = timedelta(milliseconds=100)
 _HOST_DRAWS_MAX: Final = 32
-"""Maximum number of draws for a picker that was not tried before. Of two pickers, a dead one has
-the fewest open streams and wins three draws of four.
+"""Maximum number of random draws in which Envoy searches for a picker that the request has not
+tried. Of two pickers, a dead one has the fewest open streams and wins three draws of four.
 """
 
 _PICKER_PING_INTERVAL: Final = timedelta(seconds=1)
 _PICKER_PING_TIMEOUT: Final = timedelta(seconds=3)
-"""Time after which connections to a frozen picker are closed. Until then, requests that wait for
-its first answer hang. Closing fails every request that has been placed and is still running. The
-longest observed pause of a healthy loop, below a second, must therefore not trigger it.
+"""Time without an answer to an HTTP/2 ping after which Envoy closes its connections to a frozen
+picker. Until then, requests that wait for the picker's first answer hang. Closing fails every
+request that the picker has placed and that is still running. The longest observed pause of a
+healthy event loop, below a second, must therefore not trigger it.
 """
 
 _EJECTED_FOR: Final = timedelta(seconds=2)
 _EJECTION_INTERVAL: Final = timedelta(milliseconds=500)
 _EJECTED_PERCENT_MAX: Final = 100
 _PANIC_BELOW_PERCENT: Final = 1.0
-"""Share of healthy pickers below which Envoy uses all of them. Envoy's default of 50 sends two of
-three requests to dead pickers if two of three are dead. With 0, requests are refused if no picker
-is known to be healthy.
+"""Percentage of healthy pickers below which Envoy uses all pickers, healthy or not. Envoy's default
+of 50 sends two of three requests to dead pickers if two of three are dead. With 0, requests are
+refused if no picker is known to be healthy.
 """
 
 _CONCURRENT_MAX: Final = 40_000
-"""Maximum number of concurrent connections, requests and retries. Envoy's default of 1,024 is
-reached by 1,024 open generations, each of which also has a stream to the picker. Its default of
-three concurrent retries is exceeded by the fourth request of a dead picker.
+"""Maximum number of concurrent connections, requests and retries in each cluster of Envoy, and of
+connections from clients. Envoy's default of 1,024 is reached by 1,024 open generations, each of
+which also has a stream to the picker. Its default of three concurrent retries is exceeded by the
+fourth request of a dead picker.
 """
 
 _PER_CONNECTION_BUFFER_BYTES: Final = 32_768
-"""Bytes that Envoy buffers for a slow peer; the value of the reference configuration."""
+"""Number of bytes that Envoy buffers on each connection for a slow peer; the value of Envoy's
+reference configuration for edge proxies.
+"""
 
 _HTTP2_STREAM_WINDOW_BYTES: Final = 65_536
 _HTTP2_CONNECTION_WINDOW_BYTES: Final = 1_048_576
 _HTTP2_STREAMS_PER_CONNECTION_MAX: Final = 100
-"""Envoy's recommendations for edge proxies."""
+"""Maximum number of concurrent HTTP/2 streams on a connection. This value and the two window sizes
+are Envoy's recommendations for edge proxies.
+"""
 
 ALIVE_PATH: Final = "/alive"
-"""Path that answers 200 while Envoy serves; `/ready` fails already while the picker drains it."""
+"""HTTP path that answers 200 as long as Envoy serves. In contrast, `/ready` already fails while the
+picker drains Envoy.
+"""
 _PICKER_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PICKER: Final = "ext_proc"
 _ENDPOINTS: Final = "endpoints"
@@ -226,52 +239,59 @@ _ADMIN: Final = "admin"
 
 
 class BootstrapOptions(Struct, frozen=True, kw_only=True):
-    """Options of the bootstrap. Raises `ValueError`, in one sentence, for an impossible value."""
+    """Options of the Envoy bootstrap. The constructor raises `ValueError`, in one sentence, for an
+    impossible value.
+    """
 
     listen_host: str = "0.0.0.0"  # noqa: S104  a gateway listens everywhere
     listen_port: int = 8081
     admin_port: int = 19000
-    """Port of the admin interface, on loopback only, because it can stop Envoy."""
+    """Port of Envoy's admin interface, on loopback only, because the interface can stop Envoy."""
     readiness_port: int | None = 19001
-    """Port for /ready, /alive and /stats/prometheus on `listen_host`, or None for no such port."""
+    """Envoy's port for /ready, /alive and /stats/prometheus on `listen_host`, or None for no such
+    port.
+    """
     picker_address: str = "127.0.0.1:9002"
-    """Picker as "host:port", IPv6 in brackets. A name is resolved by DNS repeatedly. Several,
-    separated by commas, are replicas that share the requests.
+    """Address of the picker as "host:port", with IPv6 in brackets. A name is resolved by DNS
+    repeatedly. Several addresses, separated by commas, are replicas that share the requests.
     """
     second_picker_address: str = ""
-    """Pickers that are used while none of `picker_address` is healthy, in the same form; empty for
-    none. A name may resolve to many.
+    """Addresses of the pickers that Envoy uses while none in `picker_address` is healthy, in the
+    form of `picker_address`; empty for none. A name may resolve to many pickers.
     """
     plaintext: bool = False
-    """Use h2c to the picker instead of TLS."""
+    """True if Envoy connects to the picker with plaintext HTTP/2 (h2c) instead of TLS."""
     picker_ca_file: str = ""
     """PEM file of the authorities that may sign the picker's certificate; empty to accept any
     certificate.
     """
     picker_server_name: str = ""
-    """DNS name that the certificate must have; empty to accept any."""
+    """DNS name that the picker's certificate must have; empty to accept any name."""
     client_cert_path: str = ""
-    """Directory with `tls.crt` and `tls.key` to present to the picker; empty to present no
-    certificate.
+    """Directory with the `tls.crt` and `tls.key` that Envoy presents to the picker; empty to
+    present no certificate.
     """
     request_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
     response_body_mode: BodyMode = BodyMode.NONE
-    """Body mode of responses. NONE avoids a message for each chunk; the picker still learns when
-    the response ends.
+    """Mode in which Envoy passes response bodies to the picker. NONE avoids a message for each
+    chunk; the picker still learns when the response ends.
     """
     fail_open: bool = False
-    """Let requests pass without a pick if the picker is down. Without another source of
-    destinations they find no endpoint, and fail with 503 instead of 500.
+    """True if Envoy forwards requests without the picker's decision while the picker is down.
+    Without another source of destinations these requests find no endpoint, and fail with 503
+    instead of 500.
     """
     message_timeout_s: float = 10.0
-    """Maximum time of the picker for one answer; not enforced in full duplex (Envoy 1.40)."""
+    """Maximum time in seconds that Envoy waits for one answer of the picker; not enforced in
+    full-duplex mode (Envoy 1.40).
+    """
     request_body_max_bytes: int = 33_554_432
-    """Bytes buffered for each connection with the body mode BUFFERED; equal to
+    """Number of bytes that Envoy buffers for each connection with the body mode BUFFERED; equal to
     --request-body-max-bytes.
     """
     round_robin: tuple[str, ...] = ()
-    """Addresses "ip:port" that are served round robin without a picker, as a baseline for
-    comparisons.
+    """Addresses "ip:port" of endpoints that Envoy uses round robin without any picker, as a
+    baseline for comparisons.
     """
 
     def __post_init__(self) -> None:
@@ -286,11 +306,13 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
         ):
             _split(address)
         if self.plaintext and (self.picker_ca_file or self.client_cert_path):
-            raise ValueError("certificates are given, but the picker is spoken to in plaintext")
+            raise ValueError(
+                "certificates are given, but the connection to the picker is plaintext, without TLS"
+            )
         if self.picker_server_name and not self.picker_ca_file:
             raise ValueError(
-                f"the picker's name {self.picker_server_name!r} is given without the certificates "
-                "of who may have signed it"
+                f"the picker's name {self.picker_server_name!r} is given without the file of "
+                "certificate authorities that may have signed its certificate"
             )
         if self.message_timeout_s <= 0:
             raise ValueError(f"message timeout {self.message_timeout_s} s is not above 0")
@@ -302,12 +324,14 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def picker_addresses(self) -> tuple[str, ...]:
-        """Addresses of the replicas."""
+        """Addresses in `picker_address`, one for each replica."""
         return _listed(self.picker_address)
 
     @property
     def second_picker_addresses(self) -> tuple[str, ...]:
-        """Addresses of the pickers that are the second choice."""
+        """Addresses in `second_picker_address`, which Envoy uses while no picker of the first
+        choice is healthy.
+        """
         return _listed(self.second_picker_address) if self.second_picker_address else ()
 
 
@@ -316,14 +340,14 @@ def _listed(addresses: str) -> tuple[str, ...]:
 
 
 def render(options: BootstrapOptions) -> str:
-    """Return the bootstrap as YAML for `envoy --config-path`."""
+    """Return the Envoy bootstrap as YAML for `envoy --config-path`."""
     return yaml.safe_dump(
         bootstrap(options).to_dict(casing=Casing.SNAKE), sort_keys=False, width=100
     )
 
 
 def bootstrap(options: BootstrapOptions) -> Bootstrap:
-    """Return the bootstrap as a message."""
+    """Return the Envoy bootstrap as a protobuf message."""
     listeners = [_listener(options)]
     if options.round_robin:
         clusters = [_round_robin_cluster(options.round_robin)]
@@ -453,8 +477,8 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
 
 
 def _destination_cluster() -> Cluster:
-    """Return the cluster that routes to the picker's destination. A retry would reach the same
-    address.
+    """Return Envoy's cluster that sends each request to the destination that the picker chose. It
+    has no retries, because a retry would reach the same address.
     """
     return Cluster(
         name=_ENDPOINTS,
@@ -519,8 +543,8 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
 
 
 def _picker_retries(second_choice: bool) -> RetryPolicy:
-    """Return the retry policy of streams without an answer. Envoy buffers the first 64 KiB for
-    resending.
+    """Return Envoy's retry policy for streams to which the picker has not answered yet. Envoy
+    buffers the first 64 KiB of a stream for resending.
     """
     policy = RetryPolicy(
         num_retries=_PICKER_RETRIES_MAX,
@@ -546,11 +570,11 @@ def _picker_retries(second_choice: bool) -> RetryPolicy:
 
 
 def _refusing_pickers() -> OutlierDetection:
-    """Return the outlier detection: a refused connection ejects a picker until a health check
-    succeeds.
+    """Return Envoy's outlier detection for pickers. A refused connection ejects a picker until a
+    health check succeeds.
 
-    Five consecutive gRPC errors do the same, as is Envoy's default. If all pickers are ejected, all
-    are used.
+    Five consecutive gRPC errors also eject it, as is Envoy's default. If all pickers are ejected,
+    Envoy uses all of them.
     """
     return OutlierDetection(
         split_external_local_origin_errors=True,
@@ -603,10 +627,11 @@ def _runtime() -> LayeredRuntime:
 
 
 def _static_cluster(name: str, *choices: tuple[str, ...]) -> Cluster:
-    """Return a cluster of fixed addresses, or of names that DNS resolves repeatedly if any is not
-    an IP.
+    """Return an Envoy cluster of fixed addresses; if any of them is a name instead of an IP
+    address, DNS resolves it repeatedly.
 
-    A later choice is used while no earlier one has a healthy address. Empty choices are omitted.
+    Each of `choices` is a list of "host:port". A later list is used while no earlier one has a
+    healthy address. Empty lists are omitted.
     """
     places = [[_split(address) for address in choice] for choice in choices if choice]
     kind = ClusterDiscoveryType.STATIC
@@ -649,7 +674,7 @@ def _http2(
     *,
     extended_connect: bool = False,
 ) -> Http2ProtocolOptions:
-    """Return the options of one listener or cluster.
+    """Return the HTTP/2 options of one Envoy listener or cluster.
 
     With `extended_connect`, clients may open WebSockets by an extended CONNECT (RFC 8441).
     """
@@ -706,7 +731,9 @@ def _address(host: str, port: int) -> Address:
 
 
 def _split(address: str) -> tuple[str, int]:
-    """Return the host without brackets, and the port. Raises `ValueError`."""
+    """Split "host:port" and return the host without brackets, and the port. Raises `ValueError` if
+    either is malformed.
+    """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):

@@ -1,4 +1,4 @@
-"""The interface between a gRPC transport and the service of one stream.
+"""The interface between a gRPC transport and the picker's handler of one stream.
 
 A transport opens a `Call` for each stream, passes it every message, sends the answers, and reports
 once how the stream ended. Calls do not depend on a transport and never wait. Two transports can
@@ -17,7 +17,7 @@ from epp.shell.supervision import Loop
 
 
 class Code(IntEnum):
-    """The gRPC status codes that the picker sends or receives."""
+    """Codes of the gRPC statuses that the picker sends or receives."""
 
     OK = 0
     CANCELLED = 1
@@ -32,22 +32,28 @@ class Code(IntEnum):
 
 
 class Cut(StrEnum):
-    """Reasons why a transport closed a connection that its gateway would have kept."""
+    """Reasons for which the picker closes a gateway's connection although the gateway would keep it
+    open.
+    """
 
     RESETS = "resets"
-    """The connection only opened streams and reset them."""
+    """The gateway repeatedly opened streams on the connection and reset them before an answer."""
     PROTOCOL = "protocol"
-    """The connection violated the HTTP/2 protocol."""
+    """The gateway violated the HTTP/2 protocol on the connection."""
     WINDOW = "window"
-    """Much of the connection's received data was not acknowledged."""
+    """Much of the data received on the connection was not acknowledged, so that little of its
+    flow-control window was left.
+    """
     EVICTED = "evicted"
-    """The connection was the idlest, and a newer one needed its place."""
+    """The connection was the idlest one, and a newer connection needed its place within the
+    limits.
+    """
     REFUSED = "refused"
-    """There was no place for the connection."""
+    """The limits of the number of connections left no place for the new connection."""
 
 
 class Status(Struct, frozen=True):
-    """The status that ends a stream."""
+    """The gRPC status with which a stream ends: a code and details."""
 
     code: Code
     details: str = ""
@@ -59,54 +65,62 @@ DEFECT: Final = Status(Code.INTERNAL, "the picker failed")
 
 
 class Call(Protocol):
-    """The service of one stream. Its methods neither raise nor wait."""
+    """The handler of one gRPC stream. Its methods neither raise nor wait."""
 
     ended: Status | None
-    """Status with which the transport ends the stream after sending the returned answers, or None.
-    The transport reads it after each `receive` and `half_close`; at other times a call ends by its
-    wire.
+    """Status with which the transport ends the stream after sending the returned answers, or None
+    to keep the stream open. The transport reads it after each `receive` and `half_close`; at other
+    times a call ends its stream with `Wire.end`.
     """
 
     def receive(self, message: bytes) -> Iterable[bytes]:
-        """Process the next message and return the answers to send, which may be created lazily."""
+        """Process the next message of the stream and return the answers to send, which may be
+        created lazily.
+        """
         ...
 
     def half_close(self) -> Iterable[bytes]:
-        """Handle the end of the other side's messages and return further answers. Most calls end
-        here.
+        """Handle the end of the other side's messages, and return further answers to send. Most
+        calls end here.
         """
         ...
 
     def sent(self) -> None:
-        """Note that all answers so far have been sent to the other side."""
+        """Note that the transport has sent all of this call's answers so far to the other side."""
         ...
 
     def closed(self, status: Status) -> None:
-        """Handle the end of the stream. It is called exactly once, in every case."""
+        """Handle the end of the stream. The transport calls this method exactly once for every
+        stream.
+        """
         ...
 
 
 class Wire(Protocol):
-    """The stream of a call, for actions other than answering; they are allowed at any time."""
+    """The stream of a call, with which the call can send messages or end the stream at any time,
+    not only in reply to a message.
+    """
 
     waited_s: Seconds
-    """Time that the opening of the stream waited before the picker read it."""
+    """Time in seconds that the request to open the stream waited before the picker read it."""
 
     def push(self, message: bytes) -> None:
-        """Send `message` after the messages that are being sent."""
+        """Send `message` on the stream, after the messages that are already being sent."""
         ...
 
     def end(self, status: Status) -> None:
-        """Send the returned answers, then end the stream."""
+        """Send the answers that the call has returned, then end the stream with `status`."""
         ...
 
 
 Opener: TypeAlias = Callable[[str, Wire], Call]
-"""Function (peer in gRPC's spelling, stream) -> the call that serves it."""
+"""Type of a function that opens a call: it gets the peer in gRPC's spelling and the stream's
+`Wire`, and returns the `Call` that serves the stream.
+"""
 
 
 class EndedCall:
-    """The call of a stream that is ended at once."""
+    """A call that ends its stream at once with a given status."""
 
     __slots__ = ("ended",)
 
@@ -120,48 +134,64 @@ class EndedCall:
         return ()
 
     def sent(self) -> None:
-        """Do nothing, because nothing was sent."""
+        """Do nothing, because this call sends no messages."""
 
     def closed(self, status: Status) -> None:
-        """Do nothing, because the call has no state."""
+        """Do nothing at the end of the stream, because this call has no state."""
 
 
 class Connected(Struct, frozen=True):
-    """The state of the connections of gateways."""
+    """Counts of the open connections of gateways and of their unacknowledged bytes."""
 
     connections: int
     unacknowledged_bytes: int
-    """Bytes that were received and not returned to the flow-control windows."""
+    """Number of bytes that were received from gateways and not yet returned to their flow-control
+    windows.
+    """
 
 
 class Transport(Protocol):
-    """A carrier of calls, between `start` and `stop`. The tasks in `loops` must run beside it."""
+    """A gRPC server that carries calls between `start` and `stop`. The coroutines of `loops` must
+    run meanwhile.
+    """
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
+        """Listen for gateways on `port` at `host` (0 for any free port) and return the port number.
+        Raises `OSError`.
+        """
         ...
 
     async def start(self) -> None:
-        """Accept streams."""
+        """Start to accept streams."""
         ...
 
     def loops(self) -> dict[str, Loop]:
-        """Return the coroutines to run beside the transport, by the names of their tasks."""
+        """Return the coroutines that must run as tasks beside the gRPC transport, by the names of
+        these tasks.
+        """
         ...
 
     def connected(self) -> Connected | None:
-        """Return the state of the connections, or None if it is unknown."""
+        """Return the counts of gateways' connections, or None if the transport does not know
+        them.
+        """
         ...
 
     @property
     def has_gateway(self) -> bool:
-        """True if a gateway is connected or, if that is unknown, has been connected."""
+        """True if a gateway is connected. If the transport does not know that, True if a gateway
+        has ever been connected.
+        """
         ...
 
     def send_away(self, away: bool) -> None:
-        """Start or stop asking gateways to connect elsewhere; those that connect are still served."""
+        """Start (`away` True) or stop (False) asking gateways to connect to another picker.
+        Gateways that connect here all the same are served.
+        """
         ...
 
     async def stop(self, wait_s: Seconds | None) -> None:
-        """Accept no more streams, and cut the open ones after `wait_s`; None to cut them at once."""
+        """Accept no more streams, and cut the open streams after `wait_s` seconds, or at once if it
+        is None.
+        """
         ...

@@ -1,6 +1,5 @@
-"""Conversion of Envoy's protobuf messages to session events, and of answers to messages.
-
-The module `wire` also knows the messages, and reads the usual ones faster.
+"""Conversion of Envoy's ext_proc messages to session events, and of a session's answers to ext_proc
+messages. The module `wire` reads the usual messages faster.
 """
 
 import json
@@ -37,27 +36,36 @@ ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 
 BESIDE_BODY_BYTES_MAX: Final = 2 * 1024 * 1024
-"""Maximum size of headers, metadata and attributes in one message. Envoy limits headers to 96 KiB
-by default, and a subset hint with 10,000 endpoints has 600 KB. Reading takes time in proportion to
-the size.
+"""Maximum size in bytes of the headers, metadata and attributes in one ext_proc message. Envoy
+limits headers to 96 KiB by default, and a subset hint with 10,000 endpoints has 600 KB. Reading
+takes time in proportion to the size.
 """
 HEADERS_MAX: Final = 2_000
-"""Maximum number of headers; Envoy passes 100 by default."""
+"""Maximum number of headers in one ext_proc message; Envoy passes at most 100 by default."""
 SUBSET_ENTRIES_MAX: Final = 10_000
-"""Maximum number of entries of a subset hint. A longer hint allows no endpoint: no pool is as
-large, and each entry is looked up.
+"""Maximum number of entries of a subset hint. A longer hint is read as one that allows no endpoint:
+no pool is as large, and each entry would be looked up.
 """
 SUBSET_CHARACTERS_MAX: Final = 64 * SUBSET_ENTRIES_MAX
-"""Maximum length of a subset hint that is one string; the longest ip:port has 47 characters."""
+"""Maximum number of characters of a subset hint that is a single string; the longest ip:port has
+47.
+"""
 ROUTES_MAX: Final = 4_096
-"""Maximum number of cached header answers, which is more than most pools have endpoints."""
+"""Maximum number of cached header answers. An answer depends mainly on the endpoint, and most pools
+have fewer endpoints.
+"""
 OWN_BYTES_MIN: Final = 16
-"""Minimum length of a run of zeros that occurs nowhere else in a header answer."""
+"""Minimum length in bytes of the value of an additional header for which a cached header answer is
+used. The value's place in that answer is found by a run of zeros, and a run of this length occurs
+nowhere else.
+"""
 CHUNK_LENGTHS_MAX: Final = 4_096
-"""Number of body chunk lengths for which the surrounding bytes are cached."""
+"""Maximum number of different lengths of body chunks for which the protobuf bytes around the chunk
+are cached.
+"""
 
 _BODY_TAGS: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
-"""Protobuf tags of `request_body` and `response_body`."""
+"""Protobuf tags of the fields `request_body` and `response_body` in an ext_proc message."""
 _MODES: Final = {
     mode.value: mode for mode in messages.BodyMode if mode is not messages.BodyMode.UNKNOWN
 }
@@ -69,13 +77,12 @@ _ERROR_TYPES: Final = {
 
 
 class MalformedMessageError(Exception):
-    """The bytes are not a ProcessingRequest, or the message is empty."""
+    """The received bytes are not a ProcessingRequest, or the ProcessingRequest is empty."""
 
 
 def decode(message: bytes) -> messages.Event:
-    """Return the event of one ProcessingRequest.
-
-    Raises `MalformedMessageError` in one sentence.
+    """Convert one serialised ProcessingRequest to a session event. Raises `MalformedMessageError`,
+    whose text is one sentence.
     """
     if len(message) > BESIDE_BODY_BYTES_MAX and _beside_body(message) > BESIDE_BODY_BYTES_MAX:
         raise MalformedMessageError(
@@ -113,11 +120,13 @@ def decode(message: bytes) -> messages.Event:
         case "response_trailers":
             return messages.ResponseTrailers()
         case _:
-            raise MalformedMessageError("the ProcessingRequest carries no phase that is known")
+            raise MalformedMessageError(
+                "the ProcessingRequest contains no known phase: headers, body or trailers"
+            )
 
 
 def encode(answer: messages.Answer) -> bytes:
-    """Return the answer as one serialised ProcessingResponse."""
+    """Convert a session's answer to one serialised ProcessingResponse."""
     # Chunks of bodies come first, because they are most frequent and the cases are tried in order.
     match answer:
         case messages.ResponseBodyChunk(body, end_of_stream):
@@ -169,7 +178,7 @@ def encode(answer: messages.Answer) -> bytes:
 
 
 def error_body(refusal: Refusal) -> bytes:
-    """Return the refusal as the JSON error object of the OpenAI API."""
+    """Return the response body of a refused request: the JSON error object of the OpenAI API."""
     error = {
         "message": refusal.message,
         "type": _ERROR_TYPES.get(refusal.status, "service_unavailable"),
@@ -181,7 +190,8 @@ def error_body(refusal: Refusal) -> bytes:
 
 
 def _beside_body(message: bytes) -> int:
-    """Return the number of bytes of `message` outside the body at its beginning, if it has one.
+    """Return the number of bytes of `message` that do not belong to the request or response body at
+    its beginning; all bytes if it has no such body.
 
     Every protobuf library writes fields in the order of their numbers, although the format does not
     require it. A body has the lowest number of the fields in its message.
@@ -199,8 +209,8 @@ def _beside_body(message: bytes) -> int:
 
 
 def _headers(message: Any) -> dict[str, str]:
-    """Return the headers by lower-case name; the value is in `raw_value` or, from some gateways,
-    `value`.
+    """Return the headers of an ext_proc message by lower-case name. A header's value is in
+    `raw_value` or, from some gateways, in `value`.
     """
     if len(message.headers) > HEADERS_MAX:
         raise MalformedMessageError(f"the message has more than {HEADERS_MAX} headers")
@@ -222,8 +232,8 @@ def modes_of(request: Any) -> messages.BodyModes | None:
 
 
 def subset_of(request: Any) -> tuple[str, ...] | None:
-    """Return the subset hint, a list of strings or one comma-separated string; a malformed hint is
-    empty.
+    """Return the endpoints "ip:port" that the subset hint in the metadata allows. The hint is a
+    list of strings or one comma-separated string; a malformed hint allows no endpoint.
     """
     if not request.HasField("metadata_context"):
         return None
@@ -280,10 +290,11 @@ def _set(headers: tuple[tuple[str, str], ...]) -> list[Any]:
 
 
 def _route(response: Any, common: Any, destination: messages.Destination) -> None:
-    """Write the destination into `response`, of which `common` is a part.
+    """Write the routing destination into the protobuf message `response`, of which `common` is a
+    part.
 
     The destination is written as a header and as dynamic metadata, because some gateways read only
-    the latter. The message is filled in place, because protobuf copies a message that is assigned
+    the latter. The response is filled in place, because protobuf copies a message that is assigned
     to another.
     """
     target = ",".join(destination.endpoints)
@@ -299,7 +310,9 @@ def _route(response: Any, common: Any, destination: messages.Destination) -> Non
 
 @lru_cache(maxsize=ROUTES_MAX)
 def _kept_headers(destination: messages.Destination) -> bytes:
-    """Return the header answer from a cache; nearly all requests to one endpoint have the same."""
+    """Return the serialised header answer for a destination from a cache; nearly all requests to
+    one endpoint get the same answer.
+    """
     return _routed_headers(destination)
 
 
@@ -316,8 +329,8 @@ def _headers_with_own(destination: messages.Destination, name: str, value: str) 
 
 @lru_cache(maxsize=ROUTES_MAX)
 def _round_own(destination: messages.Destination, name: str, length: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the value of one additional header; only the value differs
-    between requests.
+    """Return the bytes of a header answer before and after the value of one additional header. Only
+    this value differs between requests to one endpoint.
     """
     blank = "\0" * length
     set_headers = (*destination.set_headers, (name, blank))
@@ -344,9 +357,11 @@ def _with_response_headers(set_headers: tuple[tuple[str, str], ...], without_bod
 
 @lru_cache(maxsize=CHUNK_LENGTHS_MAX)
 def _round_response_header(name: str, length: int, without_body: bool) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the value of a single response header with `length` bytes.
+    """Return the bytes of a header answer before and after the value of its single response header,
+    which has `length` bytes.
 
-    They are cached, because each response gets its request id, and ids have few different lengths.
+    They are cached, because each response gets its request id in this header, and ids have few
+    different lengths.
     """
     value = "\0" * length
     # The run of zeros is unique, because no neighbouring byte is zero.
@@ -356,7 +371,8 @@ def _round_response_header(name: str, length: int, without_body: bool) -> tuple[
 
 @lru_cache(maxsize=CHUNK_LENGTHS_MAX)
 def _round_chunk(phase: bytes, length: int, end_of_stream: bool) -> tuple[bytes, bytes]:
-    """Return the bytes before and after a body chunk of `length` bytes; `phase` is its field's key.
+    """Return the bytes of a body answer before and after a chunk of `length` bytes; `phase` is the
+    key of the protobuf field that contains the answer.
 
     They are built by hand, because protobuf would copy a body three times. They are cached, because
     the chunks of answers have few different lengths.
@@ -371,7 +387,7 @@ def _round_chunk(phase: bytes, length: int, end_of_stream: bool) -> tuple[bytes,
 
 
 def _varint(number: int) -> bytes:
-    """Return a protobuf integer below 2^21: seven bits a byte, lowest first.
+    """Encode a number below 2^21 as a protobuf integer: seven bits a byte, lowest first.
 
     The code has no loop, because it runs five times for each body chunk.
     """
@@ -384,7 +400,7 @@ def _varint(number: int) -> bytes:
 
 
 def _key(message: Any, field: str, wire_type: int) -> bytes:
-    """Return the key that precedes the value of `field` on the wire."""
+    """Return the protobuf key that precedes the value of `field` in a serialised message."""
     number: int = message.DESCRIPTOR.fields_by_name[field].number
     return _varint(number << 3 | wire_type)
 
@@ -412,8 +428,8 @@ _RESPONSE_HEADERS: Final = _bytes(response_headers=HeadersResponse())
 _WITHOUT_BODY: Final = ProcessingMode(
     response_body_mode=messages.BodyMode.NONE.value, response_trailer_mode=SEND
 )
-"""Mode override with trailers, so that the stream stays open until the response ends instead of
-ending at the headers.
+"""Override of Envoy's processing mode that requests the response trailers but not the body. The
+stream then stays open until the response ends, instead of ending at the response headers.
 """
 _RESPONSE_HEADERS_ALONE: Final = _bytes(
     response_headers=HeadersResponse(), mode_override=_WITHOUT_BODY

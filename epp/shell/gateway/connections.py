@@ -16,27 +16,31 @@ from typing import Final
 from urllib.parse import unquote
 
 ALLOWANCE_MAX: Final = 500
-"""Maximum number of consecutive streams that a connection may reset before their first answer."""
+"""Maximum number of consecutive streams that a connection may reset before the picker's first
+answer on them.
+"""
 CONNECTIONS_MAX: Final = 10_000
 
 _FILES: Final = Path("/proc/self/fd")
 
 
 class Connections:
-    """The remaining allowance of each connection, by its gRPC peer; the number of entries is
-    bounded.
+    """The remaining allowance of each connection to reset streams, by the connection's peer in
+    gRPC's spelling. The number of entries is bounded.
     """
 
     def __init__(self) -> None:
         self._left: OrderedDict[str, int] = OrderedDict()
 
     def answered(self, peer: str) -> None:
-        """Note that a stream of `peer` got an answer."""
+        """Note that a stream on the connection of `peer` got an answer, and refill the connection's
+        allowance.
+        """
         self._left.pop(peer, None)
 
     def abandoned(self, peer: str) -> bool:
-        """Note that a stream of `peer` was reset unanswered. Return True once when its allowance is
-        exhausted.
+        """Note that a stream of `peer` was reset before an answer. Return True once, when the
+        allowance of resets of this connection is exhausted.
         """
         left = self._left.get(peer, ALLOWANCE_MAX) - 1
         if left < 0:
@@ -50,10 +54,11 @@ class Connections:
 
 
 def cut(peer: str) -> bool:
-    """Shut down this process's TCP connection to `peer`. Return False if there is none any more.
+    """Shut down this process's TCP connection to `peer`. Return False if no such connection exists
+    any more.
 
-    gRPC does not expose its sockets, so the function searches the open files. It shuts down the
-    connection; gRPC then sees the peer leave and cleans up. It finds nothing outside Linux.
+    gRPC does not expose its sockets, so the function searches the open files of the process. gRPC
+    then sees that the peer has left and cleans up. Outside Linux the function finds no connection.
     """
     wanted = _address(peer)
     if wanted is None or not _FILES.is_dir():
@@ -74,7 +79,9 @@ _FAMILIES: Final = frozenset({socket.AF_INET, socket.AF_INET6})
 
 
 def _address(peer: str) -> tuple[str, int] | None:
-    """Parse "ipv4:127.0.0.1:5000" or "ipv6:%5B::1%5D:5000"; return None for other peers."""
+    """Parse a gRPC peer, "ipv4:127.0.0.1:5000" or "ipv6:%5B::1%5D:5000", to its host and port;
+    return None for other kinds of peers.
+    """
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in {"ipv4", "ipv6"} or not port.isdigit():
@@ -86,7 +93,7 @@ def _address(peer: str) -> tuple[str, int] | None:
 
 
 def _host_port(name: tuple[str, int] | tuple[str, int, int, int]) -> tuple[str, int]:
-    """Return the host, with an IPv4-mapped IPv6 address as IPv4, and the port."""
+    """Return the host and port of a socket address, with an IPv4-mapped IPv6 address as IPv4."""
     host = ip_address(name[0].partition("%")[0])
     if isinstance(host, IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped

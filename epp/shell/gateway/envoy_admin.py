@@ -1,9 +1,9 @@
 """The admin interface of the Envoy beside a standalone picker, for a common shutdown.
 
-Both receive the stop signal at once, and each needs the other until the last request has ended.
-Envoy asks the picker where to route requests. The picker ends the streams of bypassed answers long
-before Envoy has forwarded them. The picker therefore makes Envoy's clients leave, and waits until
-Envoy has no open requests.
+Envoy and picker receive the stop signal at once, and each needs the other until the last request
+has ended. Envoy asks the picker where to route requests. The picker ends the streams of bypassed
+answers long before Envoy has forwarded them. The picker therefore makes Envoy's clients leave, and
+waits until Envoy has no open requests.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ import structlog
 from epp.core.types import Seconds
 
 HOST: Final = "127.0.0.1"
-"""Address of the admin interface, which the bootstrap binds to loopback only."""
+"""Address of Envoy's admin interface, which the bootstrap binds to loopback only."""
 TIMEOUT_S: Final[Seconds] = 1.0
-"""Timeout of a complete answer."""
+"""Timeout in seconds of a complete answer of Envoy's admin interface."""
 LOOK_S: Final[Seconds] = 0.25
-"""Interval between two queries of the number of open requests."""
+"""Interval in seconds between two queries of the number of Envoy's open requests."""
 ANSWER_BYTES_MAX: Final = 65_536
 ACTIVE: Final = "http.inference.downstream_rq_active"
-"""Name of the metric of open requests, with the `stat_prefix` of the bootstrap's listener."""
+"""Name of Envoy's metric of open requests, with the `stat_prefix` of the bootstrap's listener."""
 
 _ACTIVE_LINE: Final = re.compile(rb"^%b: (\d{1,9})\r?$" % re.escape(ACTIVE.encode()), re.MULTILINE)
 
@@ -34,7 +34,9 @@ _log = structlog.get_logger(__name__)
 
 
 class EnvoyAdmin:
-    """The admin interface on `port` of loopback. An Envoy that does not answer counts as gone."""
+    """A client of Envoy's admin interface on `port` of loopback. An Envoy that does not answer
+    counts as stopped.
+    """
 
     def __init__(self, port: int, clock: Callable[[], Seconds] = time.monotonic) -> None:
         self._port = port
@@ -43,28 +45,27 @@ class EnvoyAdmin:
         self._busy_at_s = clock()
         self._silent = False
         self.active_requests = 0
-        """Number of open requests at the last query."""
+        """Number of open requests that Envoy reported at the last query."""
 
     async def send_away(self) -> None:
-        """Make clients connect elsewhere: every further answer closes its connection, and `/ready`
-        fails.
-
-        In HTTP/2, a GOAWAY closes the connection.
+        """Make Envoy's clients connect elsewhere: Envoy closes the connection of every further
+        response, with a GOAWAY in HTTP/2, and its `/ready` fails.
         """
         self._busy_at_s = self._clock()
         await self._ask("POST", "/healthcheck/fail")
 
     async def call_back(self) -> None:
-        """Undo `send_away`, because a picker that is restarted alone finds its Envoy in that state.
+        """Undo `send_away`. A picker that is restarted alone finds its Envoy in that state.
 
-        If Envoy does not answer, there is nothing to undo: it may be starting too.
+        If Envoy does not answer, there is nothing to undo, because Envoy may be starting as well.
         """
         with contextlib.suppress(OSError):
             async with asyncio.timeout(TIMEOUT_S):
                 await self._exchange("POST", "/healthcheck/ok")
 
     async def idle_for_s(self) -> Seconds:
-        """Return how long no request has been open, or infinity if Envoy does not answer.
+        """Return for how many seconds Envoy has had no open request, or infinity if Envoy does not
+        answer.
 
         Envoy is queried at most every `LOOK_S`.
         """
@@ -82,7 +83,9 @@ class EnvoyAdmin:
             self._busy_at_s = now
 
     async def _ask(self, method: str, path: str) -> bytes | None:
-        """Return the answer with its headers, or None without one; the first failure is logged."""
+        """Return the answer of Envoy's admin interface with its headers, or None if it did not
+        answer; the first failure is logged.
+        """
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await self._exchange(method, path)

@@ -1,4 +1,6 @@
-"""The ext_proc service: each stream is one session, independent of the transport."""
+"""The ext_proc service, independent of the gRPC transport. Each stream is one session, which
+handles one request.
+"""
 
 import asyncio
 import math
@@ -23,14 +25,18 @@ SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS: Final = f"/{SERVICE}/Process"
 GATEWAYS_MAX: Final = 10_000
 STREAMS_MAX: Final = 20_000
-"""Maximum number of open streams of all gateways; with grpcio each takes about 26 KB."""
+"""Maximum number of open ext_proc streams of all gateways together; with grpcio each takes about 26
+KB.
+"""
 SHEDDING_STREAMS_MAX: Final = 1_000
-"""Maximum number of further streams that wait for their first message to be refused."""
+"""Maximum number of streams above `STREAMS_MAX` that stay open until their first message, with
+which they are refused. Further streams are ended at once.
+"""
 REQUEST_TIMEOUT_S: Final = 60.0
 OVERDUE_POLL_S: Final = 1.0
 EAGER_ANSWERS_MAX: Final = 4
-"""Maximum number of answers that are encoded at once. Longer sequences, such as a long body in
-chunks, are encoded as they are sent.
+"""Maximum number of answers to one message that are encoded at once. Longer sequences, such as a
+long body in chunks, are encoded as they are sent.
 """
 
 _VIOLATION: Final = Status(
@@ -41,33 +47,35 @@ _log = structlog.get_logger(__name__)
 
 
 class StreamObserver(Protocol):
-    """An observer of the beginning and end of streams. Its methods must not raise."""
+    """An observer of ext_proc streams: their beginning, their end and their failures. Its methods
+    must not raise.
+    """
 
     def stream_opened(self) -> None: ...
     def stream_failed(self) -> None:
-        """Count a stream that failed by a defect while it was opened or closed, outside its
-        request.
+        """Count a stream that failed by a defect of the picker while it was opened or closed,
+        outside its request.
         """
         ...
 
     def stream_closed(self, code: str, duration_s: float) -> None: ...
     def stream_shed(self, refusal: Refusal) -> None:
-        """Count a stream that was refused without processing."""
+        """Count a stream that was refused without processing, because too many streams are open."""
         ...
 
     def connection_cut(self, reason: Cut) -> None:
-        """Count a connection that the transport closed, though its gateway would have kept it."""
+        """Count a connection that the picker closed, though its gateway would have kept it open."""
         ...
 
     def drain_cut(self, streams: int) -> None: ...
 
 
 class ExtProc:
-    """The service that opens a call for each stream of `ExternalProcessor/Process`.
+    """The ext_proc service, which opens a call for each stream of `ExternalProcessor/Process`.
 
-    `new_session(gateway)` creates the state machine of one stream. Gateways are identified by the
-    host of their gRPC peer address, and their number is bounded. `clock` provides the `now` of each
-    message.
+    `new_session(gateway)` creates the session, the state machine of one stream. Gateways are
+    identified by the host of their gRPC peer address, and their number is bounded. `clock` provides
+    the `now` of each message.
     """
 
     def __init__(
@@ -80,7 +88,7 @@ class ExtProc:
         request_timeout_s: Seconds = REQUEST_TIMEOUT_S,
         decoder: Decoder | None = None,
     ) -> None:
-        """Create the service.
+        """Create the ext_proc service.
 
         Streams above `streams_max` are refused at their first message, which is not read. A request
         that is incomplete after `request_timeout_s` is refused by `refuse_overdue`.
@@ -103,12 +111,12 @@ class ExtProc:
         self._decoding = Turns(clock)
         self._opened_at_s = -math.inf
         self.shedding = 0
-        """Streams that wait for their first message to be refused."""
+        """Number of streams above the limit that wait for their first message to be refused."""
         self.draining = False
 
     @property
     def methods(self) -> Mapping[str, Opener]:
-        """Calls by path, as transports serve them."""
+        """Functions that open a call for a new stream, by gRPC path, as transports need them."""
         return {PROCESS: self.open}
 
     @property
@@ -116,24 +124,30 @@ class ExtProc:
         return len(self._calls)
 
     def quiet_for_s(self) -> float:
-        """Return how long no stream has been open or opened; 0 while one is open."""
+        """Return for how many seconds no ext_proc stream has been open; 0 while one is open."""
         return 0.0 if self._calls or self.shedding else self.clock() - self._opened_at_s
 
     def end_bypassed(self) -> None:
-        """End each stream from now on with OK as soon as its response no longer needs it."""
+        """End each ext_proc stream, from now on, with OK as soon as its response no longer needs the
+        picker.
+        """
         self.draining = True
         for call in list(self._calls):
             if call.session.may_end_for_drain():
                 call.wire.end(OK)
 
     async def watch(self) -> None:
-        """Refuse overdue requests periodically, until cancelled."""
+        """Refuse, periodically and until cancelled, each request that is incomplete after the
+        timeout.
+        """
         while True:
             await asyncio.sleep(OVERDUE_POLL_S)
             self.refuse_overdue(self.clock())
 
     def refuse_overdue(self, now: Seconds) -> None:
-        """Refuse each request that is incomplete after the timeout."""
+        """Refuse each open request that is still incomplete `request_timeout_s` after its stream
+        was opened.
+        """
         for call in list(self._calls):
             late = now - call.opened_at_s > self._request_timeout_s
             if late and call.session.incomplete:
@@ -142,14 +156,14 @@ class ExtProc:
                 call.wire.end(OK)
 
     def open(self, peer: str, wire: Wire) -> Call:
-        """Return the call for the next stream of `peer`. Never raises."""
+        """Return the call that serves a new stream of the gateway `peer`. Never raises."""
         self._opened_at_s = self.clock()
         try:
             if len(self._calls) >= self._streams_max:
                 return self._shed()
             call = _ExtProcCall(self, self._new_session(self._gateway(peer)), wire)
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a stream was not opened")
+            _log.exception("opening an ext_proc stream failed")
             self.observer.stream_failed()
             return EndedCall(DEFECT)
         self._calls.add(call)
@@ -157,11 +171,13 @@ class ExtProc:
         return call
 
     def decode_later(self, call: "_ExtProcCall") -> None:
-        """Schedule turns for `call`, which has none yet, to decode its body."""
+        """Schedule turns in which `call` decodes the rest of its request body; it must not have
+        turns yet.
+        """
         self._decoding.due(call)
 
     def forget(self, call: "_ExtProcCall") -> None:
-        """Remove `call`, which has ended."""
+        """Remove `call`, whose stream has ended, from the open calls."""
         self._calls.discard(call)
 
     def _shed(self) -> Call:
@@ -185,7 +201,9 @@ class ExtProc:
 
 
 class _ExtProcCall:
-    """One request: the session processes its messages, and the call encodes the answers."""
+    """The call of one request's stream: its session processes the messages, and the call encodes
+    the session's answers.
+    """
 
     __slots__ = ("_decoding", "_half_closed", "_service", "ended", "opened_at_s", "session", "wire")
 
@@ -198,7 +216,7 @@ class _ExtProcCall:
         self.ended: Status | None = None
         self._half_closed = False
         self._decoding = False
-        """True if turns to decode the body are scheduled."""
+        """True if turns to decode the request body are scheduled."""
         if session.may_wait:
             session.resume = self._resume
 
@@ -236,17 +254,19 @@ class _ExtProcCall:
         return encoded
 
     def turn(self) -> bool:
-        """Decode more of the body and return whether more remains."""
+        """Decode a further part of the request body and return whether more of it remains."""
         self._go_on(self.session.carry_on)
         self._decoding = self.session.undecoded
         return self._decoding
 
     def _resume(self, resolution: Resolution) -> None:
-        """Answer the request, whose wait is over."""
+        """Continue a request that waited for `resolution`, and send its answers."""
         self._go_on(partial(self.session.resolved, resolution))
 
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
-        """Send the answers of `step`, which no message of the stream triggered."""
+        """Send the answers that `step` returns at the current time. `step` is a call of the session
+        that no message of the stream triggered.
+        """
         session, service = self.session, self._service
         try:
             for answer in step(service.clock()):
@@ -278,7 +298,7 @@ class _ExtProcCall:
             if news is not None:
                 _log.info(news)
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a stream was not closed")
+            _log.exception("closing an ext_proc stream failed")
             service.observer.stream_failed()
 
     def _encoded(self, answers: Sequence[Answer]) -> Iterable[bytes]:
@@ -300,12 +320,14 @@ class _ExtProcCall:
 
     def _defect(self) -> None:
         self.session.failed(StreamFailure.INTERNAL)
-        _log.exception("a stream failed", session=repr(self.session))
+        _log.exception("an ext_proc stream failed", session=repr(self.session))
         self.ended = DEFECT
 
 
 class _ShedCall:
-    """A stream above the limit, which is refused at its first message without reading it."""
+    """The call of a stream above the limit of open streams. The stream is refused at its first
+    message, which is not read.
+    """
 
     __slots__ = ("_answer", "_service", "ended")
 
@@ -324,7 +346,7 @@ class _ShedCall:
         return ()
 
     def sent(self) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because the refused stream has no session."""
 
     def closed(self, _: Status) -> None:
         self._service.shedding -= 1

@@ -26,7 +26,7 @@ class Field(NamedTuple):
     name: str
     number: int
     kind: str
-    """A protobuf type, or the name of a message."""
+    """Protobuf type of a message's field, or the name of the message that the field contains."""
     oneof: str = ""
     repeated: bool = False
 
@@ -173,6 +173,10 @@ StreamedBodyResponse: Final = _class("StreamedBodyResponse")
 TrailersResponse: Final = _class("TrailersResponse")
 
 OVERWRITE_IF_EXISTS_OR_ADD: Final = 2
-"""Value of `HeaderValueOption.append_action`."""
+"""Number of an action: a header that Envoy sets replaces an existing one (value of
+`HeaderValueOption.append_action`).
+"""
 SEND: Final = 1
-"""Value of `ProcessingMode.response_trailer_mode`."""
+"""Number of a processing mode: Envoy sends the response trailers (value of
+`ProcessingMode.response_trailer_mode`).
+"""

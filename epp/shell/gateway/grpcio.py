@@ -1,7 +1,8 @@
-"""The transport by grpcio: a coroutine passes on the messages of each stream.
+"""The gRPC transport with the library grpcio: one coroutine for each stream passes its messages to
+the call.
 
-gRPC for Python does not expose its connections. They are bounded by its options and by a search for
-its sockets (`connections`).
+gRPC for Python does not expose its connections. Connections are bounded by gRPC's options and by a
+search for its sockets (`connections`).
 """
 
 import asyncio
@@ -25,11 +26,13 @@ from epp.shell.starting import EVERYWHERE
 from epp.shell.supervision import Loop
 
 CONNECTION_STREAMS_MAX: Final = 4_096
-"""Maximum number of open streams on one connection; Envoy opens another connection for more."""
+"""Maximum number of open streams on one gateway's connection; Envoy opens another connection for
+more.
+"""
 PENDING_STREAMS_MAX: Final = 20_000
-"""Maximum number of streams that Python has not accepted yet. Above it gRPC begins to answer
-CANCELLED at random, and at twice the number it answers nothing else. gRPC's default of 1,000 is
-reached while the loop is busy for a moment.
+"""Maximum number of streams that gRPC has received and Python has not accepted yet. Above it gRPC
+begins to answer CANCELLED at random, and at twice the number it answers nothing else. gRPC's
+default of 1,000 is reached while the event loop is busy for a moment.
 """
 
 _log = structlog.get_logger(__name__)
@@ -38,9 +41,11 @@ _Context = grpc.aio.ServicerContext[bytes, bytes]
 
 @contextlib.contextmanager
 def _failing_as_cancelled() -> Iterator[None]:
-    """Convert a failed read or write to a cancellation that gRPC has not reported yet.
+    """Raise `CancelledError` instead of the error of a read or write that fails because the stream
+    was reset or the server has stopped.
 
-    It occurs if a stream was reset or the server has stopped. A wrong use of gRPC is still raised.
+    gRPC reports the cancellation of such a stream later. An error for a wrong use of gRPC is still
+    raised.
     """
     try:
         yield
@@ -51,7 +56,7 @@ def _failing_as_cancelled() -> Iterator[None]:
 
 
 class _GrpcioWire:
-    """The stream of one call, while a coroutine passes on its messages."""
+    """The `Wire` of one call under grpcio, while a coroutine passes on the stream's messages."""
 
     __slots__ = (
         "_operations", "_pushed", "_pushing", "_task",
@@ -65,8 +70,8 @@ class _GrpcioWire:
         operations: "set[asyncio.Task[Any]]",
         waited_s: Seconds,
     ) -> None:
-        """Create the wire. `operations` holds reads and writes that no coroutine may await any
-        more.
+        """Create the wire of a stream. `operations` keeps references to running reads and writes
+        that no coroutine may await any more.
         """
         self.context = context
         self.waited_s = waited_s
@@ -74,10 +79,12 @@ class _GrpcioWire:
         self._operations = operations
         self.answered = False
         self.writing = False
-        """True while answers are being written; the writer then sends the pushed messages too."""
+        """True while answers are being written to the stream; the same writer then sends pushed
+        messages.
+        """
         self.ended: Status | None = None
         self.call: Call | None = None
-        """The call that the wire serves, or None."""
+        """The call that serves this stream, or None before it is opened."""
         self.over = asyncio.Event()
         self._pushed: list[bytes] = []
         self._pushing: asyncio.Task[None] | None = None
@@ -98,11 +105,12 @@ class _GrpcioWire:
             self._task.cancel()
 
     async def read(self) -> Any:
-        """Return the next message, or `grpc.aio.EOF`."""
+        """Return the stream's next message, or `grpc.aio.EOF` after the last one."""
         return await self._to_its_end(self.context.read())
 
     async def _to_its_end(self, operation: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for a read or write that is itself never cancelled and ends with its stream.
+        """Wait for a read or write of the stream. A cancellation ends the waiting, but never the
+        operation itself, which ends with its stream.
 
         gRPC 1.85 frees its allocation for an operation only if it is awaited to its end. Otherwise
         each reset stream would leak 100 bytes or more (https://github.com/grpc/grpc/issues/43360).
@@ -113,7 +121,7 @@ class _GrpcioWire:
         return await asyncio.shield(running)
 
     async def write(self, answers: Iterable[bytes]) -> None:
-        """Send `answers`, and the messages that were pushed meanwhile."""
+        """Send `answers` on the stream, and then the messages that were pushed meanwhile."""
         self.writing = True
         try:
             for answer in answers:
@@ -124,7 +132,7 @@ class _GrpcioWire:
             self.writing = False
 
     async def flush(self) -> None:
-        """Send the pushed messages."""
+        """Send the messages that were pushed to the stream and not sent yet."""
         if self._pushing is not None and self._pushing is not asyncio.current_task():
             await asyncio.wait({self._pushing})
         while self._pushed:
@@ -144,8 +152,8 @@ class _GrpcioWire:
 
 
 class GrpcioServer:
-    """A server of `methods` by grpcio. `cut` is called when a connection is closed for its
-    behaviour.
+    """A gRPC server of `methods` (by path) with the library grpcio. It calls `cut` when it closes a
+    connection because of the gateway's behaviour.
     """
 
     def __init__(
@@ -158,10 +166,11 @@ class GrpcioServer:
         lag: Lag | None = None,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """Create the server.
+        """Create the server. A connection that is `connection_age_max_s` old, plus or minus a
+        tenth, gets a GOAWAY.
 
-        A connection of the age `connection_age_max_s`, plus or minus a tenth, gets a GOAWAY. Its
-        open and arriving streams are still served, and the gateway reconnects. None means no limit.
+        Its open and arriving streams are still served, and the gateway reconnects. None means no
+        maximum age.
         """
         options: list[tuple[str, int]] = [
             ("grpc.max_receive_message_length", receive_bytes_max),
@@ -197,7 +206,9 @@ class GrpcioServer:
             self._server.add_generic_rpc_handlers((generic,))
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
+        """Listen for gateways on `port` at `host` (0 for any free port) and return the port number.
+        Raises `OSError`.
+        """
         # gRPC would report the reason only on standard error, and not as a log line.
         _try_port(host, port)
         address = address_of(host, port)
@@ -209,28 +220,30 @@ class GrpcioServer:
             raise OSError(str(error)) from error
 
     async def start(self) -> None:
-        """Accept streams."""
+        """Start to accept streams."""
         await self._server.start()
 
     @property
     def has_gateway(self) -> bool:
-        """True if a stream was ever opened, because grpcio does not report connections."""
+        """True if any stream was ever opened, because grpcio does not report connections."""
         return self._spoken_to
 
     def loops(self) -> dict[str, Loop]:
-        """Return the coroutines to run beside the transport: none."""
+        """Return no coroutines, because grpcio needs none."""
         return {}
 
     def connected(self) -> None:
-        """Return None, because grpcio does not report connections."""
+        """Return None, because grpcio does not report its connections."""
 
     def send_away(self, away: bool) -> None:
-        """Do nothing, because grpcio cannot ask gateways to leave; they leave when connections
-        reach their maximum age.
+        """Do nothing, because grpcio cannot ask gateways to connect elsewhere; gateways leave when
+        their connections reach the maximum age.
         """
 
     async def stop(self, wait_s: Seconds | None) -> None:
-        """Accept no more streams, and cut the open ones after `wait_s`; None to cut them at once."""
+        """Accept no more streams, and cut the open streams after `wait_s` seconds, or at once if it
+        is None.
+        """
         await self._server.stop(wait_s)
 
     def _handler(self, opener: Opener) -> Callable[[object, _Context], Coroutine[Any, Any, None]]:
@@ -264,7 +277,7 @@ class GrpcioServer:
                 await wire.flush()
             status = wire.ended
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a stream failed")
+            _log.exception("a gRPC stream failed")
             status = DEFECT
         finally:
             wire.call = None
@@ -273,14 +286,18 @@ class GrpcioServer:
                 self._connections.answered(peer)
             elif status is CANCELLED and self._connections.abandoned(peer) and cut(peer):
                 self._cut(Cut.RESETS)
-                _log.warning("connection cut: it only opens streams and resets them", peer=peer)
+                _log.warning(
+                    "connection of a gateway cut: it only opens streams and resets them", peer=peer
+                )
         if status.code:
             context.set_code(_CODES[status.code])
             context.set_details(status.details)
 
     @staticmethod
     async def _pump(call: Call, wire: _GrpcioWire) -> Status:
-        """Pass messages to the call and its answers back, until the call has ended."""
+        """Pass a stream's messages to its call and send the call's answers, until the call has
+        ended.
+        """
         while True:
             ended = call.ended or wire.ended
             if ended is not None:
@@ -306,7 +323,9 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
-    """Return credentials whose certificate gRPC requests at each handshake, in its own thread."""
+    """Return server credentials. gRPC requests their certificate at each TLS handshake, in a thread
+    of its own.
+    """
 
     def in_force() -> grpc.ServerCertificateConfiguration:
         pair = certificate.pair
@@ -322,7 +341,7 @@ def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
 
 
 def _try_port(address: str, port: int) -> None:
-    """Raise `OSError` if `port` cannot be listened on."""
+    """Raise `OSError` if it is impossible to listen on `port` at `host`."""
     if address == EVERYWHERE and not socket.has_dualstack_ipv6():
         socket.create_server(("", port)).close()
         return

@@ -1,7 +1,8 @@
-"""The gRPC health service, with the same answers on the serving port and on the health port.
+"""The gRPC health service, which gives the same answers on the picker's serving port and on its
+health port.
 
 The module does not use grpcio's asyncio servicer. That servicer writes to a watcher while it holds
-the lock of the next status change, so a single watcher that does not read would block all.
+the lock of the next status change, so a single watcher that does not read would block all watchers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,22 +21,26 @@ ABLE: Final = frozenset(
         "inference-extension",
     }
 )
-"""Names that a kubelet checks: SERVING while requests would be answered correctly."""
+"""Names of the gRPC health services that a kubelet checks. Their status is SERVING while the picker
+would answer requests correctly, also as a standby.
+"""
 WANTED: Final = frozenset({"", "envoy.service.ext_proc.v3.ExternalProcessor"})
-"""Names that gateways and load balancers check: SERVING while requests should be sent here."""
+"""Names of the gRPC health services that gateways and load balancers check. Their status is SERVING
+while requests should be sent to this picker.
+"""
 WATCHERS_MAX: Final = 1_000
 
 _SERVICE: Final = "/grpc.health.v1.Health"
 
 
 class Health:
-    """The state of this picker: whether it can serve, and whether it should get requests; initially
-    neither.
+    """The health of this picker: whether it can serve, and whether it should get requests;
+    initially neither.
 
-    A standby can serve but should get no requests. Its pod is Ready, so that a rollout completes,
-    and a gateway that checks health uses the leader. `liveness` is always SERVING. For an unknown
-    name, `Check` returns NOT_FOUND and `Watch` returns SERVICE_UNKNOWN, as the gRPC health protocol
-    specifies.
+    A standby replica can serve but should get no requests. Its pod is Ready, so that a rollout
+    completes, and a gateway that checks health uses the leader. `liveness` is always SERVING. For
+    an unknown name, `Check` returns NOT_FOUND and `Watch` returns SERVICE_UNKNOWN, as the gRPC
+    health protocol specifies.
     """
 
     def __init__(self) -> None:
@@ -49,7 +54,8 @@ class Health:
         return self._ready
 
     def set_ready(self, ready: bool, *, stands_by: bool = False) -> None:
-        """Set the state and notify every watcher of a change; it has no effect after `close`.
+        """Set the picker's health and notify every watcher of a change. It has no effect after
+        `close`.
 
         It must be called on the event loop.
         """
@@ -58,8 +64,8 @@ class Health:
             self._wake()
 
     def close(self) -> None:
-        """Become not ready and end all watchers, because `grpc.aio.Server.stop` would wait for
-        them.
+        """Report the picker as not ready from now on, and end all watchers, because
+        `grpc.aio.Server.stop` would wait for them.
         """
         self._ready = False
         self._closed = True
@@ -67,11 +73,15 @@ class Health:
 
     @property
     def methods(self) -> Mapping[str, Opener]:
-        """Calls by path, as transports serve them."""
+        """Functions that open a call of the health service, by gRPC path, as transports need
+        them.
+        """
         return {f"{_SERVICE}/Check": self._check, f"{_SERVICE}/Watch": self._watch}
 
     def serving(self, service: str) -> bool | None:
-        """Return whether `service` is SERVING, or None if there is no service of that name."""
+        """Return whether the health service `service` is SERVING, or None if there is none of that
+        name.
+        """
         if service == LIVENESS:
             return True
         if service in WANTED:
@@ -79,11 +89,11 @@ class Health:
         return self._ready if service in ABLE else None
 
     def watch(self, watch: "_Watch") -> None:
-        """Notify `watch` of every change from now on."""
+        """Notify `watch` of every change of the health status from now on."""
         self._watchers.add(watch)
 
     def leave(self, watch: "_Watch") -> None:
-        """Notify `watch` no longer."""
+        """Stop to notify `watch` of changes of the health status."""
         self._watchers.discard(watch)
 
     @property
@@ -110,7 +120,9 @@ _NO_MESSAGE: Final = Status(Code.INVALID_ARGUMENT, "expected one HealthCheckRequ
 
 
 def _service_of(message: bytes) -> str | None:
-    """Return the requested service name, or None if the message is malformed."""
+    """Return the service name in a serialised HealthCheckRequest, or None if the message is
+    malformed.
+    """
     try:
         return str(health_pb2.HealthCheckRequest.FromString(message).service)
     except DecodeError:
@@ -118,7 +130,7 @@ def _service_of(message: bytes) -> str | None:
 
 
 class _Check:
-    """A call that answers once."""
+    """A call of the method `Check` of the health service, which answers once."""
 
     __slots__ = ("_health", "ended")
 
@@ -143,14 +155,16 @@ class _Check:
         return ()
 
     def sent(self) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this call has no state."""
 
     def closed(self, _: Status) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this call has no state."""
 
 
 class _Watch:
-    """A call that answers at once and after every change, until the picker drains."""
+    """A call of the method `Watch` of the health service. It answers at once and after every
+    change, until the picker drains.
+    """
 
     __slots__ = ("_health", "_service", "_told", "_wire", "ended")
 
@@ -181,7 +195,7 @@ class _Watch:
         return ()
 
     def tell(self) -> None:
-        """Send the status if it has changed."""
+        """Send the health status to the watcher if it has changed."""
         assert self._service is not None, "it asked for a service"
         status = _status(self._health.serving(self._service))
         if status != self._told:
@@ -191,7 +205,7 @@ class _Watch:
             self._wire.end(OK)
 
     def sent(self) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this call has no state that depends on sending."""
 
     def closed(self, _: Status) -> None:
         self._health.leave(self)

@@ -1,4 +1,5 @@
-"""gRPC on libnghttp2: each connection is an `asyncio.Protocol`, and each stream has a `Call`.
+"""The gRPC transport with the library nghttp2: each connection is an `asyncio.Protocol`, and each
+stream has a `Call`.
 
 Theory. `ngh2` turns bytes into events and messages into bytes. It checks frames, headers and flow
 control, and does no I/O. This module adds what gRPC adds to HTTP/2: five bytes before each message,
@@ -8,9 +9,9 @@ and a status in the trailers. It also limits the share of each peer:
   two turns the loop serves other tasks, and the socket is not read.
 * Input. A stream has a window, which is returned only as its messages are answered. Data that has
   arrived and cannot be processed yet counts against the budget of all bodies.
-* Output. Answers are created as they are sent: only while less than `QUEUED_BYTES_MAX` of a stream
-  waits for its window, and only while the socket accepts data. The frames that were sent tell which
-  windows moved, so that other streams are not examined.
+* Output. A stream's answers are created as they are sent: only while less than `QUEUED_BYTES_MAX`
+  of them wait for room in the stream's window, and only while the socket accepts data. The frames
+  that were sent tell which windows moved, so that other streams are not examined.
 * Streams. At most `CONNECTION_STREAMS_MAX` are open at once. A connection that mostly resets its
   streams is closed.
 * Connections. Their number is limited by `places`.
@@ -62,44 +63,56 @@ from epp.shell.starting import EVERYWHERE
 from epp.shell.supervision import Loop
 
 CONNECTION_STREAMS_MAX: Final = 4_096
-"""Maximum number of open streams on one connection; Envoy opens another connection for more."""
+"""Maximum number of open streams on one gateway's connection; Envoy opens another connection for
+more.
+"""
 STREAM_WINDOW_BYTES: Final = 1_048_576
 READ_BYTES_MAX: Final = 65_536
-"""Maximum number of bytes that are cut into frames at a time; they may be thousands of small
-frames.
+"""Maximum number of received bytes that are parsed into HTTP/2 frames at a time; they may contain
+thousands of small frames.
 """
 CONNECTION_WINDOW_BYTES: Final = 2**31 - 1
-"""No effective limit, so that a waiting stream does not block others on its connection."""
+"""Flow-control window of a connection. It is as large as HTTP/2 allows and so never limits
+anything, so that a waiting stream does not block other streams on its connection.
+"""
 WINDOW_LEFT_SHARE_MIN: Final = 0.25
-"""Share of the connection's window below which the connection is retired. The engine returns
-acknowledged bytes when they are half of the window. If all bytes are acknowledged, half is
-therefore always left.
+"""Share of the connection's flow-control window below which the connection is retired. The HTTP/2
+engine returns acknowledged bytes to the window when they are half of it. If all bytes are
+acknowledged, half of the window is therefore always left.
 """
 HEADER_LIST_BYTES_MAX: Final = 65_536
 QUEUED_BYTES_MAX: Final = 262_144
-"""Maximum size of one stream's answers that wait for its window."""
+"""Maximum size in bytes of the answers of one stream that wait for room in the stream's
+flow-control window.
+"""
 RESETS_MAX: Final = CONNECTION_STREAMS_MAX
-"""Maximum number of consecutive streams that a connection may reset before any was answered: as
-many as it may have open. Envoy resets the streams of clients that leave, between served ones.
+"""Maximum number of consecutive streams that a gateway may reset on one connection before any was
+answered: as many as may be open. Envoy resets the streams of clients that leave, between served
+ones.
 """
 PING_AFTER_S: Final = 30.0
-"""Time without data after which a connection is pinged."""
+"""Time in seconds without received data after which a connection is pinged."""
 PING_WAIT_S: Final = 20.0
 LINGER_S: Final = 2.0
-"""Time that a client has to close a stream that the picker has ended, before it is reset. A reset
-directly after the status would make gRPC's own client lose the status and the answers.
+"""Time in seconds that a client has to close a stream after the picker has ended it; then the
+picker resets the stream. A reset directly after the status would make gRPC's own client lose the
+status and the answers.
 """
 NOTICE_S: Final = 1.0
-"""Time from the notice of a GOAWAY to the last accepted stream, in which streams under way arrive.
+"""Time in seconds between the notice that a connection will be closed and the last stream that it
+accepts. Streams under way arrive in that time.
 """
 AWAY_AGE_S: Final = 2.0
-"""Age from which a connection is asked to leave while gateways are sent away. A gateway that finds
-no other picker connects here again, and is served until the next request to leave.
+"""Age in seconds at which a connection is asked to leave while the picker sends gateways away. A
+gateway that finds no other picker connects here again, and is served until the next request to
+leave.
 """
 AGE_JITTER: Final = 0.1
-"""Relative random variation of a connection's maximum age, so that not all end at once."""
+"""Relative random variation of a connection's maximum age, so that not all connections end at
+once.
+"""
 TELL_S: Final = 10.0
-"""Minimum time between two log lines about evicted or rejected connections."""
+"""Minimum time in seconds between two log lines about evicted or rejected connections."""
 POLL_S: Final = 0.25
 BACKLOG: Final = 1_024
 
@@ -122,15 +135,17 @@ _SETTINGS: Final[Mapping[int, int]] = {
 }
 _NO_GRPC: Final = ((b":status", b"415"), (b"content-type", b"text/plain"))
 _NO_GRPC_BODY: Final = b"expected the content type application/grpc\n"
-_NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such method")
-_FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker holds as many bytes as it may")
+_NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such gRPC method")
+_FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker's memory for request bodies is full")
 _OVER: Final = EndedCall(CANCELLED)
-"""Replaces the call of a stream that is closed."""
+"""Placeholder for the call of a stream that is closed."""
 _FRAME_HEAD_BYTES: Final = 9
 _read_head: Final = struct.Struct(">BHBBI").unpack_from
-"""Length in two parts, type, flags and stream of a frame (RFC 9113, section 4.1)."""
+"""Parser of the head of an HTTP/2 frame: its length in two parts, type, flags and stream id (RFC
+9113, section 4.1).
+"""
 _DATA, _HEADERS, _GOAWAY = 0, 1, 7
-"""Types of frames."""
+"""Numbers of the types of HTTP/2 frames that this module recognises."""
 _END_STREAM: Final = 1
 _UNITS_S: Final = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
@@ -143,14 +158,16 @@ class Http2Settings(Struct, frozen=True, kw_only=True):
     host_connections_max: int = HOST_CONNECTIONS_MAX
     connection_window_bytes: int = CONNECTION_WINDOW_BYTES
     connection_age_max_s: Seconds | None = None
-    """Maximum age of a connection, or None for no limit."""
+    """Maximum age of a gateway's connection in seconds, or None for no limit."""
     resets_max: int = RESETS_MAX
     ping_after_s: Seconds = PING_AFTER_S
     ping_wait_s: Seconds = PING_WAIT_S
 
 
 class _RefusedError(Exception):
-    """The stream cannot go on; the client receives the reason."""
+    """Raised if a stream cannot go on. The client receives the reason as the stream's gRPC
+    status.
+    """
 
     def __init__(self, status: Status) -> None:
         super().__init__(status.details)
@@ -158,7 +175,9 @@ class _RefusedError(Exception):
 
 
 class _Messages:
-    """A parser of one stream's bytes into messages: a flag, a length and the message's bytes."""
+    """A parser of one stream's received bytes into gRPC messages. Each message is a flag, a length
+    and the message's bytes.
+    """
 
     __slots__ = ("_bytes_max", "_need", "_parts", "held_bytes")
 
@@ -166,11 +185,13 @@ class _Messages:
         self._bytes_max = bytes_max
         self._parts: list[bytes] = []
         self.held_bytes = 0
-        """Bytes of an incomplete message."""
+        """Number of received bytes of a message that is still incomplete."""
         self._need = _PREFIX_BYTES
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that are complete now. Raises `_RefusedError`."""
+        """Add received `data` and return the messages that are complete now. Raises `_RefusedError`
+        for a message that is compressed or too long.
+        """
         before_bytes = self.held_bytes
         self.held_bytes += len(data)
         if self.held_bytes < self._need:
@@ -200,24 +221,26 @@ class _Messages:
         return found
 
     def _length_at(self, data: bytes, start: int) -> int:
-        """Return the length that the prefix at `start` states. Raises `_RefusedError`."""
+        """Return the message's length as stated by the prefix at `start`. Raises `_RefusedError` if
+        the message is compressed or too long.
+        """
         if data[start]:
             raise _RefusedError(
-                Status(Code.UNIMPLEMENTED, "compressed messages are not understood")
+                Status(Code.UNIMPLEMENTED, "compressed gRPC messages are not supported")
             )
         length = int.from_bytes(data[start + 1 : start + _PREFIX_BYTES], "big")
         if length > self._bytes_max:
             raise _RefusedError(
                 Status(
                     Code.RESOURCE_EXHAUSTED,
-                    f"a message of {length} bytes is longer than {self._bytes_max}",
+                    f"a gRPC message has {length} bytes, expected at most {self._bytes_max}",
                 )
             )
         return length
 
 
 class _Stream:
-    """One stream of a connection, which is also the `Wire` of its call."""
+    """One gRPC stream of a connection, which is also the `Wire` of its call."""
 
     __slots__ = (
         "answered", "answers", "call", "closing", "connection", "deadline", "ended", "half_closed",
@@ -235,22 +258,22 @@ class _Stream:
         self.stream_id = stream_id
         self.messages = _Messages(bytes_max)
         self.inbox: deque[bytes] = deque()
-        """Messages that wait for a turn, or for the answers to an earlier one that wait for their
-        window.
+        """Received messages that wait for the next turn, or until answers to an earlier message fit
+        into the stream's window.
         """
         self.put_off = False
-        """True if it has messages for the next turn."""
+        """True if this stream has messages that are deferred to the next turn."""
         self.answers: Iterator[bytes] | None = None
         self.answered = False
         self.unsent = False
-        """True if an answer was written that the other side may not have received."""
+        """True if an answer was written that may not have been sent to the other side yet."""
         self.half_closed = False
         self.half_told = False
         self.ended: Status | None = None
         self.closing = False
-        """True if its trailers are being sent."""
+        """True if the picker has ended this stream, so that its trailers are being sent."""
         self.taken_bytes = 0
-        """Bytes that it has taken from the budget."""
+        """Number of bytes that this stream uses of the memory budget of bodies."""
         self.unacknowledged_bytes = 0
         self.deadline: asyncio.TimerHandle | None = None
 
@@ -267,38 +290,40 @@ class _Stream:
 
 
 class _Lingering:
-    """A stream that the picker has ended, but the other side has not."""
+    """The record of a stream that the picker has ended and on which the other side may still
+    send.
+    """
 
     __slots__ = ("sent_bytes", "since_s")
 
     def __init__(self, since_s: Seconds) -> None:
         self.since_s = since_s
         self.sent_bytes = 0
-        """Bytes that the other side has sent since then."""
+        """Number of bytes that the other side has sent since the picker ended the stream."""
 
 
 class _Read(NamedTuple):
-    """Bytes that were read, or a part of them."""
+    """Bytes that were read from a connection at one time, or a piece of them."""
 
     data: bytes | memoryview
     at_s: Seconds
     overdue_s: Seconds
-    """Time that they may have waited to be read."""
+    """Estimated time in seconds that these bytes waited before the event loop read them."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection of a gateway."""
+    """One HTTP/2 connection of a gateway."""
 
     def __init__(self, server: "Http2Server") -> None:
         self._server = server
         self._settings = server.settings
         self._engine = Connection(Role.SERVER, _CONFIGURATION)
         self._unread: deque[_Read] = deque()
-        """Received data, in pieces."""
+        """Received data that is not parsed yet, in pieces."""
         self._events: deque[events.Event] = deque()
-        """Events of the data that was parsed."""
+        """HTTP/2 events that were parsed from received data and not processed yet."""
         self._put_off: deque[_Stream] = deque()
-        """Streams with messages for the next turn."""
+        """Streams with messages that are deferred to the next turn."""
         self._turn = Turn(server.clock)
         self._in_turn = False
         self._turn_due = False
@@ -310,21 +335,25 @@ class _Connection(asyncio.Protocol):
         self.host = ""
         self._paused = False
         self._failed = False
-        """True if the engine cannot go on."""
+        """True if the HTTP/2 engine has reported an error and cannot go on."""
         self._made_at_s = 0.0
         self.age_max_s: Seconds = math.inf
         self.heard_at_s = 0.0
         self._read_at_s = 0.0
-        """Time of the read whose events are being processed."""
+        """Time at which the data of the events being processed was read."""
         self._came_at_s: deque[Seconds] = deque()
-        """Arrival times of the next opened streams, if those differ from the time of the read."""
+        """Estimated arrival times of the next streams to be opened; empty if they arrived when they
+        were read.
+        """
         self._pinged_at_s: Seconds | None = None
         self._retired_at_s: Seconds | None = None
         self._gone_away = False
         self._resets = 0
-        """Consecutive unanswered streams that were reset."""
+        """Number of consecutive streams that the gateway has reset before an answer."""
         self.unacknowledged_bytes = 0
-        """Received bytes of processed events that are not acknowledged."""
+        """Number of received bytes whose events were processed and that were not returned to the
+        flow-control windows yet.
+        """
 
     def __repr__(self) -> str:
         return f"<_Connection [{len(self._streams)} streams of {self._peer}]>"
@@ -375,7 +404,9 @@ class _Connection(asyncio.Protocol):
         self.flush()
 
     def eof_received(self) -> None:
-        """Do nothing: asyncio closes the connection, and `connection_lost` ends its streams."""
+        """Do nothing when the gateway closes its side: asyncio closes the connection, and
+        `connection_lost` ends its streams.
+        """
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -387,7 +418,9 @@ class _Connection(asyncio.Protocol):
     # Processing of events and messages, a few at a time.
 
     def turn(self) -> bool:
-        """Process received data, as far as one turn allows, and return whether more remains."""
+        """Process received data of the connection, as far as one turn allows, and return whether
+        more remains.
+        """
         self._turn_due = False
         self._turn.begin()
         self._in_turn = True
@@ -413,7 +446,9 @@ class _Connection(asyncio.Protocol):
         return self._turn_due
 
     def _read(self) -> bool:
-        """Parse received data into frames until there is an event, and return whether there is one."""
+        """Parse received data until there is an HTTP/2 event to process, and return whether there
+        is one.
+        """
         while self._unread and not self._events:
             read = self._unread.popleft()
             try:
@@ -451,8 +486,10 @@ class _Connection(asyncio.Protocol):
             self._defect(stream_id)
 
     def _defect(self, stream_id: int) -> None:
-        """End the stream whose processing raised the current exception."""
-        _log.exception("a stream failed")
+        """End the stream whose processing raised the current exception, with a status that says
+        that the picker failed.
+        """
+        _log.exception("a gRPC stream failed")
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.closing:
             stream.answers = None
@@ -509,11 +546,13 @@ class _Connection(asyncio.Protocol):
         timeout_s = _timeout_s(timeout)
         if timeout_s is not None:
             stream.deadline = asyncio.get_running_loop().call_later(
-                timeout_s, stream.end, Status(Code.DEADLINE_EXCEEDED, "the deadline has passed")
+                timeout_s,
+                stream.end,
+                Status(Code.DEADLINE_EXCEEDED, "the deadline of the gRPC call has passed"),
             )
 
     def _answer_plainly(self, stream_id: int) -> None:
-        """Answer a request that is not gRPC with an HTTP status and without trailers, as gRPC
+        """Answer a request that does not use gRPC with an HTTP status and without trailers, as gRPC
         specifies.
         """
         self._lingering[stream_id] = _Lingering(self._server.clock())
@@ -538,8 +577,8 @@ class _Connection(asyncio.Protocol):
         self.carry_on(stream)
 
     def _data_past_end(self, stream_id: int, count: int) -> None:
-        """Acknowledge `count` bytes that arrived for an ended stream, because they are not
-        processed.
+        """Acknowledge `count` bytes that arrived for a stream after its end, because these bytes
+        are not processed.
         """
         self._acknowledge(stream_id, count)
         lingering = self._lingering.get(stream_id)
@@ -550,8 +589,8 @@ class _Connection(asyncio.Protocol):
                 self._reset(stream_id)
 
     def _hold(self, stream: _Stream) -> bool:
-        """Adjust the stream's share of the budget to its unprocessed data; return False if there is
-        no room.
+        """Adjust the stream's share of the memory budget to its unprocessed data. Return False if
+        the budget has no room for it.
         """
         held = 0
         if not stream.closing:
@@ -569,7 +608,9 @@ class _Connection(asyncio.Protocol):
     # Answers, as far as the other side accepts them.
 
     def carry_on(self, stream: _Stream) -> None:
-        """Continue `stream` as far as its window, its data and the turn allow."""
+        """Process the messages of `stream` and write answers, as far as the stream's window, its
+        data and the current turn allow.
+        """
         call = stream.call
         while not stream.closing:
             if stream.answers is not None:
@@ -609,7 +650,9 @@ class _Connection(asyncio.Protocol):
                 self._wait_for_turn()
 
     def _answer(self, stream: _Stream, answers: Iterator[bytes]) -> bool:
-        """Write the answers; return False if the maximum is waiting for the window."""
+        """Write answers until `QUEUED_BYTES_MAX` wait for the stream's window. Return False if that
+        stopped it before the last answer.
+        """
         for answer in answers:
             self.write(stream, answer)
             if self._engine.queued_body_size(stream.stream_id) >= QUEUED_BYTES_MAX:
@@ -617,7 +660,7 @@ class _Connection(asyncio.Protocol):
         return True
 
     def write(self, stream: _Stream, message: bytes) -> None:
-        """Queue one message."""
+        """Queue one message to be sent on `stream`."""
         try:
             if not stream.answered:
                 stream.answered = True
@@ -645,7 +688,9 @@ class _Connection(asyncio.Protocol):
             pass
 
     def _acknowledge(self, stream_id: int, count: int) -> None:
-        """Let the other side send `count` more bytes; for an ended stream, on other streams."""
+        """Let the other side send `count` more bytes on this stream; if the stream has ended, on
+        other streams of the connection.
+        """
         if count:
             self.unacknowledged_bytes -= count
             # `suppress` takes three calls, and each chunk of a response passes here.
@@ -656,7 +701,9 @@ class _Connection(asyncio.Protocol):
                 pass
 
     def flush(self) -> None:
-        """Write the pending data, and continue the streams that waited for that."""
+        """Write the HTTP/2 engine's pending data to the socket, and continue the streams that
+        waited for that.
+        """
         try:
             while self._transport is not None and not self._paused and not self._failed:
                 out = self._engine.data_to_send()
@@ -675,10 +722,10 @@ class _Connection(asyncio.Protocol):
             self._fail(error)
 
     def _settle(self, out: bytes) -> None:
-        """Continue the streams of the frames in `out`.
+        """Continue the streams whose frames in `out` have just been sent.
 
-        Streams without waiting data have sent everything, and streams with little waiting data may
-        send more.
+        A stream without queued data has sent all its answers. A stream with little queued data may
+        write further answers.
         """
         for stream_id, ends in _sent(out).items():
             stream = self._streams.get(stream_id)
@@ -701,7 +748,7 @@ class _Connection(asyncio.Protocol):
     # The end of streams and connections.
 
     def _over(self, stream: _Stream, status: Status | None) -> None:
-        """Handle the end of `stream`. `status` is None if the other side has reset it."""
+        """Handle the end of `stream`. `status` is None if the other side has reset the stream."""
         del self._streams[stream.stream_id]
         if stream.deadline is not None:
             stream.deadline.cancel()
@@ -725,14 +772,19 @@ class _Connection(asyncio.Protocol):
         if self._resets > self._settings.resets_max and self._transport is not None:
             self._resets = 0
             self._server.cut(Cut.RESETS)
-            _log.warning("connection cut: it only opens streams and resets them", peer=self._peer)
+            _log.warning(
+                "connection of a gateway cut: it only opens streams and resets them",
+                peer=self._peer,
+            )
             self._engine.terminate_connection(ErrorCode.ENHANCE_YOUR_CALM)
             self._forget_work()
             self.flush()
             self.close()
 
     def _fail(self, error: NGH2Error) -> None:
-        """Report the engine's error as HTTP/2 specifies, and close the connection."""
+        """Report an error of the HTTP/2 engine to the other side, as HTTP/2 specifies, and close
+        the connection.
+        """
         if self._failed:
             return
         self._failed = True
@@ -750,7 +802,9 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def look(self, now: Seconds) -> None:
-        """Do what depends on the time: end streams and connections that are old or do not respond."""
+        """Do what is due at `now`: retire the connection if it is old, ping it, abort it if it does
+        not respond, and reset lingering streams.
+        """
         if self._transport is None:
             return
         if self._failed:
@@ -775,7 +829,7 @@ class _Connection(asyncio.Protocol):
             elif self._window_left() < WINDOW_LEFT_SHARE_MIN:
                 self._server.cut(Cut.WINDOW)
                 _log.warning(
-                    "connection retired: bytes that came on it are not acknowledged",
+                    "connection of a gateway retired: its received bytes are not acknowledged",
                     peer=self._peer,
                     streams=len(self._streams),
                     unacknowledged_bytes=self.unacknowledged_bytes,
@@ -785,12 +839,14 @@ class _Connection(asyncio.Protocol):
             self.go_away()
 
     def _window_left(self) -> float:
-        """Return the share of the connection's window that the other side may still use."""
+        """Return the share of the connection's flow-control window that the other side may still
+        use, from 0 to 1.
+        """
         return self._engine.local_window_size / self._settings.connection_window_bytes
 
     def _end_lingering(self, now: Seconds) -> None:
-        """Reset streams that the picker has ended and on which the other side has not stopped
-        sending.
+        """Reset the streams that the picker ended `LINGER_S` ago or earlier and that the other side
+        has not closed.
         """
         late = [at for at, one in self._lingering.items() if now - one.since_s > LINGER_S]
         for stream_id in late:
@@ -799,20 +855,24 @@ class _Connection(asyncio.Protocol):
             self.flush()
 
     def _reset(self, stream_id: int) -> None:
-        """End a lingering stream with a reset that is not an error."""
+        """Reset a stream that the picker has ended, with a code that does not mean an error."""
         del self._lingering[stream_id]
         with contextlib.suppress(NGH2Error):
             self._engine.reset_stream(stream_id, _GRACEFUL)
 
     def retire(self, now: Seconds) -> None:
-        """Ask the other side to reconnect. Streams that are open or under way are still served."""
+        """Ask the gateway to use a new connection. Streams that are open or under way on this one
+        are still served.
+        """
         if self._retired_at_s is None and self._transport is not None and not self._failed:
             self._retired_at_s = now
             self._server.places.leaving(self)
             self._say(self._engine.send_shutdown_notice)
 
     def go_away(self) -> None:
-        """Accept no further stream; the connection closes when the open ones have ended."""
+        """Accept no further stream on this connection, which closes when its open streams have
+        ended.
+        """
         self._gone_away = True
         self._say(self._engine.send_goaway)
 
@@ -825,21 +885,22 @@ class _Connection(asyncio.Protocol):
         self.flush()
 
     def cut(self) -> None:
-        """Close the connection now, with all its streams."""
+        """Close the connection now, and with it all its streams."""
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Send the written data, then close the connection."""
+        """Send the data that was written to the connection, then close it."""
         if self._transport is not None:
             self._transport.close()
 
 
 class Http2Server:
-    """A server of `methods`, by their paths, on the ports given to `listen`.
+    """A gRPC server of `methods`, given by their paths, on the ports given to `listen`.
 
-    `budget` limits the bytes of unprocessed data, together with its other users. `cut` is called
-    when a connection is ended for its behaviour or for lack of room. `lag` is that of the loop.
+    `budget` limits the bytes of unprocessed data, together with the other users of this budget.
+    `cut` is called when the server closes a connection because of its behaviour or for lack of
+    room. `lag` estimates how late the event loop reads.
     """
 
     def __init__(
@@ -853,7 +914,7 @@ class Http2Server:
         clock: Callable[[], Seconds] = time.monotonic,
         random: Random | None = None,
     ) -> None:
-        """Create the server. `random` spreads the ages at which connections are retired."""
+        """Create the server. `random` varies the ages at which connections are retired."""
         self.methods = methods
         self.budget = budget
         self.settings = settings or Http2Settings()
@@ -866,7 +927,9 @@ class Http2Server:
         )
         self._random = random or Random(0)  # noqa: S311  ages, not secrets
         self.age_max_s: Seconds = math.inf
-        """Maximum age of every connection, in addition to its own."""
+        """Maximum age in seconds of every connection; the smaller of this and a connection's own
+        maximum age applies.
+        """
         self._connections: set[_Connection] = set()
         self._crowd = _Crowd()
         self._servers: list[asyncio.Server] = []
@@ -878,14 +941,16 @@ class Http2Server:
         return sum(connection.open_streams for connection in self._connections)
 
     def connected(self) -> Connected:
-        """Return the state of the connections."""
+        """Return the counts of open connections and of their unacknowledged bytes."""
         return Connected(
             connections=len(self._connections),
             unacknowledged_bytes=sum(one.unacknowledged_bytes for one in self._connections),
         )
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
+        """Listen for gateways on `port` at `host` (0 for any free port) and return the port number.
+        Raises `OSError`.
+        """
         listening = _socket(host, port)
         server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self),
@@ -900,7 +965,7 @@ class Http2Server:
         return port_taken
 
     async def start(self) -> None:
-        """Accept streams."""
+        """Start to accept connections and their streams."""
         for server in self._servers:
             await server.start_serving()
 
@@ -909,11 +974,13 @@ class Http2Server:
         return bool(self._connections)
 
     def loops(self) -> dict[str, Loop]:
-        """Return the coroutines to run beside the transport."""
+        """Return the coroutines that must run as tasks beside the server, by the names of these
+        tasks.
+        """
         return {"connections": self._look_after}
 
     async def _look_after(self) -> None:
-        """Examine the connections periodically, until cancelled."""
+        """Examine all connections of gateways periodically, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             now = self.clock()
@@ -922,11 +989,15 @@ class Http2Server:
             self._crowd.tell(now)
 
     def send_away(self, away: bool) -> None:
-        """Start or stop asking gateways to connect elsewhere; those that connect are still served."""
+        """Start (`away` True) or stop (False) asking gateways to connect to another picker.
+        Gateways that connect here all the same are served.
+        """
         self.age_max_s = AWAY_AGE_S if away else math.inf
 
     async def stop(self, wait_s: Seconds | None) -> None:
-        """Accept no more streams, and cut the open ones after `wait_s`; None to cut them at once."""
+        """Accept no more streams, and cut the open streams after `wait_s` seconds, or at once if it
+        is None.
+        """
         for server in self._servers:
             server.close()
         for connection in list(self._connections):
@@ -945,8 +1016,8 @@ class Http2Server:
     # Methods that connections call.
 
     def admit(self, connection: _Connection) -> bool:
-        """Give `connection` a place, that of another one if necessary; return False if there is
-        none.
+        """Give `connection` one of the limited places, if necessary that of an idle connection,
+        which is evicted. Return False if there is none.
         """
         admission = self.places.take(connection)
         if not admission.admitted:
@@ -968,7 +1039,7 @@ class Http2Server:
         return True
 
     def failed(self, connection: _Connection) -> None:
-        """Count a violation of HTTP/2 by `connection`."""
+        """Count that the gateway of `connection` violated HTTP/2."""
         if connection in self._connections:
             self.places.leaving(connection)
             self.cut(Cut.PROTOCOL)
@@ -983,7 +1054,7 @@ class Http2Server:
 
 
 class _Crowd:
-    """Counts of evicted and rejected connections, which are logged periodically."""
+    """Counts of evicted and rejected connections since the last log line about them."""
 
     def __init__(self) -> None:
         self._evicted = 0
@@ -1000,11 +1071,13 @@ class _Crowd:
         self._peer = peer
 
     def tell(self, now: Seconds) -> None:
-        """Log the counts if there are any, at most once in `TELL_S`."""
+        """Log the counts of evicted and rejected connections if there are any, at most once in
+        `TELL_S` seconds.
+        """
         if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
             return
         _log.warning(
-            "there are more connections than the limit: the idlest were asked to leave",
+            "more connections of gateways than the limit: the idlest were asked to leave",
             evicted=self._evicted,
             refused=self._refused,
             last_peer=self._peer,
@@ -1014,8 +1087,8 @@ class _Crowd:
 
 
 def _socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket at `host`, on both IPv4 and IPv6 if it is everywhere. Raises
-    `OSError`.
+    """Return a socket that listens on `port` at `host`; on all addresses it uses both IPv4 and
+    IPv6. Raises `OSError`.
     """
     dualstack = host == EVERYWHERE and socket.has_dualstack_ipv6()
     if host == EVERYWHERE and not dualstack:
@@ -1027,7 +1100,7 @@ def _socket(host: str, port: int) -> socket.socket:
 
 
 def _pieces(data: bytes) -> Sequence[bytes | memoryview]:
-    """Cut `data` into pieces of at most `READ_BYTES_MAX`, without copying."""
+    """Divide received `data` into pieces of at most `READ_BYTES_MAX`, without copying."""
     if len(data) <= READ_BYTES_MAX:
         return (data,)
     view = memoryview(data)
@@ -1035,9 +1108,10 @@ def _pieces(data: bytes) -> Sequence[bytes | memoryview]:
 
 
 def _sent(out: bytes) -> dict[int, bool]:
-    """Return the streams of the DATA and HEADERS frames in `out`, which contains whole frames.
+    """Return the ids of the streams with DATA or HEADERS frames in `out`, which contains whole
+    frames that were sent.
 
-    The value is True if the stream's last frame ended it.
+    The value of a stream is True if its last frame in `out` ended it.
     """
     found: dict[int, bool] = {}
     start, stop = 0, len(out)
@@ -1050,7 +1124,7 @@ def _sent(out: bytes) -> dict[int, bool]:
 
 
 def _goaway(last_stream_id: int, code: ErrorCode) -> bytes:
-    """Return the bytes of a GOAWAY frame."""
+    """Return the bytes of an HTTP/2 GOAWAY frame."""
     payload = last_stream_id.to_bytes(4, "big") + code.to_bytes(4, "big")
     return len(payload).to_bytes(3, "big") + bytes([_GOAWAY, 0]) + bytes(4) + payload
 
@@ -1063,7 +1137,9 @@ def _trailers(status: Status) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def _percent_encoded(text: str) -> bytes:
-    """Percent-encode "%" and all bytes that are not printable ASCII, as gRPC specifies."""
+    """Return `text` with "%" and all bytes that are not printable ASCII percent-encoded, as gRPC
+    specifies.
+    """
     return b"".join(
         b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
         for byte in text.encode()
@@ -1071,7 +1147,9 @@ def _percent_encoded(text: str) -> bytes:
 
 
 def _timeout_s(text: bytes) -> Seconds | None:
-    """Parse `grpc-timeout`: at most eight digits and a unit. Return None if it is malformed."""
+    """Return the seconds in a `grpc-timeout` header: at most eight digits and a unit. Return None
+    if it is malformed.
+    """
     digits, unit = text[:-1], text[-1:].decode("latin-1")
     if not digits.isdigit() or len(digits) > 8 or unit not in _UNITS_S:
         return None
@@ -1079,7 +1157,9 @@ def _timeout_s(text: bytes) -> Seconds | None:
 
 
 def _peer_of(transport: asyncio.Transport) -> str:
-    """Return the peer in gRPC's spelling: "ipv4:10.0.0.1:1234" or "ipv6:[fd00::1]:1234"."""
+    """Return the address of the connection's other side as gRPC spells it: "ipv4:10.0.0.1:1234" or
+    "ipv6:[fd00::1]:1234".
+    """
     name = transport.get_extra_info("peername")
     if not isinstance(name, tuple):
         return "unknown"

@@ -1,9 +1,10 @@
-"""Limits of the number of connections, in total and for each address.
+"""Limits of the number of gateways' connections, in total and for each address.
 
 Above a limit, the newest connection is not rejected, because it may be from a gateway that has just
-started. Instead, the idlest one is asked to leave. It is chosen from the same address if that is at
-its limit, else from the address with most connections. It stays open until its streams have ended.
-The same number of connections may be leaving at a time; beyond that the newest is rejected.
+started. Instead, the idlest connection is asked to leave. It is chosen from the same address if
+that is at its limit, else from the address with most connections. It stays open until its streams
+have ended. As many connections may be leaving at a time as may stay; beyond that the newest
+connection is rejected.
 """
 
 from collections import Counter
@@ -15,17 +16,17 @@ from epp.core.types import Seconds
 
 CONNECTIONS_MAX: Final = 1_024
 HOST_CONNECTIONS_MAX: Final = 256
-"""Maximum number of connections from one address. An Envoy opens one for each of its threads, and
-several gateways may share an address behind a NAT or a mesh proxy.
+"""Maximum number of connections of gateways from one address. An Envoy opens one for each of its
+threads, and several gateways may share an address behind a NAT or a mesh proxy.
 """
 
 
 class Guest(Protocol):
-    """A connection."""
+    """A gateway's connection that occupies a place."""
 
     @property
     def host(self) -> str:
-        """Address that it comes from, without the port."""
+        """Address of the connection's other side, without the port."""
         ...
 
     @property
@@ -33,7 +34,7 @@ class Guest(Protocol):
 
     @property
     def heard_at_s(self) -> Seconds:
-        """Time when data last arrived from it."""
+        """Time when data last arrived on the connection."""
         ...
 
 
@@ -41,16 +42,19 @@ AnyGuest = TypeVar("AnyGuest", bound=Guest)
 
 
 class Admission(Struct, Generic[AnyGuest], frozen=True):
-    """The decision about a new connection, and the connection that must leave for it."""
+    """The decision about a new connection: whether it is admitted, and which connection must leave
+    for it.
+    """
 
     admitted: bool
     evicted: AnyGuest | None = None
 
 
 class Places(Generic[AnyGuest]):
-    """The connections that stay, bounded in total and for each address, and those that are leaving.
+    """The connections that stay, limited in total and for each address, and those that are leaving.
 
-    A connection is evicted for a new one only while the number of leaving ones is below the limit.
+    A connection is evicted for a new one only while the number of leaving connections is below the
+    limit.
     """
 
     def __init__(self, guests_max: int, host_guests_max: int) -> None:
@@ -65,7 +69,9 @@ class Places(Generic[AnyGuest]):
         return f"<Places [{self._staying_count} taken, {self._leaving_count} leaving]>"
 
     def take(self, guest: AnyGuest) -> Admission[AnyGuest]:
-        """Give `guest` a place. A connection that is evicted for it counts as leaving from now on."""
+        """Give the new connection `guest` a place, or reject it. A connection that is evicted for
+        it counts as leaving from now on.
+        """
         idlest = None
         crowded = self._crowded(guest.host)
         if crowded is not None:
@@ -84,7 +90,9 @@ class Places(Generic[AnyGuest]):
         return Admission(admitted=True, evicted=idlest)
 
     def leaving(self, guest: AnyGuest) -> None:
-        """Note that `guest`, which has a place, was asked to leave, possibly again."""
+        """Note that the connection `guest`, which has a place, was asked to leave; repeated calls
+        have no effect.
+        """
         if guest not in self._staying.get(guest.host, ()):
             return
         self._remove(guest)
@@ -92,7 +100,7 @@ class Places(Generic[AnyGuest]):
         self._leaving_count += 1
 
     def left(self, guest: AnyGuest) -> None:
-        """Note that `guest`, which had a place, is closed."""
+        """Note that the connection `guest`, which had a place or was leaving, is closed."""
         if guest in self._staying.get(guest.host, ()):
             self._remove(guest)
             return
@@ -102,7 +110,9 @@ class Places(Generic[AnyGuest]):
             del self._leaving[guest.host]
 
     def _crowded(self, host: str) -> str | None:
-        """Return the address that must give up a place for `host`, or None if there is room."""
+        """Return the address whose connections must give up a place for a new one from `host`, or
+        None if there is room.
+        """
         if len(self._staying.get(host, ())) >= self._host_guests_max:
             return host
         if self._staying_count >= self._guests_max:

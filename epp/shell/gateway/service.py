@@ -1,4 +1,4 @@
-"""The service for gateways as a whole: ports, certificate, health and drain."""
+"""The picker's service for gateways as a whole: ports, certificate, health and drain."""
 
 import asyncio
 import contextlib
@@ -27,12 +27,14 @@ from epp.shell.supervision import Loop
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
 STOP_S: Final = 0.5
-"""Time that stopping takes if nothing is left to wait for."""
+"""Time in seconds that stopping the service takes if no stream is open."""
 QUIET_S: Final = 1.0
-"""Time without a new stream after which no gateway is assumed to open another one."""
+"""Time in seconds without a new stream after which the drain assumes that no gateway opens further
+streams.
+"""
 CLINGING_AGE_S: Final = 15.0
-"""Maximum age of a connection by grpcio, so that most of the drain's time is left when the last
-gateway leaves.
+"""Upper limit in seconds of a connection's maximum age with grpcio if a drain timeout is set, so
+that most of the drain's time is left when the last gateway has reconnected elsewhere.
 """
 CONNECTION_AGE_MIN_S: Final = 2.0
 _POLL_S: Final = 0.05
@@ -41,7 +43,8 @@ _log = structlog.get_logger(__name__)
 
 
 class GatewayService:
-    """An async context manager that holds the ports; `start` serves, `drain` ends it.
+    """An async context manager that holds the picker's ports for gateways. `start` begins to serve,
+    and `drain` ends it.
 
     `budget` is the memory budget of all streams' bodies.
     """
@@ -57,7 +60,9 @@ class GatewayService:
         lag: Lag,
         seed: int,
     ) -> None:
-        """Create the service. `lag` is that of the loop; `seed` spreads the ages of connections."""
+        """Create the service. `lag` is that of the event loop; `seed` determines random differences
+        between the maximum ages of connections.
+        """
         self._lag = lag
         self._flags = flags
         self._ages = Random(f"{seed}:connection-age")  # noqa: S311  ages, not secrets
@@ -74,7 +79,9 @@ class GatewayService:
         self._checking: Transport | None = None
 
     async def __aenter__(self) -> Self:
-        """Listen on the ports. Raises `StartError` if a port or the certificate cannot be used."""
+        """Listen on the serving port and the health port. Raises `StartError` if a port or the
+        certificate cannot be used.
+        """
         flags = self._flags
         async with contextlib.AsyncExitStack() as opened:
             self._certificate = _certificate(flags) if flags.secure_serving else None
@@ -94,7 +101,7 @@ class GatewayService:
         await self._opened.aclose()
 
     async def start(self) -> None:
-        """Accept streams."""
+        """Start to accept streams."""
         for transport in self._transports():
             await transport.start()
         if self._envoy is not None:
@@ -102,18 +109,20 @@ class GatewayService:
 
     @property
     def has_gateway(self) -> bool:
-        """True if a gateway is connected to the serving port, as far as is known."""
+        """True if a gateway is connected to the serving port, as far as the transport knows."""
         return self._transports()[0].has_gateway
 
     def stand_by(self, stands_by: bool) -> None:
-        """Start or stop asking gateways to use the leading replica; those that connect are still
-        served.
+        """Start or stop asking gateways to use the leading replica instead of this standby.
+        Gateways that connect here all the same are served.
         """
         if not self._draining:
             self._transports()[0].send_away(stands_by)
 
     def loops(self) -> dict[str, Loop]:
-        """Return the coroutines to run until the drain has ended, by the names of their tasks."""
+        """Return the coroutines that must run until the drain has ended, by the names of their
+        tasks.
+        """
         loops: dict[str, Loop] = {"overdue": self._ext_proc.watch}
         for port, transport in zip(("serving", "health"), self._transports(), strict=True):
             loops |= {f"{name} ({port})": loop for name, loop in transport.loops().items()}
@@ -125,25 +134,28 @@ class GatewayService:
         return loops
 
     def connected(self) -> Connected | None:
-        """Return the state of the gateways' connections, or None if it is unknown."""
+        """Return the counts of gateways' connections, or None if the transport does not know
+        them.
+        """
         return self._serving.connected() if self._serving is not None else None
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Drain: become not ready, serve on for `drain_grace`, end bypassed streams, and stop when
-        quiet.
+        """Drain the picker: become not ready, serve on for `drain_grace`, end bypassed streams, and
+        stop when quiet.
 
         A server that stops refuses all streams that reach it, including those that were under way
         when the gateway was notified. Streams are therefore served until no gateway opens one any
-        more. By then it has seen that this picker is not ready, was asked to connect elsewhere, or
-        its connection reached its maximum age. An Envoy beside this picker stops together with it:
-        its clients are sent away, and its requests are awaited too. `hurry` cuts the drain short.
+        more. By then every gateway has seen that this picker is not ready, was asked to connect
+        elsewhere, or its connection reached the maximum age. An Envoy beside this picker stops
+        together with it: its clients are sent away, and its requests are awaited too. Setting the
+        event `hurry` ends the drain early.
         """
         serving, _ = self._transports()
         flags = self._flags
         ends_at_s = time.monotonic() + flags.drain_timeout
         self._health.close()
         self._draining = True
-        _log.info("draining", streams=self._ext_proc.open_streams)
+        _log.info("drain started", streams=self._ext_proc.open_streams)
         if self._envoy is not None:
             await self._envoy.send_away()
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
@@ -170,7 +182,7 @@ class GatewayService:
         return self._envoy is None or await self._envoy.idle_for_s() >= QUIET_S
 
     def _transports(self) -> tuple[Transport, Transport]:
-        """Return the transports of the serving port and of the health port."""
+        """Return the gRPC transports of the serving port and of the health port."""
         assert self._serving is not None, "the ports are taken"
         assert self._checking is not None, "the ports are taken"
         return self._serving, self._checking
@@ -210,7 +222,9 @@ async def _listen(
     *,
     certificate: ServerCertificate | None = None,
 ) -> None:
-    """Listen on `port` at `address`; `flag` names the port in errors. Raises `StartError`."""
+    """Make `transport` listen on `port` at `address`, and return the port. `flag` names the port in
+    errors. Raises `StartError`.
+    """
     try:
         await transport.listen(address, port, certificate)
     except OSError as error:
@@ -218,7 +232,9 @@ async def _listen(
 
 
 def _certificate(flags: ServeFlags) -> ServerCertificate:
-    """Return the certificate of the flags. Raises `StartError`."""
+    """Return the TLS certificate that the command-line flags specify. Raises `StartError` if it is
+    unusable.
+    """
     directory = Path(flags.cert_path) if flags.cert_path else None
     client_ca = Path(flags.client_ca_file) if flags.client_ca_file else None
     flag = "--client-ca-file"
@@ -231,8 +247,8 @@ def _certificate(flags: ServeFlags) -> ServerCertificate:
 
 
 def _connection_age_max_s(flags: ServeFlags) -> float | None:
-    """Return a maximum age with which every gateway reconnects within a drain, or None for no
-    limit.
+    """Return the maximum age in seconds of gateways' connections, or None for no limit. With it,
+    every gateway reconnects within the drain timeout.
     """
     age_s = flags.connection_age_max or math.inf
     if flags.drain_timeout:
@@ -242,7 +258,7 @@ def _connection_age_max_s(flags: ServeFlags) -> float | None:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait until `event` or for `timeout_s`, whichever is first."""
+    """Wait until `event` is set, but at most `timeout_s` seconds."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
 

@@ -1,4 +1,6 @@
-"""Creation of the session of each stream, with the settings in force when it opens."""
+"""Creation of a session for each ext_proc stream, with the settings in force when the stream
+opens.
+"""
 
 from functools import partial
 from random import Random
@@ -14,8 +16,8 @@ from epp.shell.found import Found
 
 
 class Sessions:
-    """A factory whose `open` is called by `ExtProc`; new `settings` apply to streams that open
-    later.
+    """A factory of sessions, whose `open` is called for each ext_proc stream. New `settings` apply
+    to streams that open later.
     """
 
     def __init__(
@@ -28,7 +30,8 @@ class Sessions:
         seed: int,
         resolver: Resolver | None = None,
     ) -> None:
-        """Create the factory. `budget` is shared by all streams.
+        """Create the factory of sessions. `budget` is the memory budget of bodies that all streams
+        share.
 
         `seed` determines generated request ids and the choices of model rewrites.
         """
@@ -41,18 +44,22 @@ class Sessions:
         self.settings = settings
 
     def configure(self, parsers: ParserSet, resolver: Resolver | None = None) -> None:
-        """Use the parsers of a new configuration, and its resolver for requests that wait."""
+        """Use the parsers of a new configuration for new sessions, and its resolver for requests
+        that wait.
+        """
         self.settings = msgspec.structs.replace(self.settings, parsers=parsers)
         self._resolver = resolver
 
     def pass_from(self, bytes_: int | None) -> None:
-        """Route bodies from so many bytes on without reading them while memory is scarce; None for
-        no limit.
+        """Let new sessions route request bodies of `bytes_` or more without reading them, while memory
+        is scarce; None removes the limit.
         """
         self.settings = msgspec.structs.replace(self.settings, pass_from_bytes=bytes_)
 
     def know(self, found: Found) -> None:
-        """Use the objectives and rewrites that discovery found."""
+        """Use the inference objectives and model rewrites that discovery found, for new
+        sessions.
+        """
         self.settings = msgspec.structs.replace(
             self.settings,
             priorities=found.objectives,
@@ -62,7 +69,7 @@ class Sessions:
         )
 
     def open(self, gateway: Gateway) -> Session:
-        """Return the session of a new stream of `gateway`."""
+        """Return the session for a new ext_proc stream of `gateway`."""
         return Session(
             self._scheduler,
             self.settings,

@@ -33,22 +33,28 @@ from epp.shell.supervision import forever
 
 CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
-"""File names of a Kubernetes TLS secret."""
+"""Name of the file with the private key in a Kubernetes TLS secret; `tls.crt` contains the
+certificate.
+"""
 PEM_BYTES_MAX: Final = 1 << 20
 SELF_SIGNED_DAYS: Final = 3650
 HANDSHAKE_S_MAX: Final = 10.0
-"""Maximum time of a TLS handshake; a slower connection is closed and has no place yet."""
+"""Maximum time of a TLS handshake in seconds. A slower connection is closed; it does not count as a
+connection before its handshake.
+"""
 
 
 class CertificatePair(Struct, frozen=True):
-    """A certificate chain, leaf first, and the private key of the leaf, both as PEM."""
+    """A TLS certificate chain, leaf first, and the private key of the leaf, both as PEM."""
 
     certificate_chain: bytes
     private_key: bytes
 
 
 def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
-    """Return a P-256 certificate for localhost and `host_name`, valid for ten years from `now`."""
+    """Return a self-signed P-256 certificate for localhost and `host_name`, valid for ten years
+    from `now`.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing")])
     names = [x509.DNSName(dns_name) for dns_name in dict.fromkeys(("localhost", host_name))]
@@ -73,8 +79,8 @@ def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
 
 
 def read_pair(directory: Path) -> CertificatePair:
-    """Read and check `tls.crt` and `tls.key`. Raises `ValueError`, one sentence, if they are
-    unusable.
+    """Read and check `tls.crt` and `tls.key` in a directory. Raises `ValueError`, one sentence, if
+    they are unusable.
     """
     pair = CertificatePair(_read(directory / CERTIFICATE_FILE), _read(directory / KEY_FILE))
     check_pair(pair, directory)
@@ -82,7 +88,9 @@ def read_pair(directory: Path) -> CertificatePair:
 
 
 def check_pair(pair: CertificatePair, directory: Path) -> None:
-    """Raise `ValueError` if a part does not parse, or the key does not match the certificate."""
+    """Raise `ValueError` if the certificate chain or the key does not parse, or they do not
+    match.
+    """
     try:
         leaf = x509.load_pem_x509_certificates(pair.certificate_chain)[0]
     except ValueError as problem:
@@ -104,8 +112,8 @@ def check_pair(pair: CertificatePair, directory: Path) -> None:
 
 
 def read_authorities(path: Path) -> bytes:
-    """Read PEM certificates of authorities. Raises `ValueError`, one sentence, if they are
-    unusable.
+    """Read PEM certificates of certificate authorities. Raises `ValueError`, one sentence, if they
+    are unusable.
     """
     content = _read(path)
     try:
@@ -127,8 +135,8 @@ def _read(path: Path) -> bytes:
 
 
 class ServerCertificate:
-    """The certificate presented to new connections, and the authorities that their certificates
-    need.
+    """The picker's certificate for new TLS connections, and the authorities that must have signed
+    gateways' certificates.
 
     The object must live as long as the server, because it is used at every handshake.
     """
@@ -140,7 +148,8 @@ class ServerCertificate:
         client_ca: Path | None = None,
         client_authorities: bytes | None = None,
     ) -> None:
-        """Create the certificate. New pairs are read from `directory`; None for never.
+        """Create a holder of the certificate `pair`. New pairs are read from `directory`, or never
+        if it is None.
 
         With `client_authorities`, as PEM, clients must present a certificate that one of them
         signed; `client_ca` is the file from which it is reloaded.
@@ -159,8 +168,8 @@ class ServerCertificate:
         client_ca: Path | None = None,
         client_authorities: bytes | None = None,
     ) -> "ServerCertificate":
-        """Return the certificate in `directory`, or a self-signed one. Raises `ValueError` if the
-        files are unusable.
+        """Return the picker's certificate from `directory`, or a self-signed one if it is None.
+        Raises `ValueError` if the files are unusable.
         """
         if directory is None:
             pair = self_signed(socket.gethostname(), dt.datetime.now(dt.UTC))
@@ -170,7 +179,7 @@ class ServerCertificate:
 
     @property
     def pair(self) -> CertificatePair:
-        """Pair presented to new connections."""
+        """Certificate and private key that are presented on new connections."""
         return self._pair
 
     @property
@@ -181,7 +190,9 @@ class ServerCertificate:
         return self._authorities
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the context of one listener; new connections get the certificate that is in force."""
+        """Return the TLS context of one listening port. New connections get the certificate that is
+        in force when they begin.
+        """
         listening = _ssl_context(self._pair, self._authorities)
         self._context = listening
 
@@ -194,9 +205,11 @@ class ServerCertificate:
         return listening
 
     def reload(self) -> bool:
-        """Load changed files and return whether anything changed.
+        """Load changed files of the certificate and the authorities, and return whether anything
+        changed.
 
-        Raises `ValueError` if one of them is unusable; the last good ones then stay in force.
+        Raises `ValueError` if one of the files is unusable; the last good certificate and
+        authorities then stay in force.
         """
         pair = self._pair if self._directory is None else read_pair(self._directory)
         authorities = self._authorities
@@ -210,7 +223,7 @@ class ServerCertificate:
         return True
 
     async def watch(self, interval_s: float, report: Callable[[str, bool], None]) -> None:
-        """Reload every `interval_s` until cancelled.
+        """Reload the certificate every `interval_s` seconds until cancelled.
 
         `report(sentence, good)` is called once for each loaded pair, and once for each new reason
         why one was rejected. An unchanged reason is not repeated.
@@ -233,8 +246,8 @@ class ServerCertificate:
 
 
 def _ssl_context(pair: CertificatePair, authorities: bytes | None) -> ssl.SSLContext:
-    """Return a context that presents `pair`, speaks HTTP/2 only, and requires a certificate of
-    `authorities`.
+    """Return a TLS context that presents `pair`, speaks HTTP/2 only, and requires clients to have a
+    certificate of `authorities` if that is not None.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -1,4 +1,4 @@
-"""Turns for connections that have more work than they may do at a time.
+"""Turns for connections that have more work than they may do at a time without a pause.
 
 The event loop also serves scrapes, health checks and pages. The work of a connection is therefore
 done in turns, which are bounded by messages and by time, round robin between connections. After a
@@ -13,17 +13,19 @@ from typing import Final, Protocol
 from epp.core.types import Seconds
 
 TURN_STEPS_MAX: Final = 128
-"""Maximum number of messages, and of other frames, in a turn."""
+"""Maximum number of messages processed in one turn of a connection, and of other HTTP/2 frames."""
 TURN_S_MAX: Final = 0.002
-"""Maximum time of a turn: some dozens of ordinary messages. A single message is bounded elsewhere
-and not interrupted.
+"""Maximum time in seconds of one connection's turn: some dozens of ordinary messages. A single
+message is bounded elsewhere and not interrupted.
 """
 PASS_S_MAX: Final = 0.010
-"""Maximum time of all connections' turns together between two iterations of the loop."""
+"""Maximum time in seconds of all connections' turns together between two iterations of the event
+loop.
+"""
 
 
 class Turn:
-    """The remaining budget of one turn, which is used up until `begin` is called."""
+    """The remaining steps and time of one turn. Nothing remains until `begin` is called."""
 
     __slots__ = ("_clock", "_left", "_until_s")
 
@@ -37,27 +39,29 @@ class Turn:
         self._until_s = self._clock() + TURN_S_MAX
 
     def take(self) -> bool:
-        """Take one more step of the turn; return False if none is left."""
+        """Use one more step of the turn; return False if no step or time is left."""
         if self._left <= 0 or self._clock() >= self._until_s:
             return False
         self._left -= 1
         return True
 
 
-class Taking(Protocol):
-    """A participant that takes turns."""
+class TurnTaker(Protocol):
+    """An object, such as a connection, that does its work in turns."""
 
     def turn(self) -> bool:
-        """Do some work, bounded by a `Turn`, and return whether more remains."""
+        """Do some of this object's work, bounded by a `Turn`, and return whether more remains."""
         ...
 
 
 class Turns:
-    """A scheduler of turns, round robin, in the order in which participants became due."""
+    """A scheduler of turns, round robin between the objects with work, in the order in which they
+    got work.
+    """
 
     def __init__(self, clock: Callable[[], Seconds]) -> None:
         self._clock = clock
-        self._due: deque[Taking] = deque()
+        self._due: deque[TurnTaker] = deque()
         self._called = False
 
     def __repr__(self) -> str:
@@ -65,11 +69,11 @@ class Turns:
 
     @property
     def idle(self) -> bool:
-        """True if no participant waits, so that a new one may begin at once."""
+        """True if no object waits for a turn, so that a new one may begin at once."""
         return not self._due
 
-    def due(self, taking: Taking) -> None:
-        """Schedule turns for `taking`, which is not scheduled yet."""
+    def due(self, taking: TurnTaker) -> None:
+        """Schedule turns for the object `taking`, which is not scheduled yet."""
         self._due.append(taking)
         self._call()
 

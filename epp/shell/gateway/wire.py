@@ -1,4 +1,4 @@
-"""A fast reader of the most frequent messages, which leaves unusual ones to protobuf.
+"""A fast reader of the most frequent ext_proc messages, which leaves unusual messages to protobuf.
 
 Protobuf parses a message in a microsecond, but takes ten to return each header. This module
 therefore reads the phase of a message, which every library writes first, in the one layout that
@@ -49,16 +49,20 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest
 HEADERS_KEPT_MAX: Final = 1_024
 NAMES_KEPT_MAX: Final = 1_024
 OPENINGS_KEPT_MAX: Final = 4
-"""Number of kinds of clients whose first headers the decoder recognises as a whole."""
+"""Maximum number of kinds of clients whose first request headers the decoder recognises as a
+whole.
+"""
 OPENING_BYTES_MAX: Final = 2_048
 MODES_KEPT_MAX: Final = 64
 MODES_KEPT_BYTES_MAX: Final = 32
-"""Maximum length of the cached part after a phase, usually two body modes in four or six bytes."""
+"""Maximum length in bytes of the part of a message after its phase that is cached. It usually
+contains two body modes in four or six bytes.
+"""
 
 VIEWED_BYTES_MIN: Final = 4_096
-"""Minimum length from which a chunk of a request body is a view of its message, if nothing follows
-it. A view saves a copy. A view and the rest of the message take about 350 bytes, so shorter chunks
-are copied.
+"""Minimum length in bytes from which a chunk of a request body is passed on as a view of its
+message. A view avoids a copy. A view and the rest of the message occupy about 350 bytes, so shorter
+chunks are copied.
 """
 
 _Kept = TypeVar("_Kept")
@@ -73,8 +77,8 @@ _REPEATED: Final = frozenset(
         *("x-stainless-runtime-version", "x-envoy-expected-rq-timeout-ms"),
     }
 )
-"""Headers whose values many requests share and that are not secret; their parsed form is cached.
-Other headers would displace them, and might be credentials.
+"""Names of headers whose values many requests share and that are not secret; their parsed form is
+cached. Other headers would displace them from the cache, and might be credentials.
 """
 
 _BODIES: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
@@ -84,54 +88,64 @@ _HEADERS_END: Final = b"\x18\x01"
 _BODY_ENDS: Final = b"\x10\x01"
 
 _LONG: Final = 0x80
-"""A byte from this value on is not the last one of its integer."""
+"""Value from which a byte of an integer in protobuf encoding is followed by another byte."""
 _COUNTED: Final = range(HEADERS_MAX)
 
 
 class Unscanned(StrEnum):
-    """The part of a message that is unusual."""
+    """The part of an ext_proc message because of which the fast reader leaves the message to
+    protobuf.
+    """
 
     FIRST_FIELD = "first-field"
-    """The message does not begin with a phase."""
+    """The message does not begin with headers, a body or trailers."""
     HEADERS = "headers"
-    """The headers or trailers are unusual."""
+    """The message's headers or trailers have an unusual encoding."""
     BODY = "body"
 
 
 class _Opening(Struct, frozen=True, eq=False):
-    """The first headers of messages of one kind of client, none of which is secret."""
+    """The first request headers that the messages of one kind of client have in common, none of
+    which is secret.
+    """
 
     spelled: bytes
-    """The headers as the message spells them."""
+    """Bytes of the opening's headers, as they stand in an ext_proc message."""
     headers: dict[str, str]
     counted: range
-    """Range that counts the headers that may follow."""
+    """Range of the positions of the headers that may follow the opening; its length limits their
+    number.
+    """
 
 
 _NO_OPENING: Final = _Opening(b"", {}, _COUNTED)
 
 
 class _UnusualError(Exception):
-    """The message is left to protobuf."""
+    """Raised for an unusual ext_proc message, which is left to protobuf."""
 
 
 class Decoder:
-    """A decoder that reads each message in the fastest way, and counts the ways.
+    """A decoder of ext_proc messages that reads each one in the fastest way, and counts the ways.
 
     One decoder serves any number of streams. It caches frequently repeated headers.
     """
 
     def __init__(self) -> None:
         self.scanned = 0
-        """Messages that were read here."""
+        """Number of ext_proc messages that were read by the fast reader."""
         self.fallbacks = dict.fromkeys(Unscanned, 0)
-        """Messages that were left to protobuf, including malformed ones."""
+        """Number of messages that were left to protobuf, including malformed messages, by their
+        unusual part.
+        """
         self.first_reason: Unscanned | None = None
-        """Unusual part of the first of them, or None."""
+        """Unusual part of the first message that was left to protobuf, or None if there was
+        none.
+        """
         self._reported: tuple[bool, Unscanned | None] = False, None
         self._headers_kept: dict[bytes, tuple[str, str]] = {}
         self._openings: deque[_Opening] = deque(maxlen=OPENINGS_KEPT_MAX)
-        """Openings, the latest first."""
+        """Cached openings (first headers of a kind of client), the newest first."""
         self._names_kept: dict[bytes, str] = {}
         self._modes_kept: dict[bytes, BodyModes] = {}
         self._readers: Mapping[int, Callable[[bytes], Event]] = {
@@ -144,7 +158,9 @@ class Decoder:
         }
 
     def decode(self, message: bytes) -> Event:
-        """Return the event of a message like `codec.decode`, including its errors."""
+        """Convert an ext_proc message to a session event, with the same results and errors as
+        `codec.decode`.
+        """
         try:
             event = self._readers[message[0]](message)
         except (_UnusualError, LookupError, UnicodeDecodeError, DecodeError):
@@ -161,18 +177,22 @@ class Decoder:
         self.first_reason = self.first_reason or reason
 
     def paths(self) -> dict[str, int]:
-        """Return the number of messages by the way in which they were read."""
+        """Return the number of ext_proc messages by the way in which they were read: "scan" or
+        "protobuf".
+        """
         return {"scan": self.scanned, "protobuf": sum(self.fallbacks.values())}
 
     def report(self) -> str | None:
-        """Return a sentence after the first scanned and the first unusual message, or None."""
+        """Return a sentence for the log after the first message that was read fast, and after the
+        first one that was left to protobuf; else None.
+        """
         state = self.scanned > 0, self.first_reason
         if state == self._reported:
             return None
         told, self._reported = self._reported, state
         if state[1] is not told[1]:
-            return f"a message is left to protobuf because its {state[1]} is unusual"
-        return "messages are scanned"
+            return f"an ext_proc message is left to protobuf because its {state[1]} is unusual"
+        return "ext_proc messages are read by the fast reader"
 
     def _request_headers(self, message: bytes) -> Event:
         headers, ends, at = self._headers(message)
@@ -207,15 +227,17 @@ class Decoder:
         return ResponseTrailers()
 
     def _behind_trailers(self, message: bytes) -> Any:
-        """Check the trailers, whose content is not used, and return the part after them."""
+        """Check the trailers at the beginning of `message`, whose content is not used, and return
+        the parsed part after them.
+        """
         _, ends, at = self._headers(message)
         if ends:
             raise _UnusualError
         return _beside(message, at)
 
     def _headers(self, message: bytes) -> tuple[dict[str, str], bool, int]:
-        """Return the headers at the beginning of a message, whether they end the stream, and where
-        they end.
+        """Return the headers at the beginning of `message`, whether they end the stream, and the
+        position after them.
         """
         if len(message) > BESIDE_BODY_BYTES_MAX:
             raise _UnusualError
@@ -242,8 +264,8 @@ class Decoder:
         raise _UnusualError
 
     def _header_map(self, message: bytes, at: int, stop: int) -> dict[str, str]:
-        """Return the headers from `at` to `stop`, with repeated headers from the cache, because
-        every message passes here.
+        """Parse the headers from `at` to `stop` of `message`. Repeated headers come from a cache,
+        because every message passes here.
         """
         kept, names = self._headers_kept, self._names_kept
         begin, opening = at, _NO_OPENING
@@ -300,7 +322,9 @@ class Decoder:
         return headers
 
     def _learn_opening(self, spelled: bytes, headers: dict[str, str], counted: range) -> None:
-        """Cache the known headers at the beginning of a message as an opening."""
+        """Cache the headers at the beginning of a message, all of which were in the cache, as an
+        opening to be recognised as a whole.
+        """
         if len(spelled) <= OPENING_BYTES_MAX:
             self._openings.appendleft(_Opening(spelled, headers.copy(), counted))
 
@@ -310,7 +334,9 @@ class Decoder:
         return name
 
     def _modes(self, message: bytes, at: int) -> tuple[BodyModes | None, Any]:
-        """Return the modes after `at`, and the parsed rest if there is more than modes."""
+        """Return the body modes in `message` after `at`, and the parsed part after `at` if it
+        contains more than cached modes. Both are None if `at` is the end of the message.
+        """
         if at == len(message):
             return None, None
         rest = message[at:]
@@ -329,9 +355,10 @@ class Decoder:
 
 
 def _body(message: bytes) -> tuple[int, int, bool, int]:
-    """Find the body at the beginning of a message.
+    """Find the request or response body at the beginning of `message`.
 
-    Return the start and end of the body, whether it ends its stream, and the end of the phase.
+    Return the start and end of the body, whether it ends its stream, and the position after the
+    body's field.
     """
     # Lengths of one and two bytes are read without a call, because every chunk of a response passes
     # here.
@@ -360,7 +387,7 @@ def _body(message: bytes) -> tuple[int, int, bool, int]:
 
 
 def _beside(message: bytes, at: int) -> Any:
-    """Return the part of the message after the phase, which ends at `at`."""
+    """Parse and return the part of `message` after its phase, which ends at `at`."""
     if len(message) - at > BESIDE_BODY_BYTES_MAX:
         raise _UnusualError
     beside = ProcessingRequest.FromString(message[at:])
@@ -371,10 +398,11 @@ def _beside(message: bytes, at: int) -> Any:
 
 
 def _long(message: bytes, at: int) -> tuple[int, int]:
-    """Return the end and the value of the integer at `at`, which has two to four bytes.
+    """Return the position after the protobuf integer at `at`, and its value. The integer has two to
+    four bytes.
 
-    The code has no loop, because a body has two of these. Four bytes are 256 MB, more than a server
-    accepts.
+    The code has no loop, because each body has two such integers. Four bytes allow lengths up to
+    256 MB, more than a server accepts.
     """
     first, second = message[at], message[at + 1]
     length = first & 0x7F | (second & 0x7F) << 7
@@ -391,7 +419,9 @@ def _long(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _keep(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> None:
-    """Cache a value. A full cache is cleared, because frequent values return soon."""
+    """Cache `value` under `key`. A cache with `most` entries is cleared first, because frequent
+    values return soon.
+    """
     if len(kept) >= most:
         kept.clear()
     kept[key] = value

@@ -1,1 +1,1 @@
-"""Access the Kubernetes API server: lists, watches, the Lease and Events."""
+"""Access the Kubernetes API server: lists and watches of objects, the Lease and Events."""

@@ -1,4 +1,4 @@
-"""Kinds of failures of the API server, distinguished by how the picker must react."""
+"""Kinds of failures of requests to the API server, distinguished by how the picker must react."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,32 +10,36 @@ from epp.core.types import Seconds
 
 class ApiFailure(StrEnum):
     GONE = "gone"
-    """Status 410: the resource version or page token is too old, so the list must be restarted."""
+    """HTTP status 410: the resource version or page token is too old, so the list must be
+    restarted.
+    """
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     ABSENT = "absent"
-    """Status 404: the kind does not exist because its CRD is missing, or the object does not exist."""
+    """HTTP status 404: the kind does not exist because its CRD is missing, or the object does not
+    exist.
+    """
     CONFLICT = "conflict"
-    """Status 409: another client wrote the object in between."""
+    """HTTP status 409: another client wrote the object in between."""
     THROTTLED = "throttled"
     SERVER = "server"
-    """Status 5xx: the API server failed."""
+    """HTTP status 5xx: the API server failed."""
     STATUS = "status"
-    """Any other status than 2xx."""
+    """An HTTP status other than 2xx for which there is no kind of its own."""
     UNREACHABLE = "unreachable"
-    """The connection failed or broke."""
+    """The connection to the API server failed or broke."""
     SILENT = "silent"
-    """No byte arrived for too long."""
+    """The API server sent no byte for too long."""
     WATCH = "watch"
-    """The watch itself reported an error."""
+    """The API server reported an error in the stream of a watch."""
     UNREADABLE = "unreadable"
-    """The answer is not JSON, lacks a name, or is too long."""
+    """The API server's answer is not JSON, lacks a name, or is too long."""
     INTERNAL = "internal"
-    """A defect of the picker, contained to one step."""
+    """A defect of the picker made one step of a list or watch fail."""
 
 
 class ApiError(Exception):
-    """A request to the API server failed. The message is one sentence."""
+    """Raised if a request to the API server failed. The message is one sentence."""
 
     def __init__(
         self, kind: ApiFailure, sentence: str, *, retry_after_s: Seconds | None = None
@@ -46,7 +50,9 @@ class ApiError(Exception):
 
 
 class KubeConfigError(Exception):
-    """No API server is configured or reachable. The message is one sentence."""
+    """Raised if no API server is configured, or its configuration is unusable. The message is one
+    sentence.
+    """
 
 
 _BY_STATUS: Final[Mapping[int, ApiFailure]] = {
@@ -60,6 +66,6 @@ _BY_STATUS: Final[Mapping[int, ApiFailure]] = {
 
 
 def failure_of_status(status: int) -> ApiFailure:
-    """Return the kind of failure for an HTTP `status` other than 2xx."""
+    """Return the kind of failure for an HTTP `status` of the API server other than 2xx."""
     known = _BY_STATUS.get(status) if status < 500 else ApiFailure.SERVER
     return known or ApiFailure.STATUS

@@ -34,7 +34,9 @@ from epp.shell.kubernetes.api_errors import (
 )
 
 ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Maximum size of an answer: a page of a hundred pods of the maximum size in etcd."""
+"""Maximum size in bytes of an answer of the API server: a page of a hundred pods of the maximum
+size in etcd.
+"""
 CONNECTIONS_MAX: Final = 32
 _REASON_BYTES_MAX: Final = 65_536
 
@@ -44,7 +46,9 @@ _load_kube_config: Final[Any] = load_kube_config
 
 
 class Credentials:
-    """The address of the API server and the credentials for it, which are read again after a 401."""
+    """The address of the API server and the credentials for it. They are read again after a status
+    401.
+    """
 
     def __init__(
         self,
@@ -53,14 +57,16 @@ class Credentials:
         token_file: Path = Path(SERVICE_TOKEN_FILENAME),
         ca_file: Path = Path(SERVICE_CERT_FILENAME),
     ) -> None:
-        """Use the ServiceAccount of the pod in a cluster, otherwise `$KUBECONFIG` or ~/.kube/config."""
+        """Find the API server: in a cluster by the pod's ServiceAccount, otherwise by `$KUBECONFIG`
+        or ~/.kube/config.
+        """
         self._environment = environment
         self._token_file = token_file
         self._ca_file = ca_file
         self.configuration: Final[Any] = Configuration()
 
     async def load(self) -> None:
-        """Read address and credentials. Raises `KubeConfigError`."""
+        """Read the API server's address and the credentials. Raises `KubeConfigError`."""
         try:
             if SERVICE_HOST_ENV_NAME in self._environment:
                 # The loader reads the token once a minute, because the kubelet replaces it hourly.
@@ -81,14 +87,17 @@ class Credentials:
             ) from problem
 
     def _kubeconfig(self) -> str:
-        """Return the path or paths of the kubeconfig. The library would only log a missing file."""
+        """Return the path or paths of the kubeconfig file. They are checked here, because the
+        library would only log a missing file.
+        """
         paths = self._environment.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION
         if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep)):
             raise FileNotFoundError(f"{paths} does not exist")
         return paths
 
     async def header(self) -> dict[str, str]:
-        """Return the authorization header, or nothing if a client certificate is used.
+        """Return the authorization header for the API server, or nothing if a client certificate is
+        used.
 
         Raises `ApiError` if the token cannot be read.
         """
@@ -103,13 +112,13 @@ class Credentials:
         return {"authorization": token.strip()} if token else {}
 
     async def renew(self) -> None:
-        """Read the credentials again after they were refused."""
+        """Read the credentials again after the API server refused them."""
         with contextlib.suppress(KubeConfigError):
             # If this fails, the old credentials stay and the next refusal triggers another attempt.
             await self.load()
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return the TLS settings, or None if the API server uses plaintext."""
+        """Return the TLS settings for the API server, or None if it uses plaintext."""
         told = self.configuration
         if not told.host.startswith("https"):
             return None
@@ -137,14 +146,16 @@ class KubeClient:
         timeout_s: Seconds = 30.0,
         connect_timeout_s: Seconds = 10.0,
     ) -> None:
-        """`timeout_s` is the maximum time without data within an answer that is not a watch."""
+        """Create the client. `timeout_s` is the maximum time in seconds without data within an
+        answer, except that of a watch.
+        """
         self._credentials = credentials
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Load the credentials. Raises `KubeConfigError`."""
+        """Load the credentials for the API server. Raises `KubeConfigError`."""
         await self._credentials.load()
         try:
             tls = self._credentials.tls()
@@ -175,7 +186,9 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: object = None,
     ) -> bytes:
-        """Return the complete answer. `body` is sent as JSON. Raises `ApiError`."""
+        """Send a request to the API server and return the body of its answer. `body` is sent as
+        JSON. Raises `ApiError`.
+        """
         async with self.stream(
             method, path, query, body=body, silence_s_max=self._timeout_s
         ) as chunks:
@@ -201,9 +214,11 @@ class KubeClient:
         body: object = None,
         silence_s_max: Seconds,
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yield the answer in chunks of any size as they arrive; no chunk is empty.
+        """Yield the body of the API server's answer in chunks of any size as they arrive; no chunk
+        is empty.
 
-        Raises `ApiError` on entering, while reading, and after `silence_s_max` without a byte.
+        Raises `ApiError` on entering, while reading, and after `silence_s_max` seconds without a
+        byte.
         """
         assert self._session is not None, "the client must be entered"
         configuration = self._credentials.configuration
@@ -259,7 +274,9 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 def _reason(body: bytes) -> str:
-    """Return the message in the API server's Status, or "" if a proxy answered."""
+    """Return the message of the Status object in an error answer of the API server, or "" if a
+    proxy answered.
+    """
     try:
         message = msgspec.json.decode(body, type=_Status).message
     except ValueError:
@@ -268,13 +285,17 @@ def _reason(body: bytes) -> str:
 
 
 def _seconds(retry_after: str) -> Seconds | None:
-    """Parse a number of seconds; a date, which a proxy may send, yields None."""
+    """Parse the header Retry-After as a number of seconds. Return None for anything else, such as
+    the date that a proxy may send.
+    """
     known = retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10
     return float(retry_after) if known else None
 
 
 def _keep_alive(response: aiohttp.ClientResponse) -> None:
-    """Let the kernel detect during a long silence that the server is gone."""
+    """Enable TCP keep-alive on a connection to the API server, so that the kernel detects during a
+    long silence that the server is gone.
+    """
     connection = response.connection
     transport = connection.transport if connection is not None else None
     raw: socket.socket | None = transport.get_extra_info("socket") if transport else None

@@ -33,14 +33,15 @@ _log = structlog.get_logger(__name__)
 
 
 class ClusterTiming(Struct, frozen=True, kw_only=True):
-    """Delays and timeouts, which tests shorten."""
+    """Delays and timeouts of watches and of the leader election, which tests shorten."""
 
     watch: Timing = Timing()
     election: ElectionTiming = ElectionTiming()
 
 
 class Cluster:
-    """The connection to the cluster. Call `connect`, run `run` as a task, and call `close`.
+    """The picker's connection to the API server of its cluster. Call `connect`, run `run` as a
+    task, and call `close`.
 
     - `on_found(found)` is called when endpoints, objectives or rewrites changed.
     - `on_ready` is called when `ready` may have changed.
@@ -104,16 +105,16 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        """True if the pool and its pods are known."""
+        """True if the InferencePool (or the configured selector) and its pods are known."""
         return self.discovery.synced
 
     @property
     def leading(self) -> bool | None:
-        """True if this replica leads, or None without leader election."""
+        """True if this replica is the leader, or None without leader election."""
         return self._elector.leading if self._elector else None
 
     def reflections(self) -> dict[str, Reflection]:
-        """Return the state of each kind of object, by resource."""
+        """Return the state of the watch of each kind of object, by resource such as "pods"."""
         found = self.discovery.reflections()
         if self._config_map is not None:
             found["configmaps"] = self._config_map.reflection()
@@ -122,7 +123,7 @@ class Cluster:
         return found
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return the state of the connection for a metrics page."""
+        """Return the state of the connection with the API server for a metrics page."""
         return ClusterSnapshot(
             kinds=self.reflections(),
             events={"written": self._events.written, "dropped": self._events.dropped},
@@ -130,22 +131,26 @@ class Cluster:
         )
 
     def tell(self, *, applied: bool, message: str) -> None:
-        """Write an Event about a new configuration on the pool, if the rate limit allows it."""
+        """Write a Kubernetes Event about an applied or rejected configuration on the InferencePool,
+        if the rate limit allows it.
+        """
         pool = self.discovery.pool
         if pool is not None:
             reason = Reason.CONFIG_APPLIED if applied else Reason.CONFIG_REJECTED
             self._events.record(reason, message, pool)
 
     async def connect(self) -> None:
-        """Load the configuration of the API server, before `run`. Raises `KubeConfigError`."""
+        """Load the address of the API server and the credentials for it; call this before `run`.
+        Raises `KubeConfigError`.
+        """
         await self._client.__aenter__()
 
     async def close(self) -> None:
-        """Close the client, after `run`."""
+        """Close the client of the API server; call this after `run`."""
         await self._client.__aexit__()
 
     async def run(self) -> None:
-        """Run all tasks until cancelled."""
+        """Run all watches, the election and the writer of Events until cancelled."""
         loops: dict[str, Loop] = {"discovery": self.discovery.run, "events": self._events.run}
         if self._config_map is not None:
             loops["watch config"] = self._config_map.run
@@ -164,13 +169,13 @@ class Cluster:
                 self._election_task.cancel()
 
     def retire(self) -> None:
-        """Stop leading so that another replica can lead, but continue discovery."""
+        """Give up leadership so that another replica can lead, but continue discovery."""
         self._retired = True
         if self._election_task is not None:
             self._election_task.cancel()
 
     async def retired(self) -> None:
-        """Wait after `retire` until the Lease is released, or that has timed out."""
+        """Wait, after `retire`, until the Lease is released or its release has timed out."""
         if self._election_task is not None:
             await asyncio.wait({self._election_task})
 
@@ -232,7 +237,7 @@ class Cluster:
         self._on_found(found)
         self._on_ready()
         _log.info(
-            "discovered",
+            "discovery result changed",
             endpoints=len(found.endpoints),
             objectives=len(found.objectives),
             synced=self.discovery.synced,
@@ -250,7 +255,9 @@ def _scope(flags: ServeFlags) -> Scope:
 
 
 def _lease_name(flags: ServeFlags) -> str:
-    """Return the name that all replicas of one installation share and no other one has."""
+    """Return the name of the Lease: all replicas of one installation share it, and no other
+    installation has it.
+    """
     if flags.lease_name:
         return flags.lease_name
     return f"homing-{flags.pool_name or f'{crc32(flags.endpoint_selector.encode()):08x}'}"

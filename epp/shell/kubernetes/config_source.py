@@ -1,8 +1,9 @@
 """Decide whether the mounted file or the watched ConfigMap supplies the configuration.
 
-Both show the same ConfigMap: the watch within a second, the file up to 90 s later. The watch alone
-counts while it is connected; the file counts while it is not. A file that shows an older text of
-the watch is ignored, because applying it would revert the configuration. This module has no I/O.
+Both show the same ConfigMap: the watch within a second, the file up to 90 s later. While the watch
+is connected, only the watch counts; while it is not, the file counts. A file that shows an older
+text of the watch is ignored, because applying it would revert the configuration. This module has no
+I/O.
 """
 
 import hashlib
@@ -11,11 +12,14 @@ from collections.abc import Callable
 from typing import Final
 
 VERSIONS_MAX: Final = 64
-"""Maximum number of texts of the watch that the file has not shown yet."""
+"""Maximum number of remembered texts that the watch delivered and the mounted file has not shown
+yet.
+"""
 
 
 class ConfigSource:
-    """A selector that calls `apply(text, told_by)` whenever the effective text changes.
+    """A selector of the configuration that calls `apply(text, told_by)` whenever the effective text
+    changes.
 
     `told_by` is `watched`, the name of the ConfigMap, or `file`, the name of the file.
     """
@@ -26,17 +30,21 @@ class ConfigSource:
         self._file_name = file
         self._in_touch = False
         self._ahead: deque[bytes] = deque(maxlen=VERSIONS_MAX)
-        """Digests of texts that the watch delivered and the file has not shown, oldest first."""
+        """Digests of configuration texts that the watch delivered and the file has not shown,
+        oldest first.
+        """
         self._file: bytes | None = None
-        """Text of the file that the watch has not delivered, or None."""
+        """Latest configuration text of the mounted file if the watch has not delivered it, else
+        None.
+        """
         self._applied: bytes | None = None
 
     def started(self, text: bytes) -> None:
-        """Record that `text` of the file is in force from the start."""
+        """Record that `text`, the configuration in the mounted file, is in force from the start."""
         self._applied = _digest(text)
 
     def file_changed(self, text: bytes) -> None:
-        """Process a new text of the file."""
+        """Process a new configuration text of the mounted file."""
         digest = _digest(text)
         if digest in self._ahead:
             # The kubelet may skip versions but never goes back.
@@ -49,7 +57,7 @@ class ConfigSource:
             self._use(text, self._file_name)
 
     def watch_told(self, text: bytes) -> None:
-        """Process a new text of the ConfigMap."""
+        """Process a new configuration text of the watched ConfigMap."""
         digest = _digest(text)
         if digest != self._applied and (self._file is None or _digest(self._file) != digest):
             self._ahead.append(digest)
@@ -58,7 +66,9 @@ class ConfigSource:
         self._use(text, self._watched_name)
 
     def watch_in_touch(self, in_touch: bool) -> None:
-        """Set whether the watch would currently receive a change of the ConfigMap."""
+        """Set whether the watch is connected, so that it would receive a change of the
+        ConfigMap.
+        """
         self._in_touch = in_touch
         if not in_touch and self._file is not None:
             self._use(self._file, self._file_name)

@@ -1,8 +1,8 @@
 """Discover the pool and its pods: endpoints, priorities and model rewrites.
 
-With a pool, its InferencePool supplies the selector and the ports; otherwise flags do. A new
-selector starts a new list and watch of pods. The old endpoints serve until the first list is
-complete.
+If a pool is configured, its InferencePool supplies the selector and the ports of pods; otherwise
+flags supply them. A new selector starts a new list and watch of pods. The old endpoints serve until
+this list is complete.
 """
 
 import asyncio
@@ -39,7 +39,9 @@ _log = structlog.get_logger(__name__)
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """The scope of discovery: the pods of a pool, or of a selector with these ports."""
+    """The scope of discovery: the pods of an InferencePool, or those of a label selector with given
+    ports.
+    """
 
     namespace: str
     pool_name: str = ""
@@ -49,7 +51,9 @@ class Scope(Struct, frozen=True, kw_only=True):
 
 
 class Discovery:
-    """A discovery that calls `on_change` in the event loop whenever `found` or `synced` changes."""
+    """The discovery of the pool's endpoints, objectives and rewrites. It calls `on_change` in the
+    event loop whenever `found` or `synced` changes.
+    """
 
     def __init__(
         self,
@@ -70,25 +74,29 @@ class Discovery:
         self._group: asyncio.TaskGroup | None = None
         self._pool = None if not scope.pool_name else self._pool_reflector()
         self._pods: Reflector[Pod] | None = None
-        """Reflector of the pods that serve, or None before the first list of pods."""
+        """Reflector whose pods are the current endpoints, or None before the first list of pods is
+        complete.
+        """
         self._coming: Reflector[Pod] | None = None
-        """Reflector whose first list is in progress, or None."""
+        """Reflector of a new selector whose first list of pods is in progress, or None."""
         self._coming_task: asyncio.Task[None] | None = None
         self._selector = ""
         self._objectives = self._extension("inferenceobjectives", objective_reader)
         self._rewrites = self._extension("inferencemodelrewrites", rewrite_reader)
         self.found = Found()
         self.synced = False
-        """True if the pool exists and its pods were listed once."""
+        """True if the InferencePool exists (or none is configured) and its pods were listed
+        once.
+        """
 
     @property
     def pool(self) -> Pool | None:
-        """The InferencePool, or None if it does not exist or no pool is configured."""
+        """The watched InferencePool, or None if it does not exist or no pool is configured."""
         found = self._pool.objects if self._pool else {}
         return found.get(self._scope.pool_name)
 
     def reflections(self) -> dict[str, Reflection]:
-        """Return the state of each kind of object, by resource."""
+        """Return the state of the watch of each kind of object, by resource such as "pods"."""
         reflectors: dict[str, Reflector[Any] | None] = {
             "inferencepools": self._pool,
             "pods": self._coming or self._pods,
@@ -98,7 +106,7 @@ class Discovery:
         return {name: kept.reflection() for name, kept in reflectors.items() if kept is not None}
 
     async def run(self) -> None:
-        """Discover until cancelled; this owns all tasks."""
+        """Discover until cancelled. This method owns the tasks of all watches."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for name, reflector in (
@@ -145,7 +153,9 @@ class Discovery:
     def _extension(
         self, resource: str, reader: Callable[[str, str], Callable[[bytes], T | None]]
     ) -> Reflector[T] | None:
-        """Return a reflector for a kind that refers to a pool and may be missing in a cluster."""
+        """Return a reflector for InferenceObjectives or InferenceModelRewrites, which refer to a
+        pool; their kind may be missing in a cluster. Return None if no pool is configured.
+        """
         scope = self._scope
         if not scope.pool_name:
             return None
@@ -178,7 +188,7 @@ class Discovery:
             )
         else:
             _log.info(
-                "pool",
+                "InferencePool changed",
                 selector=pool.label_selector,
                 target_ports=pool.target_ports,
                 app_protocol=pool.app_protocol,
@@ -187,7 +197,9 @@ class Discovery:
         self._update()
 
     def _select(self, label_selector: str) -> None:
-        """Watch the pods of `label_selector`, starting with their list."""
+        """Watch the pods that match `label_selector`, beginning with a list of them, unless they
+        are watched already.
+        """
         if label_selector == self._selector:
             return
         self._selector = label_selector
@@ -219,7 +231,9 @@ class Discovery:
         self._update()
 
     def _update(self) -> None:
-        """Compute the current state, and report it if it changed."""
+        """Compute endpoints, objectives and rewrites from the watched objects, and call `on_change`
+        if they changed.
+        """
         pool = self.pool
         ports = pool.target_ports if pool else self._scope.target_ports
         there = self._pods is not None and (pool is not None or self._pool is None)

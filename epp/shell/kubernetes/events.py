@@ -16,7 +16,7 @@ from epp.shell.kubernetes.client import KubeClient
 from epp.shell.kubernetes.objects import Collection, Pool
 
 MESSAGE_CHARACTERS_MAX: Final = 1_024
-"""Maximum number of characters that the API server accepts."""
+"""Maximum number of characters of an Event's message that the API server accepts."""
 PENDING_MAX: Final = 8
 COMPONENT: Final = "homing"
 
@@ -35,10 +35,11 @@ class _Pending(Struct, frozen=True):
 
 
 class EventRecorder:
-    """A writer of Events about a pool: at most `burst` at once, then one every `refill_s`.
+    """A writer of Kubernetes Events about an InferencePool: at most `burst` at once, then one every
+    `refill_s` seconds.
 
-    Events are notifications and not a record. Events that exceed the rate or cannot be written are
-    counted in `dropped` and discarded.
+    Events are notifications, not a complete record. Events that exceed the rate or cannot be
+    written are counted in `dropped` and discarded.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class EventRecorder:
         burst: int = 10,
         refill_s: Seconds = 30.0,
     ) -> None:
-        """`instance` is the name of the picker's pod."""
+        """Create the writer. `instance` is the name of the picker's pod, which the Events name as
+        their source.
+        """
         self._client = client
         self._collection = Collection(resource="events", namespace=namespace)
         self._pool_api_version = f"{pool_group}/v1"
@@ -67,7 +70,9 @@ class EventRecorder:
         self.dropped = 0
 
     def record(self, reason: Reason, message: str, pool: Pool) -> None:
-        """Queue an Event if the rate limit allows it. This never blocks and never fails."""
+        """Queue a Kubernetes Event if the rate limit allows it. The call never blocks and never
+        fails.
+        """
         now = time.monotonic()
         refilled = (now - self._refilled_at_s) / self._refill_s
         self._allowed = min(float(self._burst), self._allowed + refilled)
@@ -82,7 +87,7 @@ class EventRecorder:
         self._news.set()
 
     async def run(self) -> None:
-        """Write queued Events until cancelled."""
+        """Write queued Kubernetes Events until cancelled."""
         while True:
             while self._pending:
                 await self._write(self._pending.popleft())

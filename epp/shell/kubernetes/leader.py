@@ -1,10 +1,10 @@
 """Elect a leader by a Lease, so that at most one replica leads at any time.
 
-`Election` is the state machine. From the content of the Lease and the replica's own writes it
+`Election` is the state machine. From the content of the Lease and this replica's own writes it
 determines whether to write and until when this replica may lead. Clocks of two machines are never
 compared: the Lease of another replica expires after it was *seen* unchanged for its duration. The
-own term starts before the write was *sent*. It ends at the renew deadline, before another replica
-may take the Lease. A request that hangs therefore cannot extend it.
+term of this replica starts when it *sends* a write. The term ends at the renew deadline, before
+another replica may take the Lease. A request that hangs therefore cannot extend it.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ _log = structlog.get_logger(__name__)
 
 
 class ElectionTiming(Struct, frozen=True, kw_only=True):
-    """Timing of an election, with the same defaults as Kubernetes controllers."""
+    """Timing of a leader election, with the same defaults as Kubernetes controllers."""
 
     lease_s: int = 15
-    """Duration of the Lease, in whole seconds as the API requires."""
+    """Validity of the Lease in whole seconds, as the API requires."""
     renew_deadline_s: Seconds = 10.0
     retry_s: Seconds = 2.0
 
@@ -50,7 +50,7 @@ class LeaseSpec(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults
 
 
 class Election:
-    """The state of an election, as seen by one candidate."""
+    """The state of a leader election, as one replica (candidate) sees it."""
 
     def __init__(self, identity: str, timing: ElectionTiming) -> None:
         self._identity = identity
@@ -58,13 +58,15 @@ class Election:
         self._seen: LeaseSpec | None = None
         self._seen_at_s: Seconds = 0.0
         self.lead_until_s: Seconds | None = None
-        """Time until which this replica leads, or None if it does not."""
+        """Time until which this replica leads, or None if it does not lead."""
 
     def leads(self, now: Seconds) -> bool:
         return self.lead_until_s is not None and now < self.lead_until_s
 
     def observe(self, spec: LeaseSpec, now: Seconds) -> bool:
-        """Record the content of the Lease. Return True if this replica may write itself into it."""
+        """Record the current content of the Lease. Return True if this replica may write itself
+        into it as holder.
+        """
         if spec != self._seen:
             self._seen, self._seen_at_s = spec, now
         if not spec.holder_identity or spec.holder_identity == self._identity:
@@ -74,15 +76,19 @@ class Election:
         return now >= self._seen_at_s + lease_s
 
     def written(self, sent_at_s: Seconds) -> None:
-        """Record that a write with this replica as holder succeeded."""
+        """Record that a write of the Lease with this replica as holder, sent at `sent_at_s`,
+        succeeded.
+        """
         self.lead_until_s = sent_at_s + self._timing.renew_deadline_s
 
     def lost(self) -> None:
-        """Record that another replica wrote the Lease or the deadline passed."""
+        """Record that this replica no longer leads, because another one wrote the Lease or the
+        deadline passed.
+        """
         self.lead_until_s = None
 
     def claim(self, before: LeaseSpec | None, wall: datetime) -> LeaseSpec:
-        """Return the Lease to write, to acquire or to renew it."""
+        """Return the content of the Lease with which this replica acquires it, or renews it."""
         at = f"{wall.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
         ours = before is not None and before.holder_identity == self._identity
         transitions = before.lease_transitions or 0 if before else 0
@@ -97,13 +103,14 @@ class Election:
 
 class _Lease(Struct, frozen=True):
     metadata: dict[str, Any]
-    """The metadata is written back unchanged, because the labels belong to the creator of the
-    object."""
+    """Metadata of the Lease object, which is written back unchanged, because its labels belong to
+    the creator of the object.
+    """
     spec: LeaseSpec = LeaseSpec()
 
 
 class LeaderElector:
-    """A candidate for the Lease `name` that calls `on_change` when `leading` changes."""
+    """A candidate for the Lease `name`. It calls `on_change` when `leading` changes."""
 
     def __init__(
         self,
@@ -128,7 +135,7 @@ class LeaderElector:
         self.leading = False
 
     async def run(self) -> None:
-        """Try to acquire and renew the Lease until cancelled, then release it."""
+        """Try to acquire and then renew the Lease until cancelled, then release it."""
         try:
             while True:
                 await self._attempt()
@@ -138,7 +145,9 @@ class LeaderElector:
             await self._release()
 
     async def _attempt(self) -> None:
-        """Read the Lease and write it if allowed; a leader stops at its deadline."""
+        """Read the Lease, and write it if this replica may. A leader stops trying at its
+        deadline.
+        """
         until_s = self._election.lead_until_s
         limit_s = self._timing.renew_deadline_s
         if until_s is not None:
@@ -190,7 +199,9 @@ class LeaderElector:
         }
 
     async def _pause(self) -> None:
-        """Wait for the next attempt, but wake at the deadline, when leadership ends."""
+        """Wait until the next attempt to write the Lease. A leader wakes at its deadline at the
+        latest, when leadership ends.
+        """
         pause_s = self._timing.retry_s * self._random.uniform(1.0, 1.2)
         until_s = self._election.lead_until_s
         if until_s is not None:
@@ -215,7 +226,9 @@ class LeaderElector:
             self._on_change()
 
     async def _release(self) -> None:
-        """Release the Lease so that another replica can lead immediately."""
+        """Release the Lease at the end of this replica's leadership, so that another replica can
+        lead immediately.
+        """
         held = self._election.leads(time.monotonic())
         self._election.lost()
         self._update()
@@ -236,7 +249,7 @@ class LeaderElector:
             _log.warning("Lease not released, it will expire", problem=str(problem))
 
     def _report(self, kind: ApiFailure, sentence: str) -> None:
-        """Log a problem once, until it is solved or another one occurs."""
+        """Log a problem of the election once, until it is solved or another problem occurs."""
         if kind is self._problem:
             return
         self._problem = kind

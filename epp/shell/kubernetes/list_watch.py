@@ -2,12 +2,12 @@
 randomness.
 
 A list returns every object and a resource version. A watch from that version returns later changes.
-After any failure one question decides: is the version still valid? It is valid if the connection
-broke, or the server closed it, restarted or fell silent. The watch then continues from the last
-version, and nothing is lost. It is invalid after a 410, an ERROR event or an unreadable line. A new
-list then replaces all objects at once, and the old objects stay in force until it is complete. As a
-safeguard the list is also repeated periodically. Differences it finds are counted; there should be
-none.
+After any failure one question decides: is the resource version still valid? It is valid if the
+connection broke, or the server closed it, restarted or fell silent. The watch then continues from
+the last version, and nothing is lost. It is invalid after a 410, an ERROR event or an unreadable
+line. A new list then replaces all objects at once, and the old objects stay in force until it is
+complete. As a safeguard, the list is repeated periodically. Differences from the watch that it
+finds are counted; there should be none.
 
 A list is requested as a stream of events, for which the server needs no copy of the list. It is
 requested page by page from servers without this feature (Kubernetes before 1.32, unless its gate
@@ -34,37 +34,45 @@ from epp.shell.kubernetes.api_errors import ApiError, ApiFailure, failure_of_sta
 T = TypeVar("T")
 
 TOMBSTONES_MAX: Final = 4_096
-"""Maximum number of remembered UIDs of deleted objects, so that no late event restores one."""
+"""Maximum number of remembered UIDs of deleted objects. They ensure that no late event of a watch
+restores a deleted object.
+"""
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """Delays of the state machine in seconds.
+    """Delays of lists and watches in seconds.
 
-    A pair holds the bounds of a uniform random delay, which spreads replicas.
+    A pair contains the bounds of a uniform random delay, which spreads the requests of replicas.
     """
 
     page_objects: int = 100
-    """Objects per page.
+    """Maximum number of objects per page of a list.
 
-    A page of pods has about 1 MB, and decoding it blocks the event loop for 5 ms."""
+    A page of pods has about 1 MB, and decoding it blocks the event loop for 5 ms.
+    """
     list_interval_s_min: Seconds = 1.0
     streamed_list_s_max: Seconds = 30.0
-    """Time limit of a streamed list, which an older server may never complete; 0 disables
-    streaming."""
+    """Time limit in seconds of a streamed list, which an older server may never complete; 0
+    disables streaming.
+    """
     watch_s: tuple[Seconds, Seconds] = (240.0, 300.0)
     silence_s_max: Seconds = 90.0
-    """Maximum time without data in a watch.
+    """Maximum time in seconds without data in a watch, after which it counts as broken.
 
     It exceeds the interval of the server's bookmarks, about a minute, some of which may be omitted.
     """
     reconnect_s: tuple[Seconds, Seconds] = (0.1, 1.0)
     relist_s: tuple[Seconds, Seconds] = (300.0, 600.0)
     backoff_s: tuple[Seconds, Seconds] = (0.5, 30.0)
-    """Delay after the first failure, and its maximum."""
+    """Delay in seconds before the attempt after the first failure, and its maximum after repeated
+    failures.
+    """
     healthy_s: Seconds = 60.0
-    """Time without failures after which the back-off is reset."""
+    """Time in seconds without failures after which the delay for repeated failures is reset."""
     refused_s: Seconds = 30.0
-    """Delay until an absent or forbidden kind is tried again; shorter if it was available before."""
+    """Delay in seconds until a kind of object that is absent or forbidden is tried again; the delay
+    is shorter if the kind was available before.
+    """
     retry_after_s_max: Seconds = 60.0
 
 
@@ -73,7 +81,7 @@ class Pause(Struct, frozen=True):
 
 
 class ListPage(Struct, frozen=True):
-    """A request for the next page of at most `objects_max` objects."""
+    """A step of a list: request the next page of at most `objects_max` objects."""
 
     source: int
     continue_token: str
@@ -81,14 +89,18 @@ class ListPage(Struct, frozen=True):
 
 
 class StreamedList(Struct, frozen=True):
-    """A request for all objects as events until a bookmark ends them, for at most `timeout_s`."""
+    """A step of a list: request all objects as events, until a bookmark ends them or `timeout_s`
+    seconds have passed.
+    """
 
     source: int
     timeout_s: Seconds
 
 
 class Watch(Struct, frozen=True):
-    """A request for changes since `resource_version`, with bookmarks, for at most `timeout_s`."""
+    """A step of a watch: request the changes since `resource_version`, with bookmarks, for at most
+    `timeout_s` seconds.
+    """
 
     source: int
     resource_version: str
@@ -100,16 +112,18 @@ Step: TypeAlias = Pause | ListPage | StreamedList | Watch
 
 
 class Statistics:
-    """Totals of one kind of object; they outlive a `ListWatch`, so that they never decrease."""
+    """Totals of the lists and watches of one kind of object. They outlive a `ListWatch`, so that
+    they never decrease.
+    """
 
     __slots__ = ("errors", "lists", "repairs", "watches")
 
     def __init__(self) -> None:
         self.lists = 0
-        """Number of lists that were started."""
+        """Number of lists of this kind of object that were started."""
         self.watches = 0
         self.repairs = 0
-        """Number of objects for which the periodic list differed from the watch."""
+        """Number of objects for which a periodic list differed from what the watch had reported."""
         self.errors: Counter[ApiFailure] = Counter()
 
 
@@ -152,7 +166,7 @@ class _Status(Struct, frozen=True):
 
 
 class _Held(Struct, Generic[T], frozen=True):
-    """One object. `value` is None if the object is irrelevant or unreadable."""
+    """One object of the collection. `value` is None if the object is irrelevant or unreadable."""
 
     uid: str
     resource_version: str
@@ -167,10 +181,10 @@ _decode_status = msgspec.json.Decoder(_Status).decode
 
 
 class ListWatch(Generic[T]):
-    """One collection of objects, each of which `read` converts to a `T`.
+    """The list and watch of one collection of objects, each of which `read` converts to a `T`.
 
     `read` returns None for an irrelevant object and raises `ValueError` for an invalid one
-    (`msgspec.ValidationError` is a subclass). `unreadable` contains the reason.
+    (`msgspec.ValidationError` is a subclass). `unreadable` then contains the reason.
     """
 
     def __init__(
@@ -183,8 +197,8 @@ class ListWatch(Generic[T]):
         statistics: Statistics | None = None,
         listed_at_s: Seconds | None = None,
     ) -> None:
-        """`listed_at_s` is the last list of a predecessor, which counts for the rate limit of
-        lists.
+        """Create the state machine. `listed_at_s` is the time of a predecessor's last list, which
+        counts for the rate limit of lists, or None.
         """
         self._read = read
         self._random = random
@@ -199,7 +213,9 @@ class ListWatch(Generic[T]):
         self._continue_token = ""
         self._source = 0
         self._left_at = ""
-        """Version of the watch when the periodic list started, or "" after anything else."""
+        """Resource version of the watch that a periodic list interrupted, or "" if a list was
+        started for another reason.
+        """
         self._not_before_s: Seconds = 0.0
         self._relist_at_s: Seconds = 0.0
         self.listed_at_s = listed_at_s
@@ -209,13 +225,19 @@ class ListWatch(Generic[T]):
         self._healthy_since_s: Seconds | None = None
         self._broken = True
         self.heard_at_s: Seconds | None = None
-        """Time of the last page, event, bookmark or start of a watch, or None."""
+        """Time at which the server last sent a page, event or bookmark or started a watch, or None
+        if it never did.
+        """
         self.synced = False
-        """True once a list is complete; later errors never remove objects."""
+        """True once the first list is complete. Later errors never remove objects."""
         self.absent = False
-        """True if no source has the kind, because its CRD or the permission is missing."""
+        """True if none of the sources has this kind of object, because its CRD or the permission is
+        missing.
+        """
         self.unreadable: dict[str, str] = {}
-        """Reason by name of an object that `read` rejected; at most one entry per current object."""
+        """Reason why `read` rejected an object, by the object's name; only for objects that still
+        exist.
+        """
 
     def __repr__(self) -> str:
         state = "synced" if self.synced else "not synced"
@@ -223,13 +245,13 @@ class ListWatch(Generic[T]):
 
     @property
     def objects(self) -> dict[str, T]:
-        """Objects by name, in order of names."""
+        """Current objects by name, in order of names."""
         held = sorted(self._held.items())
         return {name: entry.value for name, entry in held if entry.value is not None}
 
     @property
     def in_touch(self) -> bool:
-        """True if the collection is synced and the last step succeeded, so that changes are
+        """True if the first list is complete and the last step succeeded, so that changes are
         received.
         """
         return self.synced and not self._broken
@@ -237,7 +259,7 @@ class ListWatch(Generic[T]):
     # The methods below determine the next step.
 
     def next(self, now: Seconds) -> Step:
-        """Return the next step."""
+        """Return the next step at `now`: a request or a pause."""
         if now < self._not_before_s:
             return Pause(self._not_before_s - now)
         if self._resource_version and now >= self._relist_at_s:
@@ -268,7 +290,9 @@ class ListWatch(Generic[T]):
     # `synced` changed.
 
     def page(self, body: bytes, now: Seconds) -> bool:
-        """Process a page of a list. Raises `ApiError` if it is invalid."""
+        """Process one page of a list. Return True if `objects` or `synced` changed. Raises
+        `ApiError` if the page is invalid.
+        """
         try:
             page = _read_page(body)
             for raw in page.items or ():
@@ -285,7 +309,8 @@ class ListWatch(Generic[T]):
     def initial(self, line: bytes, now: Seconds) -> bool | None:
         """Process a line of a streamed list.
 
-        Return None until the list is complete. Raises `ApiError`.
+        Return None until the list is complete, then True if `objects` or `synced` changed. Raises
+        `ApiError` if the line is invalid.
         """
         event, metadata = _read_event(line)
         self._heard(now)
@@ -298,11 +323,15 @@ class ListWatch(Generic[T]):
         return None
 
     def unstreamed(self) -> None:
-        """Record that the server does not stream lists, so that later ones are read page by page."""
+        """Record that the API server does not stream lists, so that later lists are read page by
+        page.
+        """
         self._streamed = self._stream_next = False
 
     def line(self, line: bytes, now: Seconds) -> bool:
-        """Process a line of a watch. Raises `ApiError` if the list must be repeated."""
+        """Process a line of a watch. Return True if `objects` changed. Raises `ApiError` if the
+        list must be repeated.
+        """
         event, metadata = _read_event(line)
         self._heard(now)
         if event.type in {"ADDED", "MODIFIED"}:
@@ -316,19 +345,19 @@ class ListWatch(Generic[T]):
         return changed
 
     def opened(self, now: Seconds) -> None:
-        """Record that the server started the watch."""
+        """Record that the API server started the watch."""
         self._heard(now)
 
     def closed(self, now: Seconds) -> None:
-        """Record the regular end of a watch; it continues from the last version after a short
-        delay.
+        """Record that the API server ended a watch regularly. The watch continues from the last
+        version after a short delay.
         """
         self._succeeded(now)
         if now < self._relist_at_s:
             self._not_before_s = now + self._random.uniform(*self._timing.reconnect_s)
 
     def failed(self, error: ApiError, now: Seconds) -> None:
-        """Record a failed step; the objects stay unchanged."""
+        """Record that the last step failed with `error`. The objects stay unchanged."""
         kind = error.kind
         self.statistics.errors[kind] += 1
         self._broken = True
@@ -373,7 +402,9 @@ class ListWatch(Generic[T]):
         self._not_before_s = now + pause_s * self._random.uniform(0.5, 1.0)
 
     def _backoff_s(self) -> Seconds:
-        """Return a random delay from a range that doubles with each failure (full jitter)."""
+        """Return a random delay in seconds from a range that doubles with each failure (full
+        jitter).
+        """
         least_s, most_s = self._timing.backoff_s
         # The least delay times 2**16 exceeds every limit.
         span_s = least_s * 2.0 ** min(self._failures, 16)
@@ -392,7 +423,9 @@ class ListWatch(Generic[T]):
             self._tried_at_once.clear()
 
     def _replace(self, resource_version: str, now: Seconds) -> bool:
-        """Replace all objects by the complete list."""
+        """Replace all objects by those of the completed list. Return True if `objects` or `synced`
+        changed.
+        """
         before, after = self._held, self._pending
         told = {
             name
@@ -418,8 +451,8 @@ class ListWatch(Generic[T]):
         return news
 
     def _explained(self, name: str) -> bool:
-        """Return True if the object changed after the watch ended, so that the watch missed
-        nothing.
+        """Return True if the listed object `name` changed after the watch ended, so that the watch
+        did not miss the change.
         """
         listed = self._pending.get(name)
         return listed is not None and _newer(listed.resource_version, self._left_at)
@@ -470,7 +503,7 @@ _RESUMABLE: Final = frozenset(
         ApiFailure.SILENT,
     }
 )
-"""Failures after which the resource version or page token stays valid."""
+"""Failures of requests after which the resource version or page token stays valid."""
 _REFUSED: Final = frozenset({ApiFailure.FORBIDDEN, ApiFailure.ABSENT})
 _AT_ONCE: Final = frozenset({ApiFailure.GONE, ApiFailure.WATCH, ApiFailure.UNAUTHORIZED})
 
@@ -498,7 +531,7 @@ def _read_event(line: bytes) -> tuple[_Event, _Metadata]:
 
 
 def _ends_list(bookmark: Raw) -> bool:
-    """Return True if the bookmark ends a streamed list.
+    """Return True if the bookmark's annotation says that it ends a streamed list.
 
     The annotation is defined at
     https://kubernetes.io/docs/reference/using-api/api-concepts/#streaming-lists.
@@ -525,7 +558,7 @@ def _versioned(event: _Event) -> _Metadata:
 
 
 def _newer(version: str, than: str) -> bool:
-    """Return True if `version` is newer than `than`.
+    """Return True if the resource version `version` is newer than `than`.
 
     Numeric versions are compared as numbers; otherwise any different version is newer.
     """
@@ -544,7 +577,9 @@ def _watch_error(status: Raw) -> ApiError:
 
 
 class LineSplitter:
-    """A splitter of byte chunks into complete lines of at most `line_bytes_max`."""
+    """A splitter of the received bytes of a watch into complete lines of at most
+    `line_bytes_max`.
+    """
 
     def __init__(self, line_bytes_max: int) -> None:
         self._line_bytes_max = line_bytes_max
@@ -552,7 +587,9 @@ class LineSplitter:
         self._bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield every line that `chunk` completes. Raises `ApiError` if a line is too long."""
+        """Yield every line of a watch that `chunk` completes. Raises `ApiError` if a line is too
+        long.
+        """
         *ended, rest = chunk.split(b"\n")
         for piece in ended:
             line = b"".join((*self._parts, piece))

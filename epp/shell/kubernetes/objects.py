@@ -16,10 +16,12 @@ from epp.core.prompt.rewrite import ModelRewrites, RewriteRule, Target
 from epp.core.types import Endpoint, MetricsTarget, Seconds
 
 READY_AFTER_S: Final[Seconds] = 5.0
-"""Seconds after which a Ready pod is used if it could not be scraped."""
+"""Time in seconds after which a Ready pod is used although it could not be scraped."""
 POOL_GROUP: Final = "inference.networking.k8s.io"
 EXTENSION_GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")
-"""API groups of InferenceObjective and InferenceModelRewrite; the first available one is used."""
+"""API groups in which the kinds InferenceObjective and InferenceModelRewrite are searched; the
+first available one is used.
+"""
 EXTENSION_VERSION: Final = "v1alpha2"
 ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
 
@@ -27,13 +29,15 @@ Port = Annotated[int, Meta(ge=1, le=65_535)]
 
 
 class Collection(Struct, frozen=True, kw_only=True):
-    """The objects of one kind in one namespace, optionally restricted by selectors."""
+    """The objects of one kind in one namespace of the API server, optionally restricted by
+    selectors.
+    """
 
     group: str = ""
-    """API group; "" is the core group."""
+    """API group of the kind; "" is the core group."""
     version: str = "v1"
     resource: str
-    """Plural name as in a Role, such as "pods"."""
+    """Plural name of the kind as in a Role, such as "pods"."""
     namespace: str
     label_selector: str = ""
     field_selector: str = ""
@@ -45,7 +49,7 @@ class Collection(Struct, frozen=True, kw_only=True):
 
     @property
     def selectors(self) -> dict[str, str]:
-        """Selectors as query parameters."""
+        """Label and field selectors of the collection as query parameters."""
         selectors = {"labelSelector": self.label_selector, "fieldSelector": self.field_selector}
         return {name: value for name, value in selectors.items() if value}
 
@@ -69,7 +73,8 @@ _decode_endpoint_slice = msgspec.json.Decoder(_EndpointSlice).decode
 
 
 def read_endpoint_slice(raw: bytes) -> frozenset[str]:
-    """Return the IP addresses of an EndpointSlice, including those of pods that are not Ready.
+    """Return the IP addresses in the JSON of an EndpointSlice, including those of pods that are not
+    Ready.
 
     Host names are skipped.
     """
@@ -91,7 +96,7 @@ class Pool(Struct, frozen=True, kw_only=True):
     name: str
     uid: str
     label_selector: str
-    """Label selector in the syntax of the API ("a=b,c=d"), in order of names."""
+    """Selector of the pool's pods in the syntax of the API ("a=b,c=d"), in order of label names."""
     target_ports: tuple[int, ...]
     app_protocol: str
 
@@ -131,7 +136,7 @@ _decode_pool = msgspec.json.Decoder(_PoolObject).decode
 
 
 def read_pool(raw: bytes) -> Pool:
-    """Parse an InferencePool of v1. Raises `msgspec.ValidationError`."""
+    """Parse the JSON of an InferencePool (API version v1). Raises `msgspec.ValidationError`."""
     pool = _decode_pool(raw)
     labels = pool.spec.selector.match_labels
     return Pool(
@@ -153,12 +158,14 @@ class Pod(Struct, frozen=True, kw_only=True):
     name: str
     """Name of the pod in the form "namespace/name"."""
     host: str
-    """IP address; IPv6 is in brackets."""
+    """IP address of the pod; IPv6 is in brackets."""
     labels: Mapping[str, str]
     active_ports: frozenset[int] | None
-    """Ports that serve, or None for all."""
+    """Ports of the pod that serve, or None for all ports."""
     incarnations: Mapping[int, str]
-    """Identity of the running container by port; 0 stands for all containers of the pod."""
+    """Identity of the pod's running container by port; port 0 stands for all containers of the
+    pod.
+    """
     node: str = ""
     """IP address of the pod's node, with IPv6 in brackets; "" if it is unknown."""
 
@@ -207,7 +214,7 @@ _decode_pod = msgspec.json.Decoder(_PodObject).decode
 
 
 def read_pod(raw: bytes) -> Pod | None:
-    """Parse a Pod. Return None while it cannot serve."""
+    """Parse the JSON of a Pod. Return None while the pod cannot serve."""
     pod = _decode_pod(raw)
     metadata, status = pod.metadata, pod.status
     ready = any(
@@ -229,7 +236,9 @@ def read_pod(raw: bytes) -> Pod | None:
 
 
 def _host(ip: str) -> str:
-    """Return the address in the form used before a port. Raises `ValueError` if it is invalid."""
+    """Return an IP address as it is written before a port, with IPv6 in brackets. Raises
+    `ValueError` if it is invalid.
+    """
     address = ip_address(ip)
     return f"[{address}]" if address.version == 6 else str(address)
 
@@ -242,7 +251,9 @@ def _node(ip: str) -> str:
 
 
 def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
-    """Return the active ports of the annotation, skipping invalid ones, or None without one."""
+    """Return the active ports that a pod's annotation lists, without invalid ones, or None if the
+    pod has no such annotation.
+    """
     for name in ACTIVE_PORTS:
         if name in annotations:
             told = (part.strip() for part in annotations[name].split(","))
@@ -266,7 +277,8 @@ def _incarnations(
 def endpoints_of(pods: Iterable[Pod], target_ports: tuple[int, ...]) -> tuple[Endpoint, ...]:
     """Return one endpoint for each active target port of each pod.
 
-    If there are several ports, the endpoint's name contains its rank, the position of its port.
+    If there are several target ports, an endpoint's name contains its rank, the position of its
+    port.
     """
     return tuple(
         Endpoint(
@@ -315,7 +327,9 @@ _decode_objective = msgspec.json.Decoder(_ObjectiveObject).decode
 
 
 def objective_reader(pool_name: str, pool_group: str) -> Callable[[bytes], int | None]:
-    """Return a reader of InferenceObjectives; it returns the priority, or None for another pool."""
+    """Return a function that parses an InferenceObjective and returns its priority, or None if it
+    belongs to another pool.
+    """
 
     def read(raw: bytes) -> int | None:
         spec = _decode_objective(raw).spec
@@ -354,10 +368,12 @@ class _RewriteObject(Struct, frozen=True):
 
 
 class Rewrite(Struct, frozen=True, kw_only=True):
-    """The rules of an InferenceModelRewrite."""
+    """The rules of an InferenceModelRewrite, with its creation time."""
 
     created: str
-    """Creation time in RFC 3339 and UTC, so that texts sort like times."""
+    """Creation time of the InferenceModelRewrite in RFC 3339 and UTC, so that texts sort like
+    times.
+    """
     rules: tuple[RewriteRule, ...]
 
 
@@ -365,7 +381,9 @@ _decode_rewrite = msgspec.json.Decoder(_RewriteObject).decode
 
 
 def rewrite_reader(pool_name: str, pool_group: str) -> Callable[[bytes], Rewrite | None]:
-    """Return a reader of InferenceModelRewrites; it returns None for another pool."""
+    """Return a function that parses an InferenceModelRewrite and returns its rules, or None if it
+    belongs to another pool.
+    """
 
     def read(raw: bytes) -> Rewrite | None:
         rewrite = _decode_rewrite(raw)
@@ -390,7 +408,9 @@ def _rule(rule: _Rule) -> RewriteRule:
 
 
 def model_rewrites(rewrites: Mapping[str, Rewrite]) -> ModelRewrites:
-    """Return the rules of all objects, oldest object first, then by name."""
+    """Return the rules of all InferenceModelRewrites, those of the oldest object first, then by
+    name.
+    """
     oldest_first = sorted(rewrites.items(), key=lambda item: (item[1].created, item[0]))
     return ModelRewrites(rule for _, rewrite in oldest_first for rule in rewrite.rules)
 
@@ -406,7 +426,9 @@ _decode_config_map = msgspec.json.Decoder(_ConfigMapObject).decode
 
 
 def config_map_reader(key: str) -> Callable[[bytes], bytes | None]:
-    """Return a reader of ConfigMaps; it returns the text under `key`, or None."""
+    """Return a function that parses a ConfigMap and returns the text under `key`, or None if it has
+    none.
+    """
 
     def read(raw: bytes) -> bytes | None:
         text = (_decode_config_map(raw).data or {}).get(key)

@@ -1,4 +1,6 @@
-"""Find the replicas of the picker through the EndpointSlices of their headless Service."""
+"""Find the addresses of the picker's replicas through the EndpointSlices of their headless
+Service.
+"""
 
 from collections.abc import Callable
 from random import Random
@@ -18,9 +20,9 @@ _log = structlog.get_logger(__name__)
 class PeerService:
     """A watcher of the replicas' addresses.
 
-    `on_change` receives all addresses, "ip:port" each and including the own one, after the first
-    list and after every change. Replicas count even before they are Ready, because a starting
-    replica needs the state of its peers.
+    `on_change` is called with all addresses, "ip:port" each and including that of this replica,
+    after the first list and after every change. Replicas count even before they are Ready, because
+    a starting replica needs the state of its peers.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class PeerService:
         return self._reflector.reflection()
 
     async def run(self) -> None:
-        """List and watch until cancelled."""
+        """List and watch the EndpointSlices until cancelled."""
         await self._reflector.run()
 
     def _changed(self) -> None:

@@ -1,4 +1,4 @@
-"""Drive one `ListWatch` over HTTP and log its problems."""
+"""Perform the requests of one `ListWatch` over HTTP, and log its problems."""
 
 import asyncio
 import math
@@ -27,9 +27,11 @@ from epp.shell.kubernetes.objects import Collection
 from epp.shell.kubernetes.state import Reflection
 
 LINE_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Maximum length of a line; etcd stores objects of 1.5 MB, which JSON escapes may lengthen."""
+"""Maximum number of bytes of a line in a watch; etcd stores objects of 1.5 MB, which JSON escapes
+may lengthen.
+"""
 REPEAT_S: Final[Seconds] = 300.0
-"""Interval in seconds at which a lasting problem is logged again."""
+"""Interval in seconds at which a lasting problem of a list or watch is logged again."""
 
 T = TypeVar("T")
 
@@ -37,7 +39,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Reflector(Generic[T]):
-    """A copy of `objects` of the API server; `on_change` is called after each change.
+    """A copy of one kind of object of the API server in `objects`; `on_change` is called after each
+    change.
 
     `sources` are tried in order, and the first one that can be read is used. If `optional`, a
     missing CRD means that the feature is disabled, which is not an error.
@@ -55,7 +58,9 @@ class Reflector(Generic[T]):
         optional: bool = False,
         predecessor: "Reflector[T] | None" = None,
     ) -> None:
-        """`predecessor` has the same kind and other selectors; its totals and list rate continue."""
+        """Create the copy. `predecessor` copies the same kind with other selectors; its totals and
+        its rate limit of lists are continued.
+        """
         self._client = client
         self._sources = tuple(sources)
         self._on_change = on_change
@@ -73,7 +78,7 @@ class Reflector(Generic[T]):
 
     @property
     def objects(self) -> dict[str, T]:
-        """Objects by name, in order of names."""
+        """Current objects by name, in order of names."""
         return self._driver.objects
 
     @property
@@ -82,7 +87,7 @@ class Reflector(Generic[T]):
 
     @property
     def in_touch(self) -> bool:
-        """True if current changes are received."""
+        """True if changes of the objects are currently received."""
         return self._driver.in_touch
 
     @property
@@ -109,7 +114,7 @@ class Reflector(Generic[T]):
         )
 
     async def run(self) -> None:
-        """List and watch until cancelled."""
+        """List and watch the objects until cancelled."""
         while True:
             step = self._driver.next(time.monotonic())
             try:
@@ -170,12 +175,12 @@ class Reflector(Generic[T]):
             # Statuses 400 and 422 mean that the server does not know or allow the parameter.
             if error.kind is not ApiFailure.STATUS:
                 raise
-        _log.info("streamed list unavailable, lists are read in pages", resource=str(source))
+        _log.info("API server does not stream lists, they are read in pages", resource=str(source))
         self._driver.unstreamed()
 
     def _log_listed(self, source: Collection) -> None:
         if self._logged:
-            _log.info("list available again", resource=str(source))
+            _log.info("kind of object can be listed again", resource=str(source))
         self._logged = None
 
     async def _watch(self, step: Watch) -> None:
@@ -208,7 +213,9 @@ class Reflector(Generic[T]):
         self._driver.closed(time.monotonic())
 
     def _take(self, splitter: LineSplitter, chunk: bytes) -> None:
-        """Report at most one change per chunk, so that a burst of events is one change."""
+        """Process received lines of a watch. At most one change is reported per chunk, so that a
+        burst of events is one change.
+        """
         changed = False
         try:
             for line in splitter.feed(chunk):
@@ -255,7 +262,7 @@ class Reflector(Generic[T]):
 
 
 def _watch_query(source: Collection, timeout_s: Seconds) -> dict[str, str]:
-    """Return the query parameters of every watch."""
+    """Return the query parameters that every watch has."""
     return {
         "watch": "true",
         "allowWatchBookmarks": "true",

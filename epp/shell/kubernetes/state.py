@@ -8,25 +8,27 @@ from epp.core.types import Seconds
 
 
 class Reflection(Struct, frozen=True, kw_only=True):
-    """The state of one kind of object, for a metrics page."""
+    """The state of the watch of one kind of object, for a metrics page."""
 
     objects: int
     synced: bool
     stale_s: Seconds
-    """Seconds since the last page, event, bookmark or start of a watch; infinite before the first."""
+    """Seconds since the API server last sent a page, event or bookmark or started a watch; infinite
+    if it never did.
+    """
     lists: int
     watches: int
     repairs: int
     errors: Mapping[str, int]
-    """Number of errors by kind."""
+    """Number of errors of lists and watches by kind."""
 
 
 class ClusterSnapshot(Struct, frozen=True, kw_only=True):
     """The state of the connection with the API server, for a metrics page."""
 
     kinds: Mapping[str, Reflection]
-    """State of each kind of object, by resource ("pods", ...)."""
+    """State of the watch of each kind of object, by resource ("pods", ...)."""
     events: Mapping[str, int]
     """Number of Kubernetes Events by result ("written", "dropped")."""
     leading: bool | None
-    """True if this replica leads, or None without leader election."""
+    """True if this replica leads, None without leader election."""

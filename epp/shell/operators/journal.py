@@ -5,8 +5,8 @@ as missing in the files. One thread takes records from the queue in slices, hash
 wrote, and writes. Slices are so small that the event loop never waits longer than for a garbage
 collection. A full, slow or read-only disk only loses records.
 
-Each level of the journal has a folder, limits and counters of its own. `--decisions-dir` opens
-`DecisionsFolder`, and `--capture` opens `InputsFolder`.
+Each level of the journal (decisions, inputs) has a folder, limits and counters of its own.
+`--decisions-dir` opens `DecisionsFolder`, and `--capture` opens `InputsFolder`.
 """
 
 import math
@@ -63,55 +63,70 @@ from epp.shell.files.writing_thread import beside_the_loop
 from epp.shell.starting import StartError
 
 SLICE_S: Final = 0.000_5
-"""Time in seconds for which records are converted before the thread yields."""
+"""Time in seconds for which the journal's thread converts records before it yields the
+interpreter.
+"""
 SLICE_PAUSE_S: Final = 0.005
-"""Pause in seconds between slices; switching threads takes more time than a few records."""
+"""Pause in seconds between two such slices of the journal's thread; switching threads takes more
+time than a few records.
+"""
 BACKLOG_RECORDS: Final = 4_096
-"""Number of queued records above which pauses are a tenth as long, so that a burst fits."""
+"""Number of queued journal records above which the pauses between slices are a tenth as long, so
+that a burst fits into the queue.
+"""
 POLL_S: Final = 0.1
 RETRY_S: Final = 10.0
-"""Time in seconds after a failure of the disk until the next attempt."""
+"""Time in seconds after a failed write of the journal until the next attempt."""
 CLOSE_S_MAX: Final = 3.0
-"""Maximum time in seconds to wait for the disk at shutdown."""
+"""Maximum time in seconds that the shutdown waits for the journal to be written."""
 _NOTE_BYTES: Final = 600
 _FRAME_BYTES: Final = 120
-"""Approximate memory of a queued record beside its variable parts."""
+"""Approximate memory in bytes of a queued journal record without its variable parts."""
 _ADAPTER_BYTES: Final = 100
 _MEMBER_BYTES: Final = 500
 _KEY_BYTES: Final = 40
 _SEGMENTS: Final = 16
-"""Minimum number of segments of decisions; the oldest is removed completely."""
+"""Minimum number of files into which the space for decisions is divided. The oldest file is removed
+as a whole.
+"""
 _REPEATED_MAX: Final[dict[type[Record], int]] = {
     ToldSetting: SETTINGS_MAX,
     ToldStates: STATES_MAX,
     ToldApplied: 64,
 }
-"""Maximum number of records that each segment of decisions repeats, by their type."""
+"""Maximum number of context records (settings, states, configurations) that each file of decisions
+repeats, by their type.
+"""
 _REPEATED_BYTES_MAX: Final = 2**20
-"""Maximum size in bytes of the repeated records of a type.
+"""Maximum size in bytes of the context records of one type that each file of decisions repeats.
 
-Half of a large pool may change its state every second."""
+Half of a large pool may change its state every second.
+"""
 
 _log = structlog.get_logger(__name__)
 
 
 class JournalLimits(Struct, frozen=True, kw_only=True):
-    """Limits of a level."""
+    """Limits of one level of the journal: queue, files and writes."""
 
     queue_bytes_max: int
-    """Maximum size of the queued records of this level in bytes."""
+    """Maximum size in bytes of the records of this level that wait to be written."""
     segment_bytes_max: int
     segment_age_max_s: Seconds
     total_bytes_max: int
     age_max_s: Seconds = math.inf
-    """Age at which files are removed."""
+    """Age in seconds at which files of this level are removed."""
     flush_s: Seconds
-    """Interval of writes in seconds, which a killed process loses."""
+    """Interval between writes to disk in seconds. A killed process loses the records of this
+    time.
+    """
     flush_bytes: int
 
 
 def decisions_limits(total_bytes_max: int, age_max_s: Seconds) -> JournalLimits:
-    """Return the limits of decisions; the queue holds 15 s at 1,000 decisions a second."""
+    """Return the journal's limits for decisions. The queue holds 15 s of records at 1,000 decisions
+    a second.
+    """
     return JournalLimits(
         queue_bytes_max=16 * 2**20,
         segment_bytes_max=min(16 * 2**20, total_bytes_max // _SEGMENTS),
@@ -128,7 +143,9 @@ def inputs_limits(
     segment_age_max_s: Seconds = 600.0,
     total_bytes_max: int = 2**30,
 ) -> JournalLimits:
-    """Return the limits of inputs; the queue holds about 10 s at 1,000 requests a second."""
+    """Return the journal's limits for inputs (the capture). The queue holds about 10 s of records
+    at 1,000 requests a second.
+    """
     return JournalLimits(
         queue_bytes_max=32 * 2**20,
         segment_bytes_max=segment_bytes_max,
@@ -140,21 +157,23 @@ def inputs_limits(
 
 
 class JournalSnapshot(Struct, frozen=True, kw_only=True):
-    """Figures about one level of the journal for a metrics page."""
+    """Counts and sizes of one level of the journal, for a metrics page."""
 
     requests: int
-    """Number of written requests, at the level of inputs."""
+    """Number of requests written to the files; known only at the level of inputs."""
     events: int
-    """Number of written records."""
+    """Number of records written to the files."""
     dropped: dict[str, int]
-    """Number of missing records by reason."""
+    """Number of records that are missing in the files, by reason."""
     write_errors: int
     bytes: int
-    """Size of all files in the folder."""
+    """Total size in bytes of all files in the folder of this level."""
 
 
 def read_salt(path: str) -> bytes:
-    """Return the salt in the file at `path` without surrounding blanks. Raises `StartError`."""
+    """Return the capture's salt from the file at `path`, without surrounding blanks. Raises
+    `StartError`.
+    """
     try:
         with Path(path).open("rb") as file:
             salt = file.read(SALT_BYTES_MAX + 64).strip()
@@ -169,7 +188,9 @@ def read_salt(path: str) -> bytes:
 
 
 class Journal:
-    """The journal of one process: one queue and one thread for all its levels."""
+    """The journal of one process, with one queue and one thread for all its levels (decisions,
+    inputs).
+    """
 
     def __init__(
         self,
@@ -179,19 +200,23 @@ class Journal:
         monotonic: Callable[[], Seconds] = time.monotonic,
         close_s_max: Seconds = CLOSE_S_MAX,
     ) -> None:
-        """`picker` is the name of the pod, and `clock` returns Unix time."""
+        """Create the journal. `picker` is the name of the picker's pod, and `clock` returns Unix
+        time.
+        """
         self.picker = picker
         self.clock, self.monotonic = clock, monotonic
         started = datetime.now(UTC)
         self.origin = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
         self.queue: deque[tuple[JournalFolder, Any, int]] = deque()
-        """Records with their folder and approximate size."""
+        """Records that wait to be written, each with its folder and its approximate size in
+        bytes.
+        """
         self.folders: list[JournalFolder] = []
         self._close_s_max = close_s_max
         self._stopping = threading.Event()
 
     async def run(self) -> None:
-        """Write until cancelled, then write the rest if the disk is fast enough."""
+        """Write records until cancelled, then write the queued ones if the disk is fast enough."""
         await beside_the_loop("the journal", self._work, self._stopping, self._close_s_max)
 
     # The methods below run in the thread.
@@ -206,7 +231,7 @@ class Journal:
                 folder.failed(error)
 
     def write_queued(self) -> None:
-        """Convert queued records, and write those that are due."""
+        """Convert all queued records, and write those of each level whose write is due."""
         queue, clock = self.queue, self.monotonic
         while queue:
             now = clock()
@@ -221,18 +246,18 @@ class Journal:
             folder.write_due(clock())
 
     def end(self) -> None:
-        """Write everything and close the files."""
+        """Write all queued records and close the files."""
         self.write_queued()
         for folder in self.folders:
             folder.end(self.monotonic())
 
 
 class JournalFolder(ABC):
-    """One level of a journal in its folder. The event loop calls `tell`, which never blocks."""
+    """One level of a journal in its own folder. The event loop calls `tell`, which never blocks."""
 
     level: ClassVar[Level]
     name: ClassVar[str]
-    """Name of the level in the log."""
+    """Name of this journal level in log messages."""
 
     def __init__(self, journal: Journal, folder: str, limits: JournalLimits) -> None:
         self._journal = journal
@@ -253,17 +278,19 @@ class JournalFolder(ABC):
         self._dropped_by_size = 0
         self._dropped_by_disk = 0
         self._written: dict[type, int] = {}
-        """Number of written records by type."""
+        """Number of records written to this level, by type."""
         self._write_errors = 0
         self._ended = False
         # Only the writing thread uses the attributes below.
         self._opened = False
-        """True if a segment has begun, which has a file after its first write."""
+        """True if a segment (file) has begun. The file itself exists after its first write."""
         self._number = 0
         self._pending = bytearray()
         self._pending_types: list[type] = []
         self._missing = 0
-        """Number of records that are missing before the next segment."""
+        """Number of records that were lost since the last successful write; the next segment
+        reports it.
+        """
         self._healthy = True
         self._retry_at_s: Seconds = 0.0
         self._began_s: Seconds = 0.0
@@ -271,7 +298,7 @@ class JournalFolder(ABC):
         journal.folders.append(self)
 
     def tell(self, record: Any) -> None:
-        """Queue or drop a record without blocking."""
+        """Queue a record to be written, or drop it if the queue is full. The call never blocks."""
         size = self._size_of(record)
         room = self._limits.queue_bytes_max - self._bytes_put + self._bytes_taken
         if size > room or self._ended:
@@ -286,7 +313,7 @@ class JournalFolder(ABC):
         queue.append((self, record, size))
 
     def failed(self, error: Exception) -> None:
-        """End this level after a defect; requests and other levels continue."""
+        """End this level of the journal after a defect. Requests and other levels continue."""
         self._write_errors += 1
         if self._ended:
             return
@@ -307,28 +334,34 @@ class JournalFolder(ABC):
 
     @abstractmethod
     def _size_of(self, record: Any) -> int:
-        """Return the approximate size of a queued record in bytes."""
+        """Return the approximate size in bytes of a queued record."""
 
     @abstractmethod
     def _frame(self, record: Any) -> bytes:
-        """Return the frame of a record, and remember what later segments repeat of it."""
+        """Convert a record to a frame for the file, and remember the context in it that later
+        segments repeat.
+        """
 
     @abstractmethod
     def _context(self) -> list[bytes]:
-        """Return the frames that a new segment repeats."""
+        """Return the frames of context records that a new segment repeats."""
 
     def _head(self, opened: Opened, first: Any) -> Opened:
-        """Complete the first record of a segment, whose next record is `first`."""
+        """Return `opened`, the first record of a segment, completed for the level. `first` is the
+        record after it.
+        """
         return opened
 
     def _needs_segment(self, record: Any) -> bool:
-        """Return whether `record` must be in another segment than those before it."""
+        """Return True if `record` must not be in the current segment but in a new one."""
         return False
 
     # The methods below run in the thread.
 
     def take(self, record: Any, size: int, now: Seconds) -> None:
-        """Convert a record, and write if there is much to write."""
+        """Convert a record from the queue, and write if enough converted records have
+        accumulated.
+        """
         self._bytes_taken += size
         if self._ended:
             return
@@ -344,17 +377,19 @@ class JournalFolder(ABC):
             self.failed(error)
 
     def write_due(self, now: Seconds) -> None:
-        """Write pending records if the last write was `flush_s` ago."""
+        """Write the converted records if the last write was `flush_s` ago."""
         if now >= self._flushed_s + self._limits.flush_s:
             self._flush(now)
 
     def end(self, now: Seconds) -> None:
-        """Write pending records and end the segment."""
+        """Write the converted records and end the segment."""
         self._flush(now)
         self._close()
 
     def _begin(self, first: Any, now: Seconds) -> None:
-        """Begin a segment with the state before `first`."""
+        """Begin a segment with the context records that describe the state before the record
+        `first`.
+        """
         context = [frame for frame in self._context() if len(frame) <= FRAME_BYTES_MAX]
         opened = Opened(
             at_s=now,
@@ -380,7 +415,7 @@ class JournalFolder(ABC):
         self._pending_types.append(kind)
 
     def _flush(self, now: Seconds) -> None:
-        """Write pending records; they are lost if the disk fails."""
+        """Write the converted records to the file. They are lost if the disk fails."""
         self._flushed_s = now
         if not self._pending:
             return
@@ -400,7 +435,7 @@ class JournalFolder(ABC):
             self._close()
 
     def _write(self, packed: bytes, now: Seconds) -> bool:
-        """Append to the segment's file, and return whether that succeeded."""
+        """Append converted records to the segment's file. Return False if that failed."""
         try:
             if not self._folder.is_open:
                 self._folder.begin(self._number)
@@ -428,7 +463,9 @@ class JournalFolder(ABC):
 
 
 class DecisionsFolder(JournalFolder):
-    """The level of decisions: `tell` takes the frames of the records that memory stores."""
+    """The journal's level of decisions. `tell` takes the frames of the records that are also stored
+    in memory.
+    """
 
     level = Level.DECISIONS
     name = "decision history"
@@ -436,7 +473,7 @@ class DecisionsFolder(JournalFolder):
     def __init__(self, journal: Journal, folder: str, limits: JournalLimits) -> None:
         super().__init__(journal, folder, limits)
         self._repeated: dict[type[Record], dict[bytes, None]] = {kind: {} for kind in _REPEATED_MAX}
-        """Frames that later segments repeat by type, oldest first."""
+        """Frames of context records that later segments repeat, by type and oldest first."""
 
     def _size_of(self, record: bytes) -> int:
         return _FRAME_BYTES + len(record)
@@ -455,7 +492,7 @@ class DecisionsFolder(JournalFolder):
 
 
 class InputsFolder(JournalFolder):
-    """The level of inputs: `tell` takes the notes of a witness."""
+    """The journal's level of inputs, the capture. `tell` takes the notes of a `CaptureWitness`."""
 
     level = Level.INPUTS
     name = "capture"
@@ -470,7 +507,9 @@ class InputsFolder(JournalFolder):
         salt: bytes | None = None,
         share: float = 1.0,
     ) -> None:
-        """A random salt is used until the process ends if `salt` is None."""
+        """Create the capture in `folder`. If `salt` is None, a random salt is used until the
+        process ends.
+        """
         super().__init__(journal, folder, limits)
         self._salt = Salt(secrets.token_bytes(32) if salt is None else salt)
         self._seed = seed
@@ -479,7 +518,7 @@ class InputsFolder(JournalFolder):
         self._sample = Sample(share, self._salt.secret())
 
     def witness(self, scheduler: Scheduler) -> CaptureWitness:
-        """Return a witness of `scheduler` that tells this folder."""
+        """Return a witness that passes all inputs of `scheduler` to this folder."""
         return CaptureWitness(scheduler, sample=self._sample, tell=self.tell, failed=self.failed)
 
     def _size_of(self, record: Note) -> int:
@@ -508,7 +547,9 @@ class InputsFolder(JournalFolder):
 
 
 def size_of_note(note: Note) -> int:
-    """Return the approximate size of a note in bytes, including text from clients and engines."""
+    """Return the approximate size in bytes of a captured note, including text from clients and
+    engines.
+    """
     match note:
         case Decided(_, asked):
             texts = (asked.model, asked.session, asked.cache_salt)
@@ -528,7 +569,9 @@ def size_of_note(note: Note) -> int:
 
 
 def _remember(frames: dict[bytes, None], frame: bytes, count_max: int) -> None:
-    """Add a frame and keep the newest ones within the limits, but at least one."""
+    """Add a frame to the context records that are repeated. Drop the oldest ones beyond the limits,
+    but keep at least one.
+    """
     frames[frame] = None
     while len(frames) > 1 and (
         len(frames) > count_max or sum(map(len, frames)) > _REPEATED_BYTES_MAX

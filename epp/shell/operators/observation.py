@@ -1,7 +1,7 @@
 """Report events of sessions and streams as metrics and log lines.
 
-This is the only module that reads the clock for them. A defect here must not fail a request:
-exceptions are logged, counted and suppressed.
+This is the only module that reads the clock for metrics and log lines of requests. A defect here
+must not fail a request: exceptions are logged, counted and suppressed.
 """
 
 import math
@@ -26,12 +26,18 @@ from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.per_second import PerSecond
 
 OBJECTIVE_WARNING_S: Final = 60.0
-"""Minimum time in seconds between warnings; clients determine how often the cause occurs."""
+"""Minimum time in seconds between two warnings of the same kind; clients determine how often the
+cause occurs.
+"""
 FAILURES_PER_SECOND_MAX: Final = 1
-"""Maximum number of log lines per second about defects, which may occur with each request."""
+"""Maximum number of log lines per second about defects in metrics or log lines, which may occur
+with each request.
+"""
 
 _NOT_SERVED: Final = frozenset({None, *UPSTREAM_FAILURES})
-"""Statuses that do not show that an endpoint works; None means that no response was seen."""
+"""Response statuses that do not show that an endpoint works; None means that no response was
+seen.
+"""
 
 _log = structlog.get_logger(__name__)
 _Told = ParamSpec("_Told")
@@ -41,7 +47,9 @@ _Observer = TypeVar("_Observer", bound="Observation")
 def contained(
     tell: Callable[Concatenate[_Observer, _Told], None],
 ) -> Callable[Concatenate[_Observer, _Told], None]:
-    """Wrap `tell` so that exceptions are counted and sometimes logged, but not raised."""
+    """Return a function that calls `tell`. An exception of `tell` is counted and sometimes logged,
+    but not raised.
+    """
 
     @wraps(tell)
     def telling(observer: _Observer, /, *told: _Told.args, **more: _Told.kwargs) -> None:
@@ -68,7 +76,9 @@ _RESPONSES_UNSEEN: Final = (
 
 
 class Observation:
-    """The observer of all sessions and streams."""
+    """The observer of all sessions and streams, which reports their events as metrics and log
+    lines.
+    """
 
     def __init__(
         self,
@@ -79,11 +89,9 @@ class Observation:
         picked: Callable[[Endpoint], None] = lambda _: None,
         served: Callable[[InferenceRequest, Endpoint, Seconds], None] = lambda *_: None,
     ) -> None:
-        """Configure the observer.
-
-        `recent` records decisions and refusals. `answered` receives each endpoint that served a
-        request, `picked` each endpoint that is about to get one, and `served` each request that
-        ended successfully.
+        """Create the observer. `recent` records decisions and refusals. `answered` is called with
+        each endpoint that served a request, `picked` with each endpoint that is about to get one,
+        and `served` with each request that ended successfully.
         """
         self._telemetry = telemetry
         self._decisions = decisions
@@ -97,11 +105,16 @@ class Observation:
         self._usage_seen = True
 
     def could_not(self, event: str, error: Exception) -> None:
-        """Count and log a failure to report `event`."""
+        """Count and log that the metrics or log lines of `event` failed with an error."""
         self._telemetry.telemetry_failed(event)
         if self._failures.admits(time.monotonic()):
             left_out = self._failures.left_out()
-            _log.error("telemetry failed", telling=event, exc_info=error, **left_out)
+            _log.error(
+                "recording metrics or log lines of an event failed",
+                telling=event,
+                exc_info=error,
+                **left_out,
+            )
 
     @contained
     def decided(self, exchange: Exchange) -> None:

@@ -1,1 +1,1 @@
-"""Find replicas of the picker and transport opaque frames between them."""
+"""Find the other replicas of the picker, and transport opaque frames between replicas."""

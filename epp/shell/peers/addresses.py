@@ -1,4 +1,4 @@
-"""Determine the addresses of replicas by polling DNS every few seconds."""
+"""Determine the addresses of the picker's replicas by polling DNS every few seconds."""
 
 import asyncio
 import socket
@@ -15,18 +15,22 @@ from epp.shell.supervision import forever
 POLL_S: Final[Seconds] = 5.0
 
 Target: TypeAlias = tuple[str, int]
-"""Host name or IP address, and port."""
+"""Host name or IP address of replicas, and their port."""
 Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
-"""Function from a name to IP addresses. It raises `OSError`."""
+"""Type of a function that resolves a host name to IP addresses. It raises `OSError`."""
 
 _GONE: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
-"""Error codes of a name that does not exist, such as a headless Service without replicas."""
+"""Error codes of the resolver for a name that does not exist, such as a headless Service without
+replicas.
+"""
 
 _log = structlog.get_logger(__name__)
 
 
 async def resolve(host: str) -> list[str]:
-    """Resolve `host` with the resolver of the operating system."""
+    """Return the IP addresses of `host` from the resolver of the operating system. Raises
+    `OSError`.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address[0]) for _, _, _, _, address in found]
 
@@ -34,8 +38,8 @@ async def resolve(host: str) -> list[str]:
 class Addresses:
     """A poller of the replicas' addresses.
 
-    `on_found` receives all addresses, "ip:port" each, at first and after each change. If a name
-    cannot be resolved, its previous addresses are kept.
+    `on_found` is called with all addresses, "ip:port" each, after the first poll and after each
+    change. If a name cannot be resolved, its previous addresses are kept.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Addresses:
         self._problems: dict[Target, str] = {}
 
     async def run(self) -> None:
-        """Resolve names until cancelled."""
+        """Resolve the replicas' names periodically until cancelled."""
         told: frozenset[str] | None = None
         while True:
             for target in self._targets:
@@ -83,7 +87,9 @@ class Addresses:
         self._known[target] = frozenset(address_of(host, port) for host in hosts)
 
     def _tell(self, target: Target, problem: str) -> None:
-        """Log a problem once, until it is solved or another one occurs."""
+        """Log a problem of resolving names once, until it is solved or another problem occurs."""
         if self._problems.get(target) != problem:
             self._problems[target] = problem
-            _log.warning("name of peers cannot be resolved", name=target[0], problem=problem)
+            _log.warning(
+                "host name of replicas cannot be resolved", name=target[0], problem=problem
+            )

@@ -18,43 +18,47 @@ ACCEPTS_PER_BEAT_MAX: Final = 32
 NEWCOMERS_MAX: Final = 256
 """Maximum number of connections that wait for authentication.
 
-Accepting this number takes at least eight beats. A replica needs three to pass the gate. Strangers
-from its own address therefore cannot displace it before."""
+Accepting this number takes at least eight beats. A replica needs three beats to pass the gate.
+Strangers with the replica's address therefore cannot displace it before it passes.
+"""
 NEWCOMER_S_MAX: Final[Seconds] = 5.0
-"""Time in seconds after which a connection that is not open is closed."""
+"""Time in seconds after which an incoming connection that has not authenticated is closed."""
 
 
 class Newcomer(Struct, eq=False):
-    """An incoming connection that is not open yet."""
+    """An incoming connection to --peer-port that has not authenticated yet."""
 
     host: str
     connection: Connection
     known: bool = False
-    """True if it comes from the address of a replica or from this machine."""
+    """True if this connection comes from the address of a known replica or from this machine."""
 
 
 class Admission:
-    """The waiting connections with their priorities."""
+    """The incoming connections that have not authenticated yet, with their priorities."""
 
     def __init__(self, *, has_secret: bool) -> None:
         self.hosts: frozenset[str] = frozenset()
-        """IP addresses of known replicas."""
+        """IP addresses of the known replicas."""
         self.newcomers: list[Newcomer] = []
-        """Waiting connections, oldest first."""
+        """Connections that have not authenticated yet, oldest first."""
         self._has_secret = has_secret
         self._counts: Counter[str] = Counter()
-        """Number of waiting connections by host."""
+        """Number of connections that have not authenticated yet, by host."""
 
     def admits(self, host: str) -> bool:
-        """Return True if a connection from the IP address `host` may try to authenticate."""
+        """Return True if an incoming connection from the IP address `host` may try to
+        authenticate.
+        """
         return self._has_secret or self._is_known(host)
 
     def add(self, newcomer: Newcomer) -> Newcomer | None:
-        """Add `newcomer`. Return the connection that must be closed for it, or None.
+        """Add the new connection `newcomer`. Return the connection that must be closed for it, or
+        None.
 
         Connections that have not passed the gate are closed first. Among them, strangers are closed
-        before hosts with the address of a replica. Then the host with most waiting connections
-        loses its oldest.
+        before hosts with the address of a replica. If these are equal, the host with most waiting
+        connections loses its oldest one.
         """
         newcomer.known = self._is_known(newcomer.host)
         self.newcomers.append(newcomer)
@@ -66,7 +70,7 @@ class Admission:
         return gives_way
 
     def remove(self, newcomer: Newcomer) -> None:
-        """Remove a connection that was opened or closed."""
+        """Remove a connection that has authenticated or was closed."""
         self.newcomers.remove(newcomer)
         self._counts[newcomer.host] -= 1
         if not self._counts[newcomer.host]:
@@ -82,8 +86,8 @@ class Admission:
 
 
 def plain_host(address: str) -> IPv4Address | IPv6Address | None:
-    """Return the address without a zone and mapped IPv4 as IPv4, or None if it is not an IP
-    address.
+    """Parse an IP address, without a zone and with IPv4-mapped IPv6 as IPv4; return None if
+    `address` is not an IP address.
     """
     try:
         host = ip_address(address.partition("%")[0])

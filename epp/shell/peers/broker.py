@@ -4,9 +4,9 @@ The data of one beat is one PUBLISH:
 
     origin, 8 bytes | frames, each: length u32 | bytes
 
-Nothing is acknowledged. While the server is unavailable, frames are dropped and a replica works
-alone. After reconnecting it reads the snapshot again. The active replica with the least origin
-writes the snapshot.
+Nothing is acknowledged. While the server is unavailable, each replica drops its frames and works
+alone. After reconnecting the replica reads the snapshot again. The active replica with the least
+origin writes the snapshot.
 """
 
 import asyncio
@@ -35,23 +35,27 @@ from epp.shell.peers.state import PeerRow, Traffic
 from epp.shell.starting import StartError
 
 WAITING_FRAMES_MAX: Final = 1_024
-"""Maximum number of queued frames per direction: some seconds of traffic."""
+"""Maximum number of frames queued per direction between this replica and the broker: some seconds
+of traffic.
+"""
 WAITING_BYTES_MAX: Final = 4 * 1024 * 1024
 PAYLOAD_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ORIGINS_MAX: Final = 1_024
 SILENCE_S: Final[Seconds] = 4.0
-"""Time in seconds after which a silent replica is not counted."""
+"""Time in seconds after which a replica without messages no longer counts as active."""
 SNAPSHOT_EVERY_S: Final[Seconds] = 30.0
 SNAPSHOT_TTL_S: Final = 600
 RECONNECT_S: Final = 0.5, 5.0
-"""Bounds of the random delay in seconds before a reconnection."""
+"""Bounds of the random delay in seconds before the picker reconnects to the broker."""
 ANSWER_S_MAX: Final[Seconds] = 5.0
 CONNECT_S_MAX: Final[Seconds] = 2.0
 OPEN_S_MAX: Final[Seconds] = 10.0
-"""Time limit in seconds to connect and to read the snapshot."""
+"""Time limit in seconds to connect to the broker and read the snapshot from it."""
 CLOSE_S_MAX: Final[Seconds] = 1.0
 HELLO_S: Final[Seconds] = 1.0
-"""Maximum time in seconds between two published messages."""
+"""Maximum time in seconds between two messages that the picker publishes; without frames it
+publishes an empty message.
+"""
 
 _LENGTH: Final = struct.Struct("<I")
 _SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
@@ -60,7 +64,9 @@ _log = structlog.get_logger(__name__)
 
 
 def broker_url(url: str, url_file: str) -> str:
-    """Return the URL from the flag or the file, or "" if there is none. Raises `StartError`."""
+    """Return the URL of the broker from the flag or from the file, or "" if neither is given.
+    Raises `StartError`.
+    """
     if not url_file:
         return url
     text = read_secret(url_file, "--peer-url-file").decode("utf-8", "replace")
@@ -70,7 +76,7 @@ def broker_url(url: str, url_file: str) -> str:
 
 
 class Waiting:
-    """A bounded queue of frames that drops the oldest ones."""
+    """A bounded queue of frames that drops the oldest frame when it is full."""
 
     def __init__(self) -> None:
         self._frames: deque[tuple[bytes, bytes]] = deque()
@@ -80,7 +86,7 @@ class Waiting:
         return len(self._frames)
 
     def append(self, origin: bytes, frame: bytes) -> int:
-        """Add a frame and return the number of dropped frames."""
+        """Add a frame to the queue. Return the number of older frames dropped for it."""
         self._frames.append((origin, frame))
         self._bytes += len(frame)
         dropped = 0
@@ -96,11 +102,11 @@ class Waiting:
 
     @property
     def first_bytes(self) -> int:
-        """Length of the first frame in bytes."""
+        """Length in bytes of the first frame in the queue."""
         return len(self._frames[0][1])
 
     def clear(self) -> int:
-        """Empty the queue and return the number of frames it had."""
+        """Empty the queue and return the number of frames that were in it."""
         dropped = len(self._frames)
         self._frames.clear()
         self._bytes = 0
@@ -108,7 +114,9 @@ class Waiting:
 
 
 class Replica(Struct):
-    """A replica that sent messages; it is the `Message.source` of its messages."""
+    """Another replica that sends messages through the broker; it is the `Message.source` of its
+    messages.
+    """
 
     origin: bytes
     since_s: Seconds
@@ -117,7 +125,9 @@ class Replica(Struct):
 
 
 class Broker:
-    """A carrier through a broker. Run `run` as a task and call `first_snapshot` at start."""
+    """A carrier of frames through a broker (Valkey or Redis). Run `run` as a task and call
+    `first_snapshot` at start.
+    """
 
     def __init__(
         self,
@@ -131,9 +141,8 @@ class Broker:
         snapshot_every_s: Seconds = SNAPSHOT_EVERY_S,
         reconnect_s: tuple[Seconds, Seconds] = RECONNECT_S,
     ) -> None:
-        """Replicas with the same `pool` share state.
-
-        Raises `StartError` without the client library.
+        """Create the carrier. Replicas with the same `pool` share state. Raises `StartError` if the
+        client library is not installed.
         """
         try:
             self._library: Any = import_module("valkey.asyncio")
@@ -161,10 +170,14 @@ class Broker:
         self._replicas: dict[bytes, Replica] = {}
         self.connected = False
         self._tried = asyncio.Event()
-        """Set once the first connection was made and the snapshot read, or that failed."""
+        """Set once the first attempt to connect and to read the snapshot has ended, whether it
+        succeeded or failed.
+        """
         self._read_first = False
         self.outcomes = {"loaded": 0, "ignored": 0, "saved": 0, "failed": 0}
-        """Number of snapshots by outcome."""
+        """Number of the broker's snapshots that this picker handled, by outcome: read, ignored,
+        written, or failed.
+        """
 
     # The pump calls these methods.
 
@@ -218,12 +231,12 @@ class Broker:
     # Tasks run these methods.
 
     async def first_snapshot(self) -> bool:
-        """Wait for the attempt to read the snapshot. Return True if it was read."""
+        """Wait for the first attempt to read the broker's snapshot. Return True if it was read."""
         await self._tried.wait()
         return self._read_first
 
     async def run(self) -> None:
-        """Keep a connection until cancelled."""
+        """Keep a connection to the broker until cancelled; reconnect after every failure."""
         while True:
             try:
                 await self._connection()
@@ -253,7 +266,9 @@ class Broker:
         self.connected = False
 
     async def _connection(self) -> None:
-        """Use one connection until it fails. Raises the error."""
+        """Connect to the broker and use the connection until it fails. Raises the error of the
+        failure.
+        """
         client = self._library.Valkey.from_url(
             self._url,
             socket_connect_timeout=CONNECT_S_MAX,
@@ -278,7 +293,7 @@ class Broker:
                     await client.aclose()
 
     async def _alive(self, client: Any, subscription: Any, content: bytes | None) -> None:
-        """Run the tasks of a connection until the first one fails."""
+        """Run the tasks of one connection to the broker until the first of them fails."""
         # A task group is not used because before Python 3.13 it may lose a cancellation.
         tasks = [
             asyncio.create_task(self._listen(subscription), name="listen"),
@@ -314,7 +329,9 @@ class Broker:
                 raise TimeoutError
 
     def _take(self, payload: bytes, now: Seconds) -> None:
-        """Process a published message, which may come from any client with access to the channel."""
+        """Process a payload from the broker's channel. It may come from any client with access to
+        the channel.
+        """
         if not ORIGIN_BYTES <= len(payload) <= PAYLOAD_BYTES_MAX:
             self._traffic.unreadable()
             return
@@ -353,7 +370,9 @@ class Broker:
                 self._traffic.frames["sent", "sent"] += frames
 
     def _payload(self) -> tuple[bytes, int]:
-        """Return a message with as many queued frames as fit, and their number."""
+        """Return the payload of a message with as many queued frames as fit, and the number of
+        these frames.
+        """
         parts = [self._exchange.origin]
         left = PAYLOAD_BYTES_MAX - ORIGIN_BYTES
         while self._outgoing:
@@ -368,7 +387,7 @@ class Broker:
     # The methods below handle the snapshot.
 
     async def _fetch(self, client: Any) -> bytes | None:
-        """Return the content of the key, or None if it is missing or too large."""
+        """Return the snapshot stored in the broker, or None if it is missing or too large."""
         length = await client.strlen(self._key)
         if not length:
             return None
@@ -400,13 +419,13 @@ class Broker:
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("snapshot of the broker ignored", key=self._key, problem=problem)
+        _log.warning("snapshot in the broker ignored", key=self._key, problem=problem)
 
 
 def _heed_cancellation() -> None:
     """Raise `CancelledError` if the task is being cancelled.
 
-    The client may raise another error if it is cancelled while it fails.
+    The broker's client library may raise another error if its caller is cancelled while it fails.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -414,7 +433,9 @@ def _heed_cancellation() -> None:
 
 
 def _frames(payload: bytes) -> Iterator[bytes | None]:
-    """Yield the frames of a published message, and finally None if the message is truncated."""
+    """Yield the frames in the payload of a broker's message, and finally None if the payload is
+    truncated or a frame is too long.
+    """
     at = ORIGIN_BYTES
     while at < len(payload):
         start = at + _LENGTH.size

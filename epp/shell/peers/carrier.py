@@ -1,4 +1,4 @@
-"""The interface that transports frames between replicas."""
+"""The interface of a carrier, which transports frames between replicas."""
 
 from enum import IntEnum
 from typing import Final, Protocol
@@ -10,27 +10,31 @@ from epp.shell.peers.state import PeerRow
 
 
 class Kind(IntEnum):
-    """The kind of a message, which is its first byte on a connection."""
+    """The kind of a message between replicas, which is the message's first byte on a connection."""
 
     HELLO = ord("H")
-    """A request and its answer, sent about once a second."""
+    """A greeting with the sender's origin, and the answer to it. It is sent about once a second."""
     FRAME = ord("F")
     SNAPSHOT_WANTED = ord("S")
     SNAPSHOT_PART = ord("P")
     SNAPSHOT_END = ord("E")
     SNAPSHOT_REFUSED = ord("N")
-    """A refusal, because another snapshot is being sent or there is none yet."""
+    """The refusal of a request for a snapshot, because the replica sends one to another replica or
+    has none yet.
+    """
 
 
 KINDS: Final = {kind.value: kind for kind in Kind}
 
 
 class Source(Protocol):
-    """The sender of a message. Only the carrier that created it knows more."""
+    """The sender of a message. Only the carrier that created this object knows more about it."""
 
     @property
     def origin(self) -> bytes:
-        """Origin for which the sender may speak, or b"" if it is not known yet."""
+        """Origin (8-byte id) of the replica for which the sender may speak, or b"" if it is not
+        known yet.
+        """
         ...
 
 
@@ -41,12 +45,11 @@ class Message(Struct, frozen=True):
 
 
 class Carrier(Protocol):
-    """A transport of frames. No method blocks, and each takes bounded time."""
+    """A transport of frames between replicas. No method blocks, and each takes bounded time."""
 
     def send(self, frame: bytes) -> None:
-        """Send `frame` to every active peer.
-
-        Where a queue is full the frame is dropped and counted.
+        """Send `frame` to every active peer. For a peer whose queue is full, the frame is dropped
+        and counted.
         """
         ...
 
@@ -55,28 +58,28 @@ class Carrier(Protocol):
     ) -> tuple[list[Message], bool]:
         """Return at most `messages_max` received messages, and True if there may be more.
 
-        Messages of `paused` stay unread.
+        Messages from the source `paused` stay unread.
         """
         ...
 
     def beat(self, now: Seconds) -> None:
-        """Do periodic work once per beat."""
+        """Do the carrier's periodic work, once per beat."""
         ...
 
     def greeted(self, message: Message, now: Seconds) -> None:
-        """Process a `HELLO` message."""
+        """Process a received `HELLO` message."""
         ...
 
     def rows(self, now: Seconds) -> list[PeerRow]:
-        """Return the rows of the peers for operators."""
+        """Return one row per peer for operators, with its address, traffic and state."""
         ...
 
     @property
     def known(self) -> int:
-        """Number of known peers, including those that do not answer."""
+        """Number of known peers, including peers that do not answer."""
         ...
 
     @property
     def answering(self) -> int:
-        """Number of peers that answer."""
+        """Number of peers that currently answer."""
         ...

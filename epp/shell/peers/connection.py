@@ -1,4 +1,4 @@
-"""One connection between replicas: a non-blocking socket and its work in a beat.
+"""One connection between replicas: a non-blocking socket and its work in a beat of the pump.
 
     server        "HMT" | version u8 | has a secret u8 | nonce, 32 bytes
     client        the nonce hashed with a key of the secret, 32 bytes
@@ -26,10 +26,12 @@ from epp.shell.peers.secret import Identity, answer_to, origin_of
 VERSION: Final = 1
 MESSAGE_BYTES_MAX: Final = 1 + FRAME_BYTES_MAX
 SENT_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Maximum number of bytes queued for one peer: seconds of live traffic, or a part of a snapshot."""
+"""Maximum number of bytes queued for one peer: seconds of its live traffic, or a part of a
+snapshot.
+"""
 READ_BYTES: Final = 64 * 1024
 READS_PER_MESSAGE_MAX: Final = 32
-"""Maximum number of reads per message; TLS returns at most 16 KB at a time."""
+"""Maximum number of reads from the socket for one message; TLS returns at most 16 KB at a time."""
 WRITE_BYTES: Final = 64 * 1024
 NONCE_BYTES: Final = 32
 ANSWER_BYTES: Final = 32
@@ -43,26 +45,30 @@ _Socket: TypeAlias = socket.socket
 
 
 class Problem(StrEnum):
-    """The reason why a connection ended."""
+    """The reason why a connection between replicas failed or ended."""
 
     LOST = "lost"
-    """The peer closed the connection or disappeared."""
+    """The peer closed the connection, or disappeared."""
     REFUSED = "refused"
-    """The peer could not be reached."""
+    """The connection ended because the peer could not be reached."""
     VERSION = "version"
-    """The peer has another version or is not a replica."""
+    """The connection ended because the peer has another version or is not a replica."""
     SECRET = "secret"  # noqa: S105  a word
-    """The peer does not know the secret, or only one side has a secret."""
+    """The connection ended because the peer does not know the secret, or only one side has a
+    secret.
+    """
     HANDSHAKE = "handshake"
-    """TLS failed although the peer knows the secret."""
+    """The TLS handshake failed although the peer knows the secret."""
     MESSAGE = "message"
-    """The peer sent an invalid or too long message."""
+    """The connection ended because the peer sent a message that is invalid or too long."""
     CLOSED = "closed"
-    """This process closed the connection."""
+    """This process closed the connection to the peer."""
 
 
 class Stage(StrEnum):
-    """The progress of a connection."""
+    """The progress of establishing a connection between replicas: gate, TLS handshake, then
+    open.
+    """
 
     CONNECTING = "connecting"
     GATE = "gate"
@@ -71,21 +77,19 @@ class Stage(StrEnum):
 
 
 class Connection:
-    """A connection to one peer.
-
-    Call `advance` until the stage is `OPEN`. Then use `send`, `flush` and `read`, and finally
-    `close`.
+    """A connection to one peer. Call `advance` until the stage is `OPEN`; then use `send`, `flush`
+    and `read`, and finally `close`.
     """
 
     def __init__(self, plain: _Socket, identity: Identity, *, serving: bool, now: Seconds) -> None:
-        """`plain` is a connected socket if `serving`, else one being connected; this object closes
-        it.
+        """Use the socket `plain`, which is connected if `serving`, else still connecting. This
+        object closes it.
         """
         self.began_at_s = now
         self.stage = Stage.GATE if serving else Stage.CONNECTING
         self.problem: Problem | None = None
         self.origin = b""
-        """Origin in the peer's certificate, or b"" without a secret."""
+        """Origin (8-byte id) in the peer's certificate, or b"" without a secret."""
         self._identity = identity
         self._serving = serving
         self._nonce = b""
@@ -99,28 +103,30 @@ class Connection:
             self.flush()
 
     def fileno(self) -> int:
-        """Return the file descriptor for a selector."""
+        """Return the connection's file descriptor, as a selector needs it."""
         return self._socket.fileno()
 
     @property
     def unsent_bytes(self) -> int:
-        """Number of queued bytes."""
+        """Number of bytes queued for the peer and not sent yet."""
         return len(self._outgoing)
 
     def close(self) -> None:
-        """Close the connection immediately and discard queued data."""
+        """Close the connection to the peer immediately and discard the data queued for it."""
         self.fail(Problem.CLOSED)
         self._socket.close()
 
     def fail(self, problem: Problem) -> None:
-        """Record the first problem and stop the connection; its file stays open until `close`."""
+        """Record the connection's first problem and stop using it. Its file descriptor stays open
+        until `close`.
+        """
         if self.problem is None:
             self.problem = problem
 
     # The methods below establish the connection.
 
     def advance(self) -> None:
-        """Continue the handshake as far as received data allows."""
+        """Continue to establish the connection, as far as received data allows."""
         if self.problem is not None:
             return
         try:
@@ -153,7 +159,7 @@ class Connection:
         self.stage = Stage.GATE
 
     def _verify(self) -> None:
-        """Check on the server's side whether the client knows the secret."""
+        """Check, as the server, whether the client's answer proves that it knows the secret."""
         answer = self._exactly(ANSWER_BYTES)
         if answer is None:
             return
@@ -163,7 +169,7 @@ class Connection:
             self.fail(Problem.SECRET)
 
     def _answer(self) -> None:
-        """Prove on the client's side that this process knows the secret."""
+        """Send, as the client, the proof that this process knows the secret."""
         greeting = self._exactly(_GREETING.size)
         if greeting is None:
             return
@@ -182,7 +188,9 @@ class Connection:
                 self._begin_tls(self._identity.asking)
 
     def _exactly(self, count: int) -> bytes | None:
-        """Return exactly the first `count` bytes, or None if some are still missing."""
+        """Return exactly the first `count` received bytes, or None if some of them are still
+        missing.
+        """
         came = self._socket.recv(count - len(self._incoming))
         if not came:
             self.fail(Problem.LOST)
@@ -214,9 +222,8 @@ class Connection:
     # The methods below use the open connection.
 
     def send(self, kind: int, frame: bytes) -> bool:
-        """Queue a message and send it immediately if nothing else is queued.
-
-        Return True if there was room for it.
+        """Queue a message for the peer, and send it immediately if nothing else is queued. Return
+        True if the queue had room for it.
         """
         if self.problem is not None or self.stage is not Stage.OPEN:
             return False
@@ -248,7 +255,7 @@ class Connection:
             del self._outgoing[:sent]
 
     def waiting(self) -> bool:
-        """Return True if a complete or an invalid message is buffered."""
+        """Return True if a complete message, or an invalid one, is in the receive buffer."""
         incoming = self._incoming
         if len(incoming) < _LENGTH.size:
             return False
@@ -256,7 +263,9 @@ class Connection:
         return len(incoming) >= _LENGTH.size + length or not 1 <= length <= MESSAGE_BYTES_MAX
 
     def read(self) -> bytes | None:
-        """Return the next message, starting with its kind, or None if none is complete."""
+        """Return the next received message, starting with the byte of its kind, or None if none is
+        complete.
+        """
         if self.stage is not Stage.OPEN:
             return None
         for _ in range(READS_PER_MESSAGE_MAX):
@@ -265,7 +274,7 @@ class Connection:
         return self._first() if self.waiting() else None
 
     def _receive(self) -> bool:
-        """Receive available data. Return True if there was any."""
+        """Read the data that the socket has received. Return True if there was any."""
         if self.problem is not None:
             return False
         try:

@@ -1,7 +1,7 @@
 """Connections between replicas: one outgoing and one incoming connection per peer.
 
 A replica sends its data over the connection that it opened, and answers come back on it. Each peer
-has its own queue per direction, limited in bytes. If a queue is full a frame is dropped and
+has its own queue per direction, limited in bytes. If a queue is full, a new frame is dropped and
 counted, and nothing blocks. Unread data waits in the kernel's buffers and then at the sender.
 
 Data is read once per beat, not on arrival: waking the event loop for a frame takes several times as
@@ -37,29 +37,43 @@ from epp.shell.starting import EVERYWHERE, cannot_listen
 
 PEERS_MAX: Final = 64
 GUESTS_MAX: Final = 2 * PEERS_MAX
-"""Maximum number of incoming connections; beyond it the one with the longest silence is closed."""
+"""Maximum number of incoming connections of replicas; when one more arrives, the connection with
+the longest silence is closed.
+"""
 HANDSHAKES_PER_BEAT_MAX: Final = 8
-"""Maximum number of TLS steps per beat, each about 0.3 ms; only peers with the secret get there."""
+"""Maximum number of TLS handshake steps per beat, each about 0.3 ms. Only peers with the secret
+reach the TLS handshake.
+"""
 MESSAGES_PER_GUEST_MAX: Final = 8
-"""Maximum number of messages read from one peer while others wait."""
+"""Maximum number of messages read from one peer in a turn while other peers wait."""
 HELLO_S: Final[Seconds] = 1.0
 SILENCE_S: Final[Seconds] = 4.0
-"""Time in seconds after which nothing is sent to a peer that does not answer."""
+"""Time in seconds after which a peer that does not answer counts as silent, so that no frames are
+sent to it.
+"""
 GUEST_SILENCE_S: Final[Seconds] = 15.0
-"""Time in seconds after which a silent incoming connection is closed; peers send hello each second."""
+"""Time in seconds after which a silent incoming connection is closed; active peers send a hello
+each second.
+"""
 CONNECT_AGAIN_S: Final[Seconds] = 5.0
-"""Time in seconds after which an outgoing connection without answers is opened again."""
+"""Time in seconds after which an outgoing connection whose peer does not answer is closed and
+opened again.
+"""
 STALL_S: Final[Seconds] = 0.5
-"""Delay of a beat in seconds from which this process itself was stalled, not its peers."""
+"""Delay of a beat in seconds from which this process itself is assumed to have been stalled,
+instead of its peers.
+"""
 BACKLOG: Final = 512
 _RECONNECT_S: Final[Seconds] = 0.1
 _RECONNECT_S_MAX: Final[Seconds] = 5.0
 _LINGER_S: Final[Seconds] = 0.2
-"""Time in seconds to send queued data at shutdown."""
+"""Maximum time in seconds for sending queued data at shutdown."""
 _LINGER_POLL_S: Final[Seconds] = 0.005
 
 _HELLO: Final = struct.Struct(f"<{ORIGIN_BYTES}sd")
-"""Layout of a hello: origin, and seconds for which the sender has been warm, or 0 if it is not."""
+"""Binary layout of a hello message: the sender's origin, and the seconds for which it has been
+warm, or 0 if it is not warm.
+"""
 _COMPLAINTS: Final = {
     Problem.VERSION: "a peer address answers with another version or is not a replica",
     Problem.SECRET: (
@@ -68,27 +82,31 @@ _COMPLAINTS: Final = {
     Problem.HANDSHAKE: "peer handshake failed: the secrets differ",
     Problem.MESSAGE: "a replica sent an invalid message; its connection is closed",
 }
-"""Log messages for problems that an operator can solve."""
+"""Log messages for problems of connections that an operator can solve."""
 
 
 class Link:
-    """The outgoing connection to one peer, which is opened again after a failure."""
+    """The outgoing connection to one peer, which is opened again after each failure."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.connection: Connection | None = None
-        """The connection, or None if there is none at the moment."""
+        """The current connection to the peer, or None if there is none at the moment."""
         self.origin = b""
         self.warm_s: Seconds = 0.0
-        """Seconds for which the peer had been warm at its last answer, or 0 if it is not warm."""
+        """Seconds for which the peer had been warm when it last answered, or 0 if it is not
+        warm.
+        """
         self.heard_at_s: Seconds | None = None
         self.up_since_s: Seconds | None = None
-        """Time since which the peer answers, or None if it does not."""
+        """Time since which the peer has been answering, or None if it does not answer."""
         self.waits_since_s: Seconds = 0.0
-        """Time since which a connection exists or an answer is missing."""
+        """Time at which the connection was begun, or at which the peer became silent on it."""
         self.try_at_s: Seconds = 0.0
         self.pause_s: Seconds = _RECONNECT_S
-        """Delay in seconds before the attempt after the next one."""
+        """Delay in seconds that follows the next failure of the connection; it doubles each
+        time.
+        """
         self.polled = False
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -96,18 +114,21 @@ class Link:
 
 
 class Guest:
-    """An incoming connection of a peer."""
+    """An incoming connection from a peer."""
 
     def __init__(self, host: str, connection: Connection, now: Seconds) -> None:
         self.host = host
         self.connection = connection
         self.origin = connection.origin
-        """Origin from the certificate, or in plaintext from the first hello."""
+        """The peer's origin (8-byte id), from its certificate or, in plaintext, from its first
+        hello; b"" if unknown.
+        """
         self.heard_at_s = now
 
 
 class Mesh:
-    """A carrier over direct connections. No method blocks.
+    """A carrier of frames over direct connections between replicas. No method except `wait_closed`
+    blocks.
 
     Call `open`, then `connect` and `beat` repeatedly, and finally `close`.
     """
@@ -121,7 +142,9 @@ class Mesh:
         port: int,
         complaints: Complaints | None = None,
     ) -> None:
-        """`port` 0 selects a free port, which `port` contains afterwards."""
+        """Create the carrier with its port closed. `port` 0 selects a free port, whose number
+        `self.port` has after `open`.
+        """
         self.port = port
         self._identity = identity
         self._origin = identity.origin
@@ -134,15 +157,16 @@ class Mesh:
         self._links: dict[str, Link] = {}
         self._guests: list[Guest] = []
         self._ending: list[Connection] = []
-        """Connections that still have data to send."""
+        """Closing connections that still have queued data to send."""
         self._ourselves: set[str] = set()
-        """Addresses that answered with this process's own origin."""
+        """Addresses at which this process itself answered, as its own origin shows."""
         self._hello_at_s: Seconds = 0.0
         self._beaten_at_s: Seconds | None = None
         self._turn = 0
         self.warm_since_s: Seconds | None = None
-        """Time since which this picker has the state of its peers and can share it; set from
-        outside."""
+        """Time since which this picker has the state of its peers and can share it with others, or
+        None if it has none yet. The owner of the mesh sets it.
+        """
 
     def __repr__(self) -> str:
         return f"<Mesh [{len(self.up)} of {len(self._links)} peers answer]>"
@@ -150,7 +174,7 @@ class Mesh:
     # Methods that open and close the port.
 
     def open(self) -> None:
-        """Bind the port. Raises `StartError`."""
+        """Listen on the port for peers. Raises `StartError`."""
         try:
             bound = _listening(self._address, self.port)
         except OSError as error:
@@ -161,7 +185,9 @@ class Mesh:
         self.port = bound.getsockname()[1]
 
     def close(self) -> None:
-        """Release the port. Queued data is sent within `_LINGER_S`, which `wait_closed` waits for."""
+        """Release the port for peers and end all connections. Data that is still queued is sent by
+        `wait_closed`, within `_LINGER_S` seconds.
+        """
         if self._bound is None or self._selector is None:
             return
         self._selector.close()
@@ -177,7 +203,9 @@ class Mesh:
         self._guests.clear()
 
     def wait_closed(self) -> None:
-        """Wait until all queued data is sent. Call it in a thread."""
+        """Send the queued data of closing connections, for at most `_LINGER_S` seconds. It blocks,
+        so call it in a thread.
+        """
         ends_at_s = time.monotonic() + _LINGER_S
         while self._ending:
             over = time.monotonic() >= ends_at_s
@@ -192,7 +220,9 @@ class Mesh:
     # Methods about the set of peers.
 
     def connect(self, addresses: Iterable[str]) -> None:
-        """Replace the peers by those at `addresses`, "ip:port" each; at most `PEERS_MAX` in order."""
+        """Replace the set of peers by those at `addresses`, "ip:port" each. Of more than
+        `PEERS_MAX`, the first ones in sorted order are used.
+        """
         found = set(addresses)
         self._ourselves &= found
         wanted = sorted(found - self._ourselves)
@@ -207,7 +237,7 @@ class Mesh:
 
     @property
     def known(self) -> int:
-        """Number of known peers, including those that do not answer."""
+        """Number of known peers, including peers that do not answer."""
         return len(self._links)
 
     @property
@@ -216,7 +246,7 @@ class Mesh:
 
     @property
     def up(self) -> list[Link]:
-        """Links to peers that answer."""
+        """Outgoing connections whose peers answer."""
         return [link for link in self._links.values() if link.up_since_s is not None]
 
     def rows(self, now: Seconds) -> list[PeerRow]:
@@ -236,13 +266,15 @@ class Mesh:
     # Methods that transport frames.
 
     def send(self, frame: bytes) -> None:
-        """Send `frame` to every peer that answers."""
+        """Send `frame` over the connection to every peer that answers."""
         for link in self._links.values():
             if link.up_since_s is not None:
                 self._send_counted(link, Kind.FRAME, frame)
 
     def answer(self, source: Source, kind: Kind, frame: bytes = b"") -> bool:
-        """Send a message to one peer. Return False if its queue is full or it is gone."""
+        """Send a message to the peer `source`. Return False if its queue is full or its connection
+        is gone.
+        """
         if isinstance(source, Link):
             return self._send_counted(source, kind, frame)
         assert isinstance(source, Guest), "the source belongs to this mesh"
@@ -261,8 +293,8 @@ class Mesh:
     ) -> tuple[list[Message], bool]:
         """Return at most `messages_max` received messages, and True if there may be more.
 
-        Peers are read round robin, at most `MESSAGES_PER_GUEST_MAX` messages each. `paused` is not
-        read.
+        Peers are read round robin, at most `MESSAGES_PER_GUEST_MAX` messages each. The source
+        `paused` is not read.
         """
         ready = [each for each in self._readable() if each is not paused]
         self._turn += 1
@@ -278,7 +310,9 @@ class Mesh:
     # Methods called once per beat.
 
     def beat(self, now: Seconds) -> None:
-        """Accept connections, send hello messages, and detect silent peers."""
+        """Do the periodic work: accept connections, send hello messages, and detect silent
+        peers.
+        """
         if self._bound is None:
             return
         self._forgive_stall(now)
@@ -301,12 +335,16 @@ class Mesh:
                 self._leave(guest)
 
     def hello(self, now: Seconds) -> bytes:
-        """Return a hello with this process's origin and the seconds for which it has been warm."""
+        """Return a hello message with this process's origin and the seconds for which it has been
+        warm.
+        """
         warm_s = 0.0 if self.warm_since_s is None else max(now - self.warm_since_s, 1e-3)
         return _HELLO.pack(self._origin, warm_s)
 
     def greeted(self, message: Message, now: Seconds) -> None:
-        """Process a hello: answer a request, or record that the peer answered."""
+        """Process a received hello. If it came from a peer's own connection, answer it; else record
+        that the peer answered.
+        """
         source = message.source
         if len(message.frame) != _HELLO.size:
             self._traffic.unreadable()
@@ -334,7 +372,8 @@ class Mesh:
     # The methods below are internal.
 
     def _is_own(self, guest: Guest, origin: bytes) -> bool:
-        """Return True if `guest` may use `origin`, and record that it does.
+        """Return True if the incoming connection `guest` may use `origin` as its sender's id, and
+        record that it does; else close it.
 
         With a secret the certificate determines the origin. Without one, the first connection owns
         the origin until it closes or the same host connects again.
@@ -361,7 +400,9 @@ class Mesh:
         return [*ours, *(guest.connection for guest in self._guests)]
 
     def _forgive_stall(self, now: Seconds) -> None:
-        """Extend all deadlines by a stall of this process, because it could not receive anything."""
+        """Extend all deadlines of peers by the duration of a stall of this process, because it
+        could not receive anything meanwhile.
+        """
         if self._beaten_at_s is not None and (stalled_s := now - self._beaten_at_s) > STALL_S:
             for link in self._links.values():
                 link.waits_since_s += stalled_s
@@ -406,7 +447,9 @@ class Mesh:
                 )
 
     def _advance(self, now: Seconds) -> None:
-        """Continue the handshakes of new connections."""
+        """Continue the handshakes of incoming connections, and close those that fail or take too
+        long.
+        """
         shaken = 0
         for newcomer in tuple(self._admission.newcomers):
             connection = newcomer.connection
@@ -445,20 +488,22 @@ class Mesh:
         self._selector.register(guest.connection, selectors.EVENT_READ, guest)
 
     def _leave(self, guest: Guest) -> None:
-        """Remove and close the connection of `guest`."""
+        """Close and remove the incoming connection `guest`."""
         self._guests.remove(guest)
         self._unpoll(guest.connection)
         guest.connection.close()
 
     def _unpoll(self, connection: Connection) -> None:
-        """Unregister a connection; after its close the selector would have to search all
-        connections.
+        """Unregister a connection from the selector before it is closed; afterwards the selector
+        would have to search all connections.
         """
         if self._selector is not None:
             self._selector.unregister(connection)
 
     def _tend(self, link: Link, now: Seconds) -> None:
-        """Connect, detect a silent peer, and reconnect a peer that is gone or silent for long."""
+        """Maintain the outgoing connection of `link`: connect, detect a silent peer, and reconnect
+        if the peer is gone or silent for long.
+        """
         connection = link.connection
         if connection is None:
             if now >= link.try_at_s:
@@ -504,7 +549,7 @@ class Mesh:
             link.connection.fail(Problem.REFUSED)
 
     def _end(self, link: Link, now: Seconds) -> None:
-        """End the connection of `link`; another one follows."""
+        """Close the connection of `link`, and schedule the next attempt to connect."""
         self._drop(link)
         link.up_since_s = None
         self._pause(link, now)
@@ -536,7 +581,7 @@ class Mesh:
         return False
 
     def _readable(self) -> list[Link | Guest]:
-        """Return the sources with data in the socket or in a buffer."""
+        """Return the connections that have received data, in the socket or in a buffer."""
         if self._selector is None:
             return []
         found = {id(key.data): key.data for key, _ in self._selector.select(0)}
@@ -547,7 +592,9 @@ class Mesh:
         return list(found.values())
 
     def _read(self, source: Link | Guest, messages_max: int, found: list[Message]) -> bool:
-        """Read at most `messages_max` messages. Return True if no more are left."""
+        """Read at most `messages_max` messages of `source` into `found`. Return True if no more are
+        left.
+        """
         for _ in range(messages_max):
             message = None if source.connection is None else source.connection.read()
             if message is None:
@@ -556,7 +603,9 @@ class Mesh:
         return False
 
     def _take(self, source: Link | Guest, message: bytes, found: list[Message]) -> None:
-        """Append a message to `found` if it is valid."""
+        """Append a received message to `found` if its kind is known; else count it as
+        unreadable.
+        """
         kind = KINDS.get(message[0])
         if kind is None:
             self._traffic.unreadable()
@@ -573,7 +622,7 @@ class Mesh:
 
 
 def _listening(address: IpAddress, port: int) -> socket.socket:
-    """Return a listening socket. Raises `OSError`."""
+    """Return a socket that listens on `port` at `address`. Raises `OSError`."""
     if address != EVERYWHERE:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=BACKLOG)

@@ -1,4 +1,4 @@
-"""Move frames between the exchange and its carrier in beats of bounded work.
+"""Move frames between the exchange of shared state and its carrier, in beats of bounded work.
 
 However much peers send, the pump uses at most a fifth of the event loop's time. Unread data waits
 in the bounded queues of the carrier and then at the sender.
@@ -18,20 +18,20 @@ from epp.shell.peers.warm_start import SnapshotServer, WarmStart
 
 MESSAGES_PER_TURN_MAX: Final = 32
 MESSAGES_PER_BEAT_MAX: Final = 256
-"""Maximum number of messages per beat.
-
-This is 12,800 a second; 64 peers in normal operation send at most half as many."""
+"""Maximum number of messages that the pump receives per beat. This is 12,800 a second; 64 peers in
+normal operation send at most half as many.
+"""
 TICK_S: Final[Seconds] = 1.0
 PAUSE_SHARE: Final = 4.0
-"""Pause after a turn, as a multiple of its duration, if more work is left."""
+"""Pause after a turn of the pump, as a multiple of the turn's duration, if more work is left."""
 
 _CHANGES: Final = {"heard": "a replica joined", "left": "a replica left"}
 
 
 class Pump:
-    """A task that moves frames; run it with `run`.
+    """A pump that moves frames between the exchange and its carrier; run `run` as a task.
 
-    An exception of the exchange is counted and costs only that turn.
+    An exception of the exchange is counted and ends only that turn.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class Pump:
         server: SnapshotServer | None = None,
         beat_s: Seconds = OUTGOING_INTERVAL_S,
     ) -> None:
-        """The carrier has no snapshots if `warm_start` and `server` are None."""
+        """Create the pump. Without `warm_start` and `server`, no snapshots pass through the
+        carrier.
+        """
         self._exchange = exchange
         self._carrier = carrier
         self._traffic = traffic
@@ -55,10 +57,12 @@ class Pump:
         self._beat_s = beat_s
         self._tick_at_s: Seconds = 0.0
         self.hurries = False
-        """True while the picker does not serve yet, so that the pump may use all the time."""
+        """True during the warm start, while the picker does not serve yet, so that the pump works
+        without pauses.
+        """
 
     async def run(self) -> None:
-        """Move frames until cancelled."""
+        """Move frames in periodic beats until cancelled."""
         while True:
             began_at_s = time.monotonic()
             self._contained(self.beat, began_at_s)
@@ -73,7 +77,7 @@ class Pump:
             await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began_at_s)))
 
     def last(self) -> None:
-        """Send the last frames of the exchange after `run` has ended."""
+        """Send the last frames of the exchange, after `run` has ended."""
         self._contained(self._say_goodbye, time.monotonic())
 
     def _say_goodbye(self, now: Seconds) -> bool:
@@ -82,7 +86,9 @@ class Pump:
         return False
 
     def beat(self, now: Seconds) -> bool:
-        """Do the work of one beat. Always return False, because it leaves no work."""
+        """Do the carrier's periodic work, send the exchange's frames, and log changes of replicas.
+        Always return False, because a beat leaves no work for later.
+        """
         self._carrier.beat(now)
         for frame in self._exchange.outgoing(now):
             self._carrier.send(frame)
@@ -93,7 +99,7 @@ class Pump:
         return False
 
     def _tell_changes(self, now: Seconds) -> None:
-        """Log which replicas joined or left."""
+        """Log which replicas joined, left or came back."""
         changes = self._exchange.changes
         if not changes:
             return
@@ -116,7 +122,7 @@ class Pump:
         changes.clear()
 
     def turn(self, now: Seconds) -> bool:
-        """Receive and apply some frames. Return True if more are left."""
+        """Receive some frames and apply them to the shared state. Return True if more are left."""
         exchange = self._exchange
         # Snapshot frames are read only as fast as they are applied; live frames take precedence.
         behind = self._warm_start.asked if self._warm_start and exchange.pending() else None

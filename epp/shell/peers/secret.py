@@ -3,9 +3,9 @@
 A replica derives from the secret the key of a certificate authority, which all replicas share. The
 authority signs a certificate for a random key that lives as long as the process. Each side of a TLS
 1.3 handshake requires a certificate of this authority. A host without the secret can therefore
-neither talk to a replica nor read its traffic nor impersonate it. A host with the secret cannot
-impersonate another replica, because an origin is the hash of the presented certificate. Recorded
-traffic stays unreadable if the secret leaks later.
+neither talk to a replica, nor read its traffic, nor impersonate a replica. A host with the secret
+cannot impersonate another replica, because an origin is the hash of the presented certificate.
+Recorded traffic stays unreadable if the secret leaks later.
 
 Certificates do not expire; changing the secret invalidates them. Clocks of replicas may differ.
 """
@@ -30,25 +30,35 @@ from epp.core.peers.frames import ORIGIN_BYTES
 from epp.shell.starting import StartError
 
 SECRET_BYTES_MIN: Final = 32
-"""Minimum length of the secret in bytes; `openssl rand -base64 32` generates a longer one."""
+"""Minimum length of the peers' shared secret in bytes; `openssl rand -base64 32` generates a longer
+one.
+"""
 FILE_BYTES_MAX: Final = 65_536
 _AUTHORITY: Final = b"homing-peer-ca-1"
 _GATE: Final = b"homing-peer-gate"
-"""Purposes of derived keys; each purpose yields another key from the same secret."""
+"""Purpose of a derived key, here of the gate. Each purpose yields another key from the same
+secret.
+"""
 _BEGIN: Final = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 _END: Final = dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.UTC)
-"""A certificate without expiry, as defined by RFC 5280 (4.1.2.5)."""
+"""End of validity that stands for a certificate without expiry, as RFC 5280 (4.1.2.5) defines
+it.
+"""
 
 
 class Identity(Struct, frozen=True):
-    """The identity of this process and the means to authenticate its peers."""
+    """The identity of this process among the replicas, and the means to authenticate its peers."""
 
     origin: bytes
-    """Eight bytes of the certificate's hash, or random bytes without a secret."""
+    """Id of this process: eight bytes of its certificate's hash, or eight random bytes without a
+    secret.
+    """
     gate_key: bytes = b""
-    """Key that proves knowledge of the secret at the gate."""
+    """Key with which a connection's client proves at the gate that it knows the secret."""
     serving: ssl.SSLContext | None = None
-    """TLS context of incoming connections, or None for plaintext, like `asking`."""
+    """TLS context of incoming connections from peers, or None for plaintext. `asking` is the
+    context of outgoing connections.
+    """
     asking: ssl.SSLContext | None = None
 
     def __repr__(self) -> str:
@@ -56,7 +66,7 @@ class Identity(Struct, frozen=True):
 
 
 def read_secret(path: str, flag: str) -> bytes:
-    """Return the content of the file at `path` without surrounding white space.
+    """Return the secret in the file at `path` without surrounding white space.
 
     `flag` names the file in errors. Raises `StartError`.
     """
@@ -71,9 +81,10 @@ def read_secret(path: str, flag: str) -> bytes:
 
 
 def peer_identity(path: str) -> Identity:
-    """Return a new identity for the secret in the file, or without a secret if `path` is "".
+    """Return a new identity for this process, with the secret in the file at `path`, or without a
+    secret if `path` is "".
 
-    Raises `StartError`.
+    Raises `StartError` if the secret is unusable.
     """
     if not path:
         return stranger()
@@ -87,12 +98,14 @@ def peer_identity(path: str) -> Identity:
 
 
 def stranger() -> Identity:
-    """Return an identity without a secret, which uses plaintext."""
+    """Return an identity without a secret, whose connections use plaintext."""
     return Identity(secrets.token_bytes(ORIGIN_BYTES))
 
 
 def identity_of(secret: bytes) -> Identity:
-    """Return a new identity that every process with the same `secret` accepts."""
+    """Return a new identity for this process, which every process with the same `secret` accepts as
+    that of a peer.
+    """
     # Every 32 bytes are a valid Ed25519 key (RFC 8032, 5.1.5).
     authority_key = Ed25519PrivateKey.from_private_bytes(_derived(secret, _AUTHORITY))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing peers")])
@@ -121,12 +134,14 @@ def identity_of(secret: bytes) -> Identity:
 
 
 def origin_of(certificate: bytes) -> bytes:
-    """Return the origin of a replica with this `certificate` (DER)."""
+    """Return the origin (8-byte id) of the replica that presents this `certificate` (DER)."""
     return hashlib.sha256(certificate).digest()[:ORIGIN_BYTES]
 
 
 def answer_to(nonce: bytes, gate_key: bytes) -> bytes:
-    """Return the 32 bytes that prove knowledge of the secret for `nonce`."""
+    """Return the 32 bytes with which a client proves that it knows the secret: a hash of `nonce`
+    with `gate_key`.
+    """
     return hashlib.blake2b(nonce, key=gate_key, digest_size=32).digest()
 
 

@@ -1,4 +1,6 @@
-"""The connection of a picker with its replicas: discovery, transport, warm start and shutdown."""
+"""The connection of a picker with its other replicas: discovery, transport, warm start and
+shutdown.
+"""
 
 import asyncio
 import time
@@ -28,16 +30,20 @@ from epp.shell.peers.warm_start import SnapshotServer, WarmStart
 from epp.shell.supervision import Loop, forever
 
 CATCH_UP_S: Final[Seconds] = 30.0
-"""Interval in seconds between snapshots taken after the start."""
+"""Interval in seconds at which, after the start, a snapshot is requested from a peer whose frames
+were missed.
+"""
 
 _log = structlog.get_logger(__name__)
 
 
 class Peers:
-    """An async context manager that owns the peer port; run its `loops` as tasks.
+    """An async context manager that shares state with the other replicas and owns the peer port.
+    Its `loops` must run as tasks.
 
-    Without a flag of the group "Replicas" it does nothing. `endpoints_known` starts the warm start,
-    because state of unknown endpoints would be dropped. `ready` tells when the warm start is over.
+    Without a command-line flag of the group "Replicas" it does nothing. `endpoints_known` starts
+    the warm start, because state of unknown endpoints would be dropped. `ready` tells when the warm
+    start is over.
     """
 
     def __init__(
@@ -50,8 +56,8 @@ class Peers:
         on_snapshot: Callable[[str, Seconds], None],
         seed: int,
     ) -> None:
-        """`identity` has the origin of `exchange`. `on_ready` is called when the warm start is
-        over.
+        """Create the connection with the replicas. The origins of `identity` and `exchange` must be
+        equal. `on_ready` is called when the warm start is over.
 
         `on_snapshot` receives the source of a complete snapshot and its duration in seconds. Raises
         `StartError`.
@@ -100,11 +106,13 @@ class Peers:
         self._taken = {"whole": 0, "none": 0}
         self._own: Final = address_of(flags.own_address, flags.peer_port)
         self.ready = not self.enabled
-        """True once no further state is expected at start."""
+        """True once the warm start is over, so that no further state is awaited before the picker
+        serves.
+        """
 
     @property
     def enabled(self) -> bool:
-        """True if replicas or a snapshot file are configured."""
+        """True if other replicas or a snapshot file are configured."""
         return self._carrier is not None or self._file is not None
 
     @property
@@ -118,13 +126,13 @@ class Peers:
         return 0 if self._carrier is None else self._carrier.answering
 
     async def __aenter__(self) -> Self:
-        """Open the port. Raises `StartError` if it is unavailable."""
+        """Listen on the peer port. Raises `StartError` if the port is unavailable."""
         if self._mesh is not None:
             self._mesh.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Save the snapshot and send the last frames, after the loops have ended."""
+        """Save the snapshot file and send the last frames to peers. The loops must have ended."""
         if self._file is not None and self.ready:
             await self._file.save_last()
         if self._mesh is not None and self._pump is not None:
@@ -133,7 +141,7 @@ class Peers:
             await asyncio.to_thread(self._mesh.wait_closed)
 
     def loops(self) -> dict[str, Loop]:
-        """Return the loops to run until the end, by the name of their task."""
+        """Return the coroutines that must run until the end, by the names of their tasks."""
         loops: dict[str, Loop] = {}
         if self.enabled:
             loops["peers: warm start"] = self._start_warm
@@ -151,21 +159,23 @@ class Peers:
         return loops
 
     def discovered(self, addresses: frozenset[str]) -> None:
-        """Set the addresses of the replicas, "ip:port" each, with or without this one."""
+        """Replace the addresses of the replicas, "ip:port" each. They may include this replica's
+        own address.
+        """
         if self._mesh is None or self._warm_start is None:
             return
         self._mesh.connect(addresses - {self._own})
         self._warm_start.discovered.set()
-        _log.info("peers discovered", peers=self._mesh.known)
+        _log.info("replicas discovered", peers=self._mesh.known)
 
     def endpoints_known(self) -> None:
-        """Start the warm start, because the endpoints are known now."""
+        """Note that the endpoints are known now, which begins the warm start."""
         self._endpoints_known.set()
 
     # The methods below implement the warm start.
 
     async def _start_warm(self) -> None:
-        """Do the warm start, then save the file periodically.
+        """Do the warm start, then save the snapshot file periodically.
 
         A restart of this task skips the warm start.
         """
@@ -190,7 +200,9 @@ class Peers:
             taking.cancel()
 
     async def _catch_up(self, warm_start: WarmStart) -> None:
-        """Periodically take a snapshot of a peer that no longer has frames that were missed."""
+        """Periodically request a snapshot from a peer, if frames of that peer were missed and it
+        can no longer send them again.
+        """
         wanted = self._exchange.snapshots_wanted
         while True:
             await asyncio.sleep(CATCH_UP_S)
@@ -202,7 +214,7 @@ class Peers:
                     self._on_snapshot("peer", time.monotonic() - began_at_s)
 
     async def _take_snapshots(self) -> None:
-        """Load the file, then a newer snapshot from a replica."""
+        """Do the warm start: load the snapshot file, then a newer snapshot from a replica."""
         began_at_s = time.monotonic()
         try:
             if self._file is not None and await self._file.load():
@@ -214,7 +226,9 @@ class Peers:
             elif self._broker is not None:
                 whole = await self._broker.first_snapshot()
         except Exception:  # noqa: BLE001  The boundary of a task: the picker then starts cold.
-            self._complaints.say("no snapshot could be loaded", time.monotonic(), exc_info=True)
+            self._complaints.say(
+                "no snapshot of shared state could be loaded", time.monotonic(), exc_info=True
+            )
             return
         if self._carrier is None:
             return
@@ -234,7 +248,9 @@ class Peers:
     # The methods below are for operators.
 
     def rows(self) -> list[PeerRow]:
-        """Return the rows of peers from the carrier, with the figures of the exchange."""
+        """Return one row per peer for operators: the carrier's row with the exchange's counts of
+        lost frames and cut load reports.
+        """
         if self._carrier is None:
             return []
         known = {peer.origin.hex()[:8]: peer for peer in self._exchange.peers.values()}
@@ -268,6 +284,8 @@ class Peers:
 
 
 def _pool_name(flags: ServeFlags) -> str:
-    """Return the name that all replicas of one installation share and no other one has."""
+    """Return a name that all replicas of one installation share, and that no other installation
+    has.
+    """
     pool = flags.pool_name or f"{crc32(flags.endpoint_selector.encode()):08x}"
     return f"{flags.own_namespace}/{pool}"

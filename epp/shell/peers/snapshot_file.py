@@ -1,7 +1,7 @@
 """A snapshot of the shared state on disk, for a picker that starts without peers.
 
 The file is replaced atomically and synced before it gets its name. A snapshot that is incomplete,
-too old or of another version is ignored with one line of the log, and the picker starts cold.
+too old or of another version is ignored with one log line, and the picker starts cold.
 """
 
 import asyncio
@@ -20,14 +20,16 @@ from epp.shell.peers.complaints import Complaints
 
 WRITE_EVERY_S: Final[Seconds] = 30.0
 LAST_WRITE_S_MAX: Final[Seconds] = 5.0
-"""Maximum time in seconds to write the snapshot at shutdown."""
+"""Maximum time in seconds to write the snapshot file at shutdown."""
 NAME: Final = "peers.snapshot"
 
 _log = structlog.get_logger(__name__)
 
 
 class SnapshotFile:
-    """The snapshot file. Call `load` once, run `run` as a task, and call `save` in the end."""
+    """The file with a snapshot of the shared state. Call `load` once, run `run` as a task, and call
+    `save_last` in the end.
+    """
 
     def __init__(
         self,
@@ -38,17 +40,19 @@ class SnapshotFile:
         every_s: Seconds = WRITE_EVERY_S,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """`clock` returns Unix time."""
+        """Create the handler of the file. `clock` returns Unix time in seconds."""
         self.path: Final = Path(folder, NAME)
         self._exchange = exchange
         self._complaints = complaints
         self._every_s = every_s
         self._clock = clock
         self.outcomes = {"loaded": 0, "ignored": 0, "saved": 0, "failed": 0}
-        """Number of reads and writes by outcome."""
+        """Number of reads and writes of the snapshot file, by outcome."""
 
     async def load(self) -> bool:
-        """Load the file into the exchange. Return True if it had a valid snapshot."""
+        """Load the snapshot file into the exchange. Return True if the file had a valid
+        snapshot.
+        """
         try:
             content = await asyncio.to_thread(_read, self.path)
         except FileNotFoundError:
@@ -62,19 +66,23 @@ class SnapshotFile:
             self._ignore(str(error))
             return False
         self.outcomes["loaded"] += 1
-        _log.info("snapshot loaded", file=str(self.path), age_s=round(age_s, 1), frames=frames)
+        _log.info(
+            "snapshot of shared state loaded",
+            file=str(self.path),
+            age_s=round(age_s, 1),
+            frames=frames,
+        )
         return True
 
     async def run(self) -> None:
-        """Save periodically until cancelled."""
+        """Save the snapshot file periodically until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.save()
 
     async def save(self, beside: str = f".{NAME}") -> bool:
-        """Write the current state, first to the temporary name `beside`.
-
-        Return True if it succeeded.
+        """Write the current shared state to the snapshot file, first under the temporary name
+        `beside`. Return True if it succeeded.
         """
         try:
             frames = await snapshots.gathered(self._exchange)
@@ -91,7 +99,7 @@ class SnapshotFile:
         return True
 
     async def save_last(self) -> None:
-        """Save at shutdown within `LAST_WRITE_S_MAX`."""
+        """Save the snapshot file at shutdown, within `LAST_WRITE_S_MAX` seconds."""
         try:
             async with asyncio.timeout(LAST_WRITE_S_MAX):
                 # Another temporary name is used, because a write of `run` may still be in progress.
@@ -102,15 +110,15 @@ class SnapshotFile:
     def _failed(self, **why: object) -> None:
         self.outcomes["failed"] += 1
         now = time.monotonic()
-        self._complaints.say("snapshot not saved", now, file=str(self.path), **why)
+        self._complaints.say("snapshot of shared state not saved", now, file=str(self.path), **why)
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("snapshot ignored", file=str(self.path), problem=problem)
+        _log.warning("snapshot of shared state ignored", file=str(self.path), problem=problem)
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of the file. Raises `OSError`."""
+    """Return the content of the snapshot file. Raises `OSError`."""
     with path.open("rb") as file:
         content = file.read(snapshots.SNAPSHOT_BYTES_MAX + 1)
     if len(content) > snapshots.SNAPSHOT_BYTES_MAX:
@@ -119,7 +127,9 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, beside_name: str, frames: list[bytes], created_s: Seconds) -> None:
-    """Replace the file at `path` so that it survives a crash of the node. Raises `OSError`."""
+    """Replace the snapshot file at `path` so that it survives a crash of the node. Raises
+    `OSError`.
+    """
     beside = path.with_name(beside_name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW

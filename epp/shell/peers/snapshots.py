@@ -19,13 +19,19 @@ from epp.core.peers.frames import FRAME_BYTES_MAX
 from epp.core.types import Seconds
 
 SNAPSHOT_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Maximum size in bytes, ten times the size of 1.7 million entries."""
+"""Maximum size of a snapshot in bytes, ten times the size of a snapshot with 1.7 million
+entries.
+"""
 SNAPSHOT_AGE_S_MAX: Final[Seconds] = 3_600.0
-"""Maximum age in seconds; by default indexes drop older entries, and each entry has its own age."""
+"""Maximum age of a usable snapshot in seconds. By default indexes drop older entries, and each
+entry has its own age.
+"""
 SKEW_S_MAX: Final[Seconds] = 60.0
-"""Maximum difference of clocks in seconds; a snapshot from further in the future is rejected."""
+"""Maximum difference between the clocks of two hosts in seconds. A snapshot whose creation time is
+further in the future is rejected.
+"""
 PAUSE_SHARE: Final = 4.0
-"""Pause after a step, as a multiple of its duration."""
+"""Pause after each step of reading or applying a snapshot, as a multiple of the step's duration."""
 _MAGIC: Final = b"HMSN"
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<4sHHq")
@@ -34,20 +40,19 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class SnapshotError(ValueError):
-    """A snapshot is invalid. The message is one sentence."""
+    """Raised if a snapshot is invalid. The message is one sentence."""
 
 
 def pack(frames: Sequence[bytes], created_s: Seconds) -> bytes:
-    """Encode frames created at the Unix time `created_s`."""
+    """Encode the `frames` of a snapshot that was created at the Unix time `created_s`."""
     head = _HEAD.pack(_MAGIC, _VERSION, 0, round(created_s * 1000))
     body = b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
     return b"".join((head, _digest(head, body), body))
 
 
 def unpack(content: bytes, now_s: Seconds) -> tuple[list[bytes], Seconds]:
-    """Return the frames and their age in seconds at the Unix time `now_s`.
-
-    Raises `SnapshotError`.
+    """Decode a snapshot. Return its frames and its age in seconds at the Unix time `now_s`. Raises
+    `SnapshotError`.
     """
     body_at = _HEAD.size + _DIGEST_BYTES
     if len(content) < body_at or content[: len(_MAGIC)] != _MAGIC:
@@ -85,7 +90,7 @@ def _digest(head: bytes, body: bytes) -> bytes:
 
 
 async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) -> list[bytes]:
-    """Return the frames of a snapshot, the newest ones if not all fit.
+    """Return the frames of a snapshot of the shared state; if not all fit, the newest ones.
 
     The event loop runs between two frames.
     """
@@ -105,10 +110,11 @@ async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) 
 
 
 async def load(exchange: PeerExchange, content: bytes, now_s: Seconds) -> tuple[int, Seconds]:
-    """Pass the snapshot `content`, read at the Unix time `now_s`, to the exchange.
+    """Pass the frames of the encoded snapshot `content`, read at the Unix time `now_s`, to the
+    exchange.
 
-    Return the number of its frames and their age in seconds. Raises `SnapshotError` if the snapshot
-    is invalid.
+    Return the number of these frames and their age in seconds. Raises `SnapshotError` if the
+    snapshot is invalid.
     """
     # Hashing and parsing some megabytes would block the event loop, so a thread does it.
     frames, age_s = await asyncio.to_thread(unpack, content, now_s)
@@ -117,7 +123,9 @@ async def load(exchange: PeerExchange, content: bytes, now_s: Seconds) -> tuple[
 
 
 async def feed(exchange: PeerExchange, frames: Sequence[bytes], age_s: Seconds) -> None:
-    """Pass `frames` to the exchange, which applies each one before the next."""
+    """Pass the snapshot's `frames` to the exchange, which applies each frame before it gets the
+    next.
+    """
     for frame in frames:
         exchange.receive_snapshot_frame(frame, time.monotonic(), age_s)
         await asyncio.sleep(0)

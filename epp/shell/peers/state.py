@@ -1,4 +1,4 @@
-"""Statistics about peers for operators."""
+"""Statistics about the peers of this replica, for operators."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,9 @@ from epp.core.types import Seconds
 
 
 class Traffic:
-    """Totals over all peers, including those that left, so that the totals never decrease."""
+    """Traffic totals over all peers, including those that have left, so that the totals never
+    decrease.
+    """
 
     __slots__ = ("bytes_received", "bytes_sent", "failures", "frames")
 
@@ -21,14 +23,14 @@ class Traffic:
             ("received", "dropped"): 0,
             **{("received", taken.value): 0 for taken in Taken if taken is not Taken.TAKEN},
         }
-        """Number of frames by direction and outcome.
-
-        "dropped" means that the peer's queue was full. Outcomes of `Taken` also count as
-        "received"."""
+        """Number of frames exchanged with peers, by direction ("sent", "received") and outcome.
+        "dropped" means that the peer's queue was full. Frames with an outcome of `Taken` are
+        counted as "received" in addition.
+        """
         self.bytes_sent = 0
         self.bytes_received = 0
         self.failures: dict[str, int] = {}
-        """Number of connections that failed or were closed, by kind."""
+        """Number of connections to peers that failed or were closed, by kind of the failure."""
 
     def dropped(self) -> None:
         self.frames["sent", "dropped"] += 1
@@ -41,7 +43,7 @@ class Traffic:
         self.frames["received", "unreadable"] += 1
 
     def took(self, taken: Taken) -> None:
-        """Count the outcome of a received frame."""
+        """Count the outcome of a frame that was received from a peer."""
         if taken is not Taken.TAKEN:
             self.frames["received", taken.value] += 1
 
@@ -50,34 +52,38 @@ class Traffic:
 
 
 class PeerRow(Struct, frozen=True, kw_only=True):
-    """One peer on the page /debug/peers."""
+    """The row of one peer on the page /debug/peers."""
 
     address: str
     origin: str
-    """First hexadecimal digits of the origin; "" before the first answer."""
+    """First eight hexadecimal digits of the peer's origin; "" before its first answer."""
     connected_s: Seconds | None
-    """Seconds since the connection was made, or None if the peer does not answer."""
+    """Seconds for which the peer has been answering, or None if it does not answer."""
     heard_s: Seconds | None
-    """Seconds since the last message, or None if there was none."""
+    """Seconds since the peer's last message, or None if there was none."""
     bytes_sent: int = 0
     bytes_received: int = 0
     dropped: int = 0
-    """Number of frames dropped because the peer's queue was full."""
+    """Number of frames to this peer that were dropped because its queue was full."""
     lost: int = 0
-    """Number of frames from the peer that were missing or late."""
+    """Number of frames from this peer that did not arrive, or arrived too late."""
     claims_cut: int = 0
-    """Number of its load reports that were cut, because they exceeded what is possible."""
+    """Number of the peer's load reports that were reduced, because they exceeded what is
+    possible.
+    """
 
 
 class PeersSnapshot(Struct, frozen=True, kw_only=True):
-    """Figures about peers for a metrics page."""
+    """Statistics about the peers of this replica, as shown on its metrics page."""
 
     known: int
     """Number of known addresses of other replicas."""
     frames: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Number of frames, as in `Traffic.frames`."""
+    """Number of frames by direction and outcome, as in `Traffic.frames`."""
     bytes_sent: int = 0
     bytes_received: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     snapshots: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Number of snapshots by source or destination ("peer", "file", "broker") and outcome."""
+    """Number of snapshots by use and outcome. The use is "taken" (from a replica), "given" (to a
+    replica), "file" or "broker".
+    """

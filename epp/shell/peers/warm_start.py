@@ -19,48 +19,61 @@ from epp.shell.peers.mesh import Link, Mesh
 
 POLL_S: Final[Seconds] = 0.02
 JITTER_S_MAX: Final[Seconds] = 0.3
-"""Maximum random delay in seconds, so that replicas starting together do not all ask at once."""
+"""Maximum random delay in seconds before the first request for a snapshot, so that replicas
+starting together do not all ask at once.
+"""
 BUSY_S: Final = 0.05, 0.2
-"""Bounds of the random delay in seconds before a busy peer is asked again."""
+"""Bounds of the random delay in seconds before the next request for a snapshot after a peer was
+busy.
+"""
 SILENCE_S: Final[Seconds] = 0.5
-"""Time in seconds after which a peer that sends no part of a snapshot is given up."""
+"""Time in seconds after which a requested snapshot is abandoned if its sender sends no part of
+it.
+"""
 STALL_S: Final[Seconds] = 5.0
-"""Time in seconds after which a receiver that accepts no part is given up."""
+"""Time in seconds after which a snapshot being sent is abandoned if its receiver accepts no part of
+it.
+"""
 PAUSE_SHARE: Final = 4.0
-"""Pause after a frame, as a multiple of the time it took to create."""
+"""Pause after each frame of a snapshot being sent, as a multiple of the time that creating the
+frame took.
+"""
 
 
 class WarmStart:
-    """The receiver of snapshots. The pump reports the messages that arrive."""
+    """The receiver of snapshots from peers. The pump passes on the messages that arrive."""
 
     def __init__(self, mesh: Mesh, *, random: Random) -> None:
         self._mesh = mesh
         self._random = random
         self.asked: Link | None = None
-        """Link whose snapshot is being received."""
+        """Connection to the peer from which a snapshot is being received, or None."""
         self._heard_at_s: Seconds = 0.0
         self._ended = asyncio.Event()
         self._ending: Kind | None = None
-        """Kind of the message that ended the last snapshot."""
+        """Kind of the message that ended the last requested snapshot."""
         self.discovered = asyncio.Event()
-        """Set once the peers are known; set from outside."""
+        """Event that is set, from outside, once the addresses of the peers are known."""
 
     def expects(self, source: Source) -> bool:
-        """Return True if a snapshot from `source` was requested."""
+        """Return True if this replica currently receives a snapshot from `source`."""
         return self.asked is not None and source is self.asked
 
     def part(self, now: Seconds) -> None:
         self._heard_at_s = now
 
     def ended(self, ending: Kind) -> None:
-        """Record the end of a snapshot, `SNAPSHOT_END` or `SNAPSHOT_REFUSED`."""
+        """Record that the requested snapshot has ended: `kind` is `SNAPSHOT_END` or
+        `SNAPSHOT_REFUSED`.
+        """
         self._ending = ending
         self._ended.set()
 
     async def run(self, deadline_s: Seconds) -> bool:
-        """Request snapshots until one is complete, no peer is left, or it is `deadline_s`.
+        """Request snapshots from one peer after another until one is complete, no peer is left, or
+        the time is `deadline_s`.
 
-        Return True if a snapshot is complete.
+        Return True if a complete snapshot was received.
         """
         tried: set[str] = set()
         busy: set[str] = set()
@@ -90,15 +103,17 @@ class WarmStart:
         return False
 
     async def again(self, origin: bytes) -> bool:
-        """Take a snapshot of `origin` after missed frames. Return True if it is complete."""
+        """Request a snapshot from the peer with `origin` after its frames were missed. Return True
+        if a complete snapshot was received.
+        """
         for link in self._mesh.up:
             if link.origin == origin and link.warm_s:
                 return await self._take_from(link) is Kind.SNAPSHOT_END
         return False
 
     async def _take_from(self, link: Link) -> Kind | None:
-        """Return how the snapshot of `link` ended, possibly after the deadline; None if it fell
-        silent.
+        """Request a snapshot from the peer of `link`. Return the kind of message that ended it, or
+        None if the peer fell silent. It may end after the deadline.
         """
         self._ended.clear()
         self._heard_at_s = time.monotonic()
@@ -116,7 +131,7 @@ class WarmStart:
 
 
 class SnapshotServer:
-    """The sender of snapshots. Run `run` as a task."""
+    """The sender of snapshots to starting peers, one at a time. Run `run` as a task."""
 
     def __init__(self, exchange: PeerExchange, mesh: Mesh, complaints: Complaints) -> None:
         self._exchange = exchange
@@ -125,10 +140,12 @@ class SnapshotServer:
         self._asker: Source | None = None
         self._asked = asyncio.Event()
         self.outcomes = {"sent": 0, "cut": 0, "refused": 0}
-        """Number of requested snapshots by outcome; "cut" means that the peer left or was too slow."""
+        """Number of requested snapshots by outcome. "cut" means that the receiver left or was too
+        slow.
+        """
 
     def wanted(self, source: Source) -> None:
-        """Accept or refuse the request of `source` for a snapshot."""
+        """Accept or refuse the request of the peer `source` for a snapshot."""
         if self._asker is not None or self._mesh.warm_since_s is None:
             self.outcomes["refused"] += 1
             self._mesh.answer(source, Kind.SNAPSHOT_REFUSED)
@@ -137,7 +154,7 @@ class SnapshotServer:
         self._asked.set()
 
     async def run(self) -> None:
-        """Serve requests until cancelled."""
+        """Send the requested snapshots until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -146,7 +163,9 @@ class SnapshotServer:
                 whole = await self._serve(self._asker)
             except Exception:  # noqa: BLE001  The boundary of a task: the next request may succeed.
                 now = time.monotonic()
-                self._complaints.say("snapshot could not be created", now, exc_info=True)
+                self._complaints.say(
+                    "snapshot of shared state could not be created", now, exc_info=True
+                )
                 whole = False
             finally:
                 self._asker = None
@@ -165,7 +184,9 @@ class SnapshotServer:
             await asyncio.sleep(PAUSE_SHARE * made_s)
 
     async def _given(self, asker: Source, kind: Kind, frame: bytes) -> bool:
-        """Send a message as soon as there is room. Return True if it was sent."""
+        """Send one message to the peer `asker` as soon as its queue has room. Return False if it
+        had none for `STALL_S` seconds.
+        """
         stalls_at_s = time.monotonic() + STALL_S
         while not self._mesh.answer(asker, kind, frame):
             if time.monotonic() >= stalls_at_s:

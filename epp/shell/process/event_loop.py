@@ -1,4 +1,4 @@
-"""Select the event loop of the process and raise its limit of open files."""
+"""Select the event loop of the process, and raise the process's limit of open files."""
 
 import asyncio
 import resource
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return a factory of uvloop's event loop, or None if uvloop is not installed."""
+    """Return a factory of uvloop's event loops, or None if uvloop is not installed."""
     try:
         from uvloop import new_event_loop  # noqa: PLC0415
     except ImportError:
@@ -15,6 +15,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the limit of open files to the hard limit, because each scrape keeps a connection open."""
+    """Raise this process's limit of open files to the hard limit, because each scrape keeps a
+    connection open.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

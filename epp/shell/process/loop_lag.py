@@ -1,10 +1,10 @@
 """Measure how late the event loop is, which is how long a timer or a request waits in it.
 
-A timer is due every `BEAT_S`. It is late if the process gets no CPU, is stopped, or is blocked by
-one long piece of work. A clock inside Python code cannot see these delays. A late beat also stands
-for the beats that were missed, each of which would have waited less by one period. The mean of all
-beats is therefore the mean wait of a request that arrives at a random time. A loop that blocks for
-250 of 350 ms thus differs from one that is late once.
+A timer (the beat) is due every `BEAT_S` seconds. It is late if the process gets no CPU, is stopped,
+or is blocked by one long piece of work. A clock inside Python code cannot see these delays. A late
+beat also stands for the beats that were missed, each of which would have waited less by one period.
+The mean of all beats is therefore the mean wait of a request that arrives at a random time. A loop
+that blocks for 250 of 350 ms thus differs from one that is late once.
 """
 
 import asyncio
@@ -19,34 +19,42 @@ from msgspec import Struct
 from epp.core.types import Seconds
 
 BEAT_S: Final = 0.02
-"""Interval of beats in seconds; fifty wake-ups a second use a thousandth of a core."""
+"""Interval in seconds of the timer that measures event-loop lag; fifty wake-ups a second use a
+thousandth of a core.
+"""
 LATE_FROM_S: Final = 0.002
-"""Lag in seconds from which a beat is late; timers of uvloop and epoll have a resolution of 1 ms."""
+"""Delay in seconds from which a beat of the lag timer counts as late; timers of uvloop and epoll
+have a resolution of 1 ms.
+"""
 MISSED_MAX: Final = 10_000
-"""Maximum number of missed beats that one late beat stands for: 200 s."""
+"""Maximum number of missed beats of the lag timer that one late beat stands for: 200 s."""
 WINDOW_S: Final = 60
-"""Length of the window of `lately` in whole seconds."""
+"""Length in seconds of the window over which `lately` reports event-loop lag."""
 TURNS_AFTER: Final = 2
-"""Number of loop turns after a late beat until everything that arrived meanwhile is read.
+"""Number of turns of the event loop after a late beat until everything that arrived meanwhile is
+read.
 
-uvloop runs timers before it reads, and the second turn begins after that."""
+uvloop runs timers before it reads, and the second turn begins after that.
+"""
 BACKLOG_SHARE: Final = 0.1
-"""Share of the blocked time that the loop needs to deliver what another thread queued meanwhile."""
+"""Time that the event loop needs to deliver what another thread queued while the loop was blocked,
+as a share of the blocked time.
+"""
 
 
 class Lateness(Struct, frozen=True, kw_only=True):
-    """Event-loop lag within the last `WINDOW_S` seconds."""
+    """Event-loop lag within the last `WINDOW_S` seconds: mean and maximum."""
 
     mean_s: Seconds = 0.0
-    """Mean time that an event arriving at a random time waits."""
+    """Mean time in seconds that an event arriving at a random time waits for the event loop."""
     most_s: Seconds = 0.0
 
 
 class LoopLag:
-    """A monitor of event-loop lag that beats while `run` is running.
+    """A monitor of event-loop lag, whose timer beats while `run` is running.
 
-    `told` is called with the lag of each beat in seconds, including missed beats. `clock` is
-    monotonic and must be the clock of the callers of `overdue_s`.
+    `told` is called after each beat with its lag in seconds and with the lags of the beats that
+    were missed. `clock` is monotonic and must be the clock of the callers of `overdue_s`.
     """
 
     def __init__(
@@ -60,15 +68,15 @@ class LoopLag:
         self._late_since_s: Seconds = 0.0
         self._late_until_s: Seconds = -1.0
         self._turns = TURNS_AFTER
-        """Loop turns since the last late beat."""
+        """Number of turns of the event loop since the last late beat."""
         self._counting = False
-        """True if the next turn of the loop will be counted."""
+        """True if the next turn of the event loop will be counted."""
         self._beating: asyncio.TimerHandle | None = None
         self._seconds: deque[tuple[Seconds, int, Seconds, Seconds]] = deque(maxlen=WINDOW_S)
         """Start time, number of beats, total lag and maximum lag of each second with a beat."""
 
     async def run(self) -> None:
-        """Beat until cancelled."""
+        """Measure event-loop lag until cancelled."""
         try:
             self._arm(self._clock())
             await asyncio.Event().wait()
@@ -78,8 +86,8 @@ class LoopLag:
                 self._beating.cancel()
 
     def overdue_s(self, now: Seconds) -> Seconds:
-        """Return how long data that the loop reads at `now` may have waited; 0.0 if the loop is on
-        time.
+        """Return how many seconds data that the event loop reads at `now` may have waited; 0.0 if
+        the loop is on time.
         """
         late_s = now - self._due_s
         if late_s > LATE_FROM_S:
@@ -87,7 +95,8 @@ class LoopLag:
         return now - self._late_since_s if self._turns < TURNS_AFTER else 0.0
 
     def backlog_s(self, now: Seconds) -> Seconds:
-        """Return how long data queued by another thread has waited on average at `now`.
+        """Return how many seconds data queued for the event loop by another thread has waited on
+        average at `now`.
 
         The result is 0.0 if the loop was not blocked recently.
         """
@@ -109,7 +118,7 @@ class LoopLag:
         )
 
     def beat(self, now: Seconds) -> None:
-        """Process the due beat at `now`."""
+        """Process a beat of the lag timer at `now`."""
         late_s = max(0.0, now - self._due_s)
         if late_s > LATE_FROM_S:
             self._late_since_s = self._due_s

@@ -1,8 +1,8 @@
 """Determine the memory limit and usage of this process, and return free memory to the system.
 
-The allocator keeps freed memory for later use. After 66 clients had left half a gigabyte of bodies,
-all of it stayed with the process. `malloc_trim` of glibc returns half a gigabyte in 90 ms. Other
-allocators lack this function, and nothing is done for them.
+The C library's allocator keeps freed memory for later use. After 66 clients had left half a
+gigabyte of bodies, all of it stayed with the process. `malloc_trim` of glibc returns half a
+gigabyte in 90 ms. Other allocators lack this function, and nothing is done for them.
 """
 
 import asyncio
@@ -17,25 +17,32 @@ from epp.shell.process.pressure import MemoryPressure
 
 _CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
-"""Files of control groups version 2 and 1; a container sees its own limit there."""
+"""Files with the memory limit in control groups version 2 and 1; a container sees its own limit
+there.
+"""
 _RESIDENT: Final = Path("/proc/self/statm")
 
 TRIM_FROM_BYTES: Final = 4 * 2**20
-"""Growth of memory since the last trim from which another trim is worthwhile.
-
-Returning 4 MB of a process of 100 MB took 0.8 ms; finding nothing to return took 0.2 ms."""
+"""Growth of resident memory in bytes, since free memory was last returned, from which returning it
+again is worthwhile. Returning 4 MB of a process of 100 MB took 0.8 ms; finding nothing to return
+took 0.2 ms.
+"""
 LARGE_BYTES: Final = 2**20
-"""Size of an allocation from which freed memory is returned to the system at once.
+"""Size in bytes of an allocation from which its memory is returned to the system as soon as it is
+freed.
 
 Nearly every prompt is smaller, and keeping its memory for the next one saves time. Without this
-limit one hostile metrics page would leave 8 MB with the process."""
+limit one hostile metrics page would leave 8 MB with the process.
+"""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
-"""Parameters of mallopt(3)."""
+"""Number of a parameter of mallopt(3), as defined in malloc.h."""
 POLL_S: Final = 2.0
 TRIM_AGAIN_S: Final = 10.0
-"""Interval of trims under memory pressure: each takes time and may find little to return."""
+"""Interval in seconds at which free memory is returned under memory pressure. Each return takes
+time and may find little.
+"""
 
 
 def memory_limit_bytes(control_group: Path = _CONTROL_GROUP) -> int:
@@ -62,7 +69,9 @@ def resident_bytes() -> int:
 
 
 def malloc_trim() -> Callable[[], None] | None:
-    """Return a function that returns free memory to the system, or None if the allocator has none."""
+    """Return a function that returns this process's free memory to the system, or None if the
+    allocator has no such function.
+    """
     try:
         function = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):
@@ -71,11 +80,11 @@ def malloc_trim() -> Callable[[], None] | None:
 
 
 def tune_allocator() -> None:
-    """Make the allocator return freed blocks of `LARGE_BYTES` or more and use one heap for all
+    """Make glibc's allocator return freed blocks of `LARGE_BYTES` or more and use one heap for all
     threads.
 
-    By default glibc starts to keep such blocks after the first one. It also gives each thread of
-    grpcio its own heap, whose free memory others cannot use: 8 MB were lost that way. Other
+    By default glibc keeps such blocks after it has freed the first one. It also gives each thread
+    of grpcio its own heap, whose free memory others cannot use: 8 MB were lost that way. Other
     allocators lack this function, and none is known to need it.
     """
     try:
@@ -89,12 +98,12 @@ def tune_allocator() -> None:
 
 
 class MemoryReturn:
-    """A task that returns memory to the system after a peak.
+    """A task that returns free memory to the system after a peak of memory usage.
 
-    It works in a thread, because it takes time in proportion to the peak. `held_bytes()` returns
-    the bytes currently used by bodies and similar data, which are not free memory. `pressed` is
-    called when the level of `pressure` changes. Under pressure memory is returned even without a
-    peak.
+    Memory is returned in a thread, because that takes time in proportion to the peak.
+    `held_bytes()` returns the bytes currently used by bodies and similar data, which are not free
+    memory. `pressed` is called when the measures that `pressure` demands change. Under pressure
+    memory is returned even without a peak.
     """
 
     def __init__(
@@ -115,17 +124,21 @@ class MemoryReturn:
         self._poll_s = poll_s
         self._looks_until_trim = 0
         self._settled_bytes = resident()
-        """Resident bytes after the last trim, without the bytes then in use."""
+        """Resident bytes after memory was last returned, without the bytes then in use by
+        bodies.
+        """
 
     async def run(self) -> None:
-        """Check memory periodically until cancelled."""
+        """Check the memory of this process periodically until cancelled."""
         while True:
             await asyncio.sleep(self._poll_s)
             await self.look()
             self.weigh()
 
     async def look(self) -> bool:
-        """Return free memory to the system if enough may be free. Return True if that was done."""
+        """Return free memory to the system if enough of it may be free, or regularly under memory
+        pressure. Return True if a peak was the reason.
+        """
         if self._trim is None:
             return False
         if self._is_time_under_pressure():
@@ -140,7 +153,9 @@ class MemoryReturn:
         return True
 
     def weigh(self) -> None:
-        """Call `pressed` if the resident memory changes the level of pressure."""
+        """Call `pressed` if the current resident memory changes the measures against memory
+        pressure.
+        """
         if self._pressure is not None and self._pressure.look(self._resident()):
             self._pressed(self._pressure)
 

@@ -15,27 +15,33 @@ _LOOKED_S_MIN: Final = 1.0
 
 
 class ProcessSnapshot(Struct, frozen=True, kw_only=True):
-    """CPU and memory of the process for a metrics page."""
+    """CPU time and memory of the picker's process for a metrics page."""
 
     cpu_s: Seconds
-    """CPU time of all threads in user and kernel mode since the process started."""
+    """CPU time in seconds of all threads, in user and kernel mode, since the process started."""
     resident_bytes: int
-    """Resident bytes, or 0 if the kernel does not report them."""
+    """Resident memory of the process in bytes, or 0 if the kernel does not report it."""
 
 
 class ProcessLately(Struct, frozen=True, kw_only=True):
-    """CPU and lag of the last minute and current memory, for `epp top` and /live."""
+    """CPU usage and event-loop lag of the last minute, and current memory, of the picker's process,
+    for `epp top` and /live.
+    """
 
     lag_mean_s: Seconds
-    """Mean time in seconds that an event arriving at a random time waits for the loop."""
+    """Mean time in seconds that an event arriving at a random time waits for the event loop."""
     lag_most_s: Seconds
     cpu_cores: float | None
-    """Mean CPU usage, or None if it has been measured for less than a second."""
+    """Mean CPU usage in cores in the last minute, or None if it has been measured for less than a
+    second.
+    """
     resident_bytes: int
 
 
 class OwnProcess:
-    """A meter of the process. Call `look` about once a second."""
+    """A meter of the CPU, memory and event-loop lag of the picker's process. Call `look` about once
+    a second.
+    """
 
     def __init__(
         self,
@@ -50,10 +56,10 @@ class OwnProcess:
         self._resident = resident
         self._clock = clock
         self._looks: deque[tuple[Seconds, Seconds]] = deque([(clock(), cpu())], maxlen=WINDOW_S + 1)
-        """Time and total CPU time of each sample."""
+        """Samples of CPU usage: time, and total CPU time until then, in seconds."""
 
     def look(self) -> None:
-        """Record the CPU time used until now."""
+        """Record the total CPU time that the process has used until now."""
         self._looks.append((self._clock(), self._cpu()))
 
     def snapshot(self) -> ProcessSnapshot:

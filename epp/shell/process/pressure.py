@@ -15,17 +15,20 @@ BODIES_READ_BELOW: Final = 0.85
 INDEX_STEP: Final = 0.125
 INDEX_SHARE_MIN: Final = 0.125
 LONG_BODY_BYTES: Final = 64 * 1024
-"""Size of a body in bytes from which it passes unread; most chats are shorter and use little
-memory."""
+"""Size in bytes from which a request body passes unread under memory pressure; most chats are
+shorter and use little memory.
+"""
 
 
 class MemoryPressure:
-    """The state of memory pressure. Call `look` periodically with the resident memory."""
+    """The state of memory pressure, with the measures that are in force. Call `look` periodically
+    with the resident memory.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes: Final = limit_bytes
         self.index_share = 1.0
-        """Share of their normal memory that the indexes may use."""
+        """Share of their normal memory that the prefix indexes may use, from 0 to 1."""
         self.bodies_pass = False
 
     def __repr__(self) -> str:
@@ -33,13 +36,15 @@ class MemoryPressure:
 
     @property
     def level(self) -> int:
-        """Level of pressure: 0 for none, 1 if the indexes are reduced, 2 if long bodies also pass
-        unread.
+        """Level of memory pressure: 0 for none, 1 if the indexes are reduced, 2 if long bodies pass
+        unread as well.
         """
         return 2 if self.bodies_pass else int(self.index_share < 1.0)
 
     def look(self, resident_bytes: int) -> bool:
-        """Update the state for `resident_bytes`. Return True if it changed."""
+        """Update the measures against memory pressure for `resident_bytes`. Return True if any of
+        them changed.
+        """
         before = self.index_share, self.bodies_pass
         used = resident_bytes / self.limit_bytes
         if used > INDEX_SHRINKS_FROM:

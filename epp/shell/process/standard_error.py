@@ -26,9 +26,8 @@ _log = structlog.get_logger(__name__)
 
 
 class StandardError(logging.Handler):
-    """A log handler for other libraries.
-
-    Call `take_over` once per process. Set `task_failed` as the exception handler of each loop.
+    """A log handler that writes log records of other libraries to the picker's log. Call
+    `take_over` once per process. Set `task_failed` as the exception handler of each loop.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,9 @@ class StandardError(logging.Handler):
         self._limit = PerSecond(LINES_PER_SECOND_MAX)
 
     def take_over(self) -> None:
-        """Redirect everything except a crash of the interpreter to the log."""
+        """Redirect to the log everything that would be printed on standard error, except a crash of
+        the interpreter.
+        """
         logging.getLogger().addHandler(self)
         warnings.showwarning = self._warned
         sys.excepthook = self._ended
@@ -44,14 +45,16 @@ class StandardError(logging.Handler):
         sys.unraisablehook = self._unraisable
 
     def task_failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log a failed task by its name only, because the rest of the context quotes arguments."""
+        """Log that a task failed, by its name only, because the rest of asyncio's context quotes
+        arguments.
+        """
         task = context.get("task") or context.get("future")
         name = task.get_name() if isinstance(task, asyncio.Task) else ""
         error = context.get("exception")
         self._say(logging.ERROR, "task or callback failed", task=name, exc_info=error)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log the record of another library."""
+        """Log a record of another library."""
         self._say(
             logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING,
             "library reported a problem",
@@ -90,7 +93,9 @@ class StandardError(logging.Handler):
 
 
 def _template(record: logging.LogRecord) -> str:
-    """Return the text without its arguments, or "" if it was formatted before it was logged."""
+    """Return the text of a log record without its arguments, or "" if it was formatted before it
+    was logged.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if is_literal(record.msg, frame.f_code):

@@ -1,8 +1,9 @@
 """Convert an exception to a log entry with types and places, but without data.
 
-Local variables are never shown. Neither is most text of exceptions: `KeyError`, `ValueError` and
-plugins' exceptions quote their input, which may be a prompt or a header. A text is shown if it is a
-literal in the code that raised it, or the system's text of an error number.
+Local variables are never shown. Most texts of exceptions are not shown either: `KeyError`,
+`ValueError` and plugins' exceptions quote their input, which may be a prompt or a header. The text
+of an exception is shown if it is a literal in the code that raised it, or the system's text of an
+error number.
 """
 
 import errno
@@ -16,13 +17,17 @@ from typing import Any, Final, TextIO
 from structlog.typing import ExcInfo
 
 EXCEPTIONS_MAX: Final = 8
-"""Maximum number of exceptions shown, counting causes, contexts and members of groups."""
+"""Maximum number of exceptions shown for one error, counting causes, contexts and members of
+groups.
+"""
 FRAMES_MAX: Final = 30
-"""Maximum number of frames shown per exception, the innermost ones."""
+"""Maximum number of stack frames shown per exception, the innermost ones."""
 
 
 def as_data(exc_info: ExcInfo) -> list[dict[str, Any]]:
-    """Return the exception, its causes and its members, starting with the outermost."""
+    """Return log entries for an exception, its causes and its members, starting with the
+    outermost.
+    """
     return [
         {
             "how": how,
@@ -38,7 +43,9 @@ def as_data(exc_info: ExcInfo) -> list[dict[str, Any]]:
 
 
 def as_lines(out: TextIO, exc_info: ExcInfo) -> None:
-    """Write the same entry for people, with one line per exception and frame."""
+    """Write the entries that `as_data` returns for people, with one line per exception and
+    frame.
+    """
     for how, error, frames in _chain(exc_info[1]):
         text = _text(error, frames)
         out.write(f"\n{how} {type(error).__name__}{': ' if text else ''}{text}")
@@ -48,7 +55,9 @@ def as_lines(out: TextIO, exc_info: ExcInfo) -> None:
 
 
 def is_literal(text: object, code: CodeType) -> bool:
-    """Return True if `text` is a literal in `code` and thus quotes no input."""
+    """Return True if the exception's `text` is a literal in the raising `code`, and thus quotes no
+    input.
+    """
     return isinstance(text, str) and any(
         type(constant) is str and constant == text for constant in code.co_consts
     )

@@ -1,1 +1,3 @@
-"""The leaderboard: every strategy on every case, with the best of each and confidence intervals."""
+"""The leaderboard: every routing strategy on every case, with the best strategy of each case and
+confidence intervals.
+"""

@@ -1,12 +1,14 @@
-"""The cases of the leaderboard: traffic, a pool and its pickers; each case is a row of the table.
+"""The cases of the leaderboard. A case combines traffic, a pool of pods and the pool's pickers, and
+is a row of the leaderboard's table.
 
-Rates are about two thirds of the pool's throughput for a thousand such requests that arrive at
-once, so that queues form and drain. They are lower for cases with adapters. A hold-out is like
-another case with other parameters, and must not be used for tuning.
+Request rates are about two thirds of the throughput that the pool reaches with a thousand such
+requests that arrive at once, so that queues form and drain. They are lower for cases with LoRA
+adapters. A hold-out resembles another case but has other parameters, and must not be used for
+tuning.
 
 Pickers assume the prefill speed that `epp serve` assumes without a configuration, whatever the
-pods' speed is, because that is what an operator gets after installation. Strategies with a speed of
-their own state it themselves.
+pods' speed is, because that is what an operator gets after installation. A strategy that configures
+a prefill speed uses its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -48,12 +50,16 @@ _FOREVER_S: Final[Seconds] = 1e9
 _ADAPTER_SLOTS: Final = 4
 _RETRIES: Final = 5
 _SLOWER: Final = "qwen3-32b-h100-tp2"
-"""Profile with longer requests, so that events during a request and late scrapes have an effect."""
+"""Profile on which requests take longer than on the default one, so that events during a request
+and late scrapes have an effect.
+"""
 _CONTEXT_TOKENS_MAX: Final = 120_000
-"""Maximum context of conversations that would otherwise exceed the context of the pods."""
+"""Limit on the tokens of a conversation's context, because some conversations would exceed the
+maximum context of the pods.
+"""
 
 _DOCUMENTS: Final = Targets(ttft_s=2.0, tpot_s=0.1)
-"""Targets of clients that send a long document or a task."""
+"""Latency targets of cases whose clients send a long document or a task."""
 _OF_DOCUMENTS: Final = frozenset(
     {
         *("mooncake-conversation", "mooncake-synthetic", "mooncake-held", "speed-told-held"),
@@ -62,53 +68,58 @@ _OF_DOCUMENTS: Final = frozenset(
         *("set-below", "set-at", "set-above", "set-held"),
     }
 )
-"""Names of the cases whose prompts have 8,000 tokens or more, or are tasks."""
+"""Names of the cases whose prompts have 8,000 tokens or more, or describe tasks. They have the
+targets `_DOCUMENTS`.
+"""
 
 _A100: Final = "llama-3.1-8b-a100-tp1"
 _RTX_4090: Final = "llama-3.1-8b-rtx-4090-tp1"
 _SLOWER_BY: Final = 2.0
 
 Happening = Callable[[Seconds, PodKind], tuple[Incident, ...]]
-"""Function (span of the arrivals, kind of pod) -> incidents."""
+"""Function (seconds between first and last arrival, kind of pod) -> incidents of the run."""
 Engines = Callable[[PodKind, int], tuple[PodKind, ...]]
-"""Function (assumed kind of pod, number of pods) -> actual pods."""
+"""Function (kind of pod that pickers assume, number of pods) -> pods that are simulated."""
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """A row of the leaderboard."""
+    """A case of the leaderboard: traffic, pods, pickers and incidents. It is a row of the table."""
 
     name: str
     says: str
-    """Description for the table, half a sentence."""
+    """Description of the case for the table, half a sentence."""
     workload: Workload | None = None
-    """Workload, or None if the requests are in `file`."""
+    """Workload that generates the requests, or None if the requests are read from `file`."""
     file: str = ""
     profile: str = DEFAULT_PROFILE
     pods: int = 4
     max_loras: int = 0
     replicas: int = 1
-    """Number of pickers, which exchange nothing."""
+    """Number of pickers, which exchange no messages with each other."""
     scrape_interval_s: Seconds | None = None
     happens: str = ""
-    """A name in `HAPPENINGS`, or "" for no incidents."""
+    """Name of the case's incidents in `HAPPENINGS`, or "" for no incidents."""
     engines: str = ""
-    """A name in `ENGINES`, or "" if pods match their profile."""
+    """Name in `ENGINES` of the change of the pods, or "" if the pods match their profile."""
     scrapes: str = ""
-    """A name in `SCRAPES`, or "" if all scrapes are answered."""
+    """Name in `SCRAPES` of the trouble with metrics scrapes, or "" if all scrapes are answered."""
     speed_told: bool = False
-    """Pickers know the prefill speed of the pods."""
+    """True if pickers know the prefill speed of the pods, instead of assuming the default speed."""
     response_chunks: bool = False
-    """Gateways send responses to pickers, which thus observe each first token."""
+    """True if gateways pass responses to pickers, which therefore observe each first token."""
     targets: Targets = Targets(ttft_s=0.5, tpot_s=0.05)
-    """Targets of goodput: a request within both counts. The defaults are for interactive readers.
+    """Latency targets of goodput, which counts requests that meet both. The defaults are for
+    clients that read along.
     """
     hold_out: bool = False
 
     def arrivals(self, seed: int, requests: int) -> Iterator[Arrival]:
-        """Yield the first `requests` that `seed` draws; only for a case with a workload.
+        """Yield the first `requests` requests that the case's workload generates with `seed`. The
+        case must have a workload.
 
-        A repeated prompt belongs to one user, and names that user's session. Without sessions,
-        strategies that use them would choose at random.
+        Requests of a shared-prefix workload that repeat the same prompt carry the same session, as
+        if one user sent them. Without sessions, strategies that route by session would choose at
+        random.
         """
         assert self.workload is not None
         for arrival in arrivals(self.workload, seed, requests):
@@ -116,7 +127,7 @@ class Case(Struct, frozen=True, kw_only=True):
             yield replace(arrival, session=f"{arrival.blocks[-1]}") if again else arrival
 
     def cluster(self) -> ClusterSettings:
-        """Return the pool and its pickers."""
+        """Return the settings of the case's pods and pickers."""
         kind = PodKind.of(find_profile(self.profile), max_loras=self.max_loras)
         return ClusterSettings(
             pods=ENGINES[self.engines](kind, self.pods) if self.engines else (kind,) * self.pods,
@@ -130,7 +141,9 @@ class Case(Struct, frozen=True, kw_only=True):
         )
 
     def scenario(self, span_s: Seconds) -> Scenario | None:
-        """Return the incidents while requests arrive for `span_s`, or None if there are none."""
+        """Return the case's incidents, placed within the `span_s` seconds during which requests
+        arrive, or None if the case has none.
+        """
         if not self.happens:
             return None
         happening = HAPPENINGS[self.happens]
@@ -144,7 +157,9 @@ def _slow_pod(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
 
 
 def _churn(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
-    """Return a crash, a permanent drain, a join and a replacement."""
+    """Return incidents: the crash of a pod, the drain of a pod that does not return, a new pod, and
+    the graceful replacement of a pod.
+    """
     tenth_s = span_s / 10
     return (
         Restart(at_s=2 * tenth_s, pods=(1,), startup_s=tenth_s),
@@ -160,8 +175,8 @@ HAPPENINGS: Final[Mapping[str, Happening]] = MappingProxyType(
 
 
 def _prefill_by(factor: float) -> Engines:
-    """Return engines whose times per prompt token are multiplied by `factor`; short steps do not
-    change.
+    """Return a function that multiplies the pods' times per prompt token by `factor`. The time of
+    steps with few tokens does not change.
     """
 
     def engines(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
@@ -178,7 +193,9 @@ def _prefill_by(factor: float) -> Engines:
 
 
 def _slower_decode(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """Return engines with slower short steps: reading weights, and the context of answers."""
+    """Return pods whose decode steps take twice as long: reading the weights, and attention over
+    the context.
+    """
     usual = kind.profile
     profile = replace(
         usual,
@@ -201,14 +218,16 @@ def _half_a100(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
 
 
 def _three_kinds(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """Return equally many pods of each kind, the slowest last."""
+    """Return pods of three GPU types in equal numbers, the slowest type last."""
     names = (DEFAULT_PROFILE, _A100, _RTX_4090)
     kinds = [PodKind.of(find_profile(name), max_loras=kind.engine.max_loras) for name in names]
     return tuple(kinds[at * len(kinds) // pods] for at in range(pods))
 
 
 def _whole_prompts(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """Return engines whose steps have room for any prompt, so that answers wait for whole prompts."""
+    """Return pods whose engines do not chunk prompts: a step has room for the longest prompt, so
+    that decoding requests wait for whole prompts.
+    """
     engine = replace(kind.engine, max_num_batched_tokens=kind.profile.max_model_len_tokens)
     return (replace(kind, engine=engine),) * pods
 
@@ -224,8 +243,8 @@ ENGINES: Final[Mapping[str, Engines]] = MappingProxyType(
         "whole prompts": _whole_prompts,
     }
 )
-"""Changes of the pods. Their profiles have no table of linear layers, so that constants determine
-the speed, or the engine differs.
+"""Functions that replace the pods of a case, by name. They change the engine, or constants of the
+profile; no table of linear layers overrides these constants.
 """
 
 SCRAPES: Final[Mapping[str, ScrapeTrouble]] = MappingProxyType(
@@ -234,21 +253,24 @@ SCRAPES: Final[Mapping[str, ScrapeTrouble]] = MappingProxyType(
         "none": ScrapeTrouble(from_s=0.0, to_s=_FOREVER_S, loss=1.0),
     }
 )
-"""Troubles with scrapes. "late" pages are barely in time; with "none", pickers know only the first
-page of an idle pod.
+"""Troubles with metrics scrapes, by name. With "late", pages arrive 0.8 s late, just before the
+timeout. With "none", every scrape is lost, so that pickers know only a pod's first page, from when
+it was idle.
 """
 
 
 def _open(content: Content, rate_per_s: float, burstiness: float = 1.0) -> Workload:
-    """Return a workload with unlimited requests at one rate; for sessions it is the rate of their
-    starts.
+    """Return a workload that sends requests endlessly at `rate_per_s`. If `content` has sessions,
+    it is the rate at which sessions start.
     """
     stage = Stage(rate_per_s=rate_per_s, duration_s=_FOREVER_S)
     return Workload(content=content, load=OpenLoad(stages=(stage,), burstiness=burstiness))
 
 
 def _lanes(content: Content, lanes: int) -> Workload:
-    """Return a workload with unlimited requests, `lanes` at a time."""
+    """Return a workload that sends requests endlessly and always has `lanes` of them in
+    progress.
+    """
     stage = Concurrency(lanes=lanes, requests=int(_FOREVER_S))
     return Workload(content=content, load=ClosedLoad(stages=(stage,)))
 
@@ -295,7 +317,7 @@ def _prefixes(
 
 
 _USUAL: Final = _open(_prefixes(40, 3000, 500, 300), 20.0)
-"""Workload of the cases with worse pickers, scrapes or pods."""
+"""Workload of the cases that vary the number of pickers, the scrapes or the pods."""
 
 
 def _unusual_at(rate_per_s: float) -> Workload:
@@ -313,7 +335,7 @@ def _unusual_at(rate_per_s: float) -> Workload:
 
 
 _UNUSUAL: Final = _unusual_at(20.0)
-"""The same for hold-outs."""
+"""Workload of the hold-outs that vary the number of pickers, the scrapes or the pods."""
 _MOONCAKE_LONGER: Final = replace(
     _MOONCAKE_CONVERSATION,
     own=lognormal(10_000, 12_000, 500, 90_000),
@@ -329,7 +351,7 @@ _TALKS: Final = Conversations(
     output=lognormal(220, 200, 10, 1500),
     think_s=lognormal(12, 15, 1, 90),
 )
-"""Conversations of two further hold-outs."""
+"""Conversations of the cases `pods-24-further` and `gpus-further`."""
 _MOONCAKE_HELD: Final = _open(_MOONCAKE_LONGER, 1.4)
 
 _PUBLISHED: Final = (
@@ -383,15 +405,21 @@ _RATES_PER_S: Final = MappingProxyType(
         "bursts": 60.0,
     }
 )
-"""Rate in requests or sessions a second, by standard workload."""
+"""Request rate per second (of conversations: starts per second), by name of the standard
+workload.
+"""
 _LANES: Final = MappingProxyType(
     {"code-generation": 16, "deep-research": 16, "rag": 30, "synthetic-data": 40, "reasoning": 40}
 )
-"""Number of concurrent requests by standard workload, for workloads that wait for answers."""
+"""Number of concurrent requests, by name of the standard workload, for workloads whose clients wait
+for answers.
+"""
 
 
 def _standard(name: str) -> Case:
-    """Return the case of a standard workload at one load."""
+    """Return the case of the standard workload `name`, at its rate in `_RATES_PER_S` or its
+    concurrency in `_LANES`.
+    """
     known = STANDARD[name]
     content = known.content
     if isinstance(content, Conversations):
@@ -564,7 +592,7 @@ _HOLD_OUTS: Final = tuple(
     )
 )
 
-_NOT_AS_BELIEVED: Final = tuple(
+_OTHER_THAN_ASSUMED: Final = tuple(
     replace(case, hold_out=True)
     for case in (
         Case(
@@ -637,17 +665,17 @@ _NOT_AS_BELIEVED: Final = tuple(
         ),
     )
 )
-"""Cases whose engines differ from the pickers' assumptions."""
+"""Hold-outs in which the simulated engines or scrapes differ from what pickers assume."""
 
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {
         case.name: replace(case, targets=_DOCUMENTS) if case.name in _OF_DOCUMENTS else case
         for case in chain(
-            _PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS, _NOT_AS_BELIEVED
+            _PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS, _OTHER_THAN_ASSUMED
         )
     }
 )
-"""Cases by name, in the order of the table."""
+"""Cases that run by default, by name, in the order of the leaderboard's table."""
 
 
 FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
@@ -723,16 +751,18 @@ FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
         )
     }
 )
-"""Cases that run only if they are named. No default was chosen on these."""
+"""Cases, by name, that run only if `--cases` names them. No default of the scheduler was chosen
+with their help.
+"""
 
 
 class Ladder(Struct, frozen=True, kw_only=True):
-    """Cases that differ in one number, for a chart over it."""
+    """Cases that differ in one number, so that a chart can show the results over this number."""
 
     title: str
     unit: str = ""
     steps: tuple[tuple[float, str], ...]
-    """Steps as (number, name of the case), ascending."""
+    """Cases of the ladder as (the number that differs, name of the case), in ascending order."""
 
 
 LADDERS: Final = (

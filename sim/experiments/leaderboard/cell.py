@@ -1,5 +1,5 @@
-"""A cell of the leaderboard: one case, one strategy, one seed. Its figures do not depend on the
-machine.
+"""A cell of the leaderboard: the run of one case with one strategy and one seed. Its figures do not
+depend on the machine.
 """
 
 import hashlib
@@ -28,16 +28,18 @@ _FOLDER: Final = "sim-leaderboard-"
 
 
 class Cell(Struct, frozen=True, kw_only=True):
-    """The parameters of one run, small enough to be sent to another machine."""
+    """The parameters of one run of the leaderboard, small enough to be sent to another machine."""
 
     case: Case
     policy: PolicySource
     seed: int
     repetition: int
-    """Position of the seed; 0 is, for a file, the trace as it is."""
+    """Position of `seed` among the seeds of the board. At 0, a recorded trace is replayed
+    unchanged; otherwise it is resampled.
+    """
     requests: int
     inputs: str = ""
-    """Result of `inputs_of` for this cell, on the machine that created it."""
+    """Hash by `inputs_of` for this cell, computed on the machine that created the cell."""
 
     @property
     def name(self) -> str:
@@ -45,15 +47,16 @@ class Cell(Struct, frozen=True, kw_only=True):
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
-    """The result of a cell."""
+    """The summary of a cell's run, with the hash of the inputs that it depends on."""
 
     summary: RunSummary
     inputs: str
-    """Inputs of the cell."""
+    """Hash by `inputs_of` for the cell that was run."""
 
 
 def inputs_of(cell: Cell) -> str:
-    """Return a hash of everything that the figures depend on: cell, trace file and code.
+    """Return a hash of everything on which the figures of a cell depend: its parameters, trace file
+    and code.
 
     Raises `OSError` for an unreadable trace, and what `PolicySource.load` raises.
     """
@@ -74,8 +77,8 @@ def inputs_of(cell: Cell) -> str:
 
 
 def run_cell(cell: Cell) -> CellResult:
-    """Run the cell. Raises what `run_job` raises, and `JobError` if code or trace differ from those
-    of `cell`.
+    """Run the simulation of a cell. Raises what `run_job` raises, and `JobError` if this machine's
+    code or trace file differ from those of the machine that created the cell.
     """
     if inputs_of(cell) != cell.inputs:
         raise JobError(
@@ -119,16 +122,18 @@ def _result(
 
 
 class _Drawn(Struct, frozen=True):
-    """The traffic of a case and a seed, which all strategies receive."""
+    """Generated traffic of a case and a seed. All strategies receive the same traffic."""
 
     trace: HeldTrace
     span_s: Seconds
-    """Time of the last arrival."""
+    """Time of the last arrival in the generated traffic, in seconds after its start."""
 
 
 @lru_cache(maxsize=1)
 def _drawn(case: Case, seed: int, requests: int) -> _Drawn:
-    """Return the traffic, drawn once for the consecutive cells of a case and a seed."""
+    """Return the first `requests` requests of a case with a seed. They are generated once for
+    consecutive cells with the same case and seed.
+    """
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
         path = Path(folder) / f"{case.name}.jsonl"
         span_s = _write_traffic(path, case, seed, requests)
@@ -136,8 +141,8 @@ def _drawn(case: Case, seed: int, requests: int) -> _Drawn:
 
 
 def _write_traffic(path: Path, case: Case, seed: int, requests: int) -> Seconds:
-    """Write the traffic to `path` as a capture, which rounds times. Return the time of the last
-    arrival.
+    """Write the traffic of a case with a seed to `path` as a capture, which rounds times. Return
+    the time of the last arrival.
     """
     span_s = 0.0
     with path.open("wb") as file:

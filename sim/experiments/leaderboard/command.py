@@ -1,4 +1,6 @@
-"""The command `sim leaderboard`: every strategy on every case, with the same requests for all."""
+"""The command `sim leaderboard`: every routing strategy on every case, with the same requests for
+all strategies.
+"""
 
 import argparse
 import os
@@ -44,15 +46,16 @@ from sim.reports.leaderboard_report import (
 )
 
 SIZES: Final[Mapping[str, int]] = {"small": 400, "full": 2_000}
-"""Requests of a cell, by name of the size."""
+"""Number of requests in each cell, by the name that `--size` takes."""
 LEADING: Final = (
     *("homing", "weighted-scores", "smetric", "lmetric", "production-stack-load-aware"),
     *("dynamo-two-tier", "dynamo", "dynamo-first-token", "smg-cache-aware-4", "preble"),
     *("sticky-until-saturated", "sticky-until-saturated-first-token", "llm-d-3-2-2"),
     *("llm-d-approximate-lora", "lpwl", "kubeai-chwbl", "round-robin-live"),
 )
-"""Strategies of a board of size full: the best of each family on the small board, and well-known
-ones. All strategies would take two and a half hours on two cores; these take less than one.
+"""Names of the strategies that run by default with `--size full`: the best of each family with
+`--size small`, and well-known ones. On two cores these take less than an hour; all strategies would
+take two and a half hours.
 """
 _REQUESTS_MAX: Final = 1_000_000
 _ALL: Final = "all"
@@ -72,16 +75,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help=f"names of sim strategies, or files with EndpointPickerConfigs; {_ALL} for all names "
         f"(default: {_ALL}; with --size full the {len(LEADING)} leading ones)")  # fmt: skip
     add("--cases", type=_names, metavar="A,B,...",
-        help=f"names of cases, or {_ALL} (default: {_ALL}; with --trace none)")  # fmt: skip
+        help=f"names of cases to run, or {_ALL} (default: {_ALL}, or no named case if --trace is given)")  # fmt: skip
     add("--list", action="store_true", help="list the strategies and cases, and exit")
     add("--trace", action="append", type=Path, default=[], metavar="FILE",
         help="trace to add as a case, on four pods of the default profile; repeatable")  # fmt: skip
-    add("--size", choices=SIZES, default="small", help="requests of a cell: "
+    add("--size", choices=SIZES, default="small", help="number of requests in each run: "
         + ", ".join(f"{name} {count:,}" for name, count in SIZES.items()) + " (default: small)")  # fmt: skip
-    add("--requests", type=_requests, metavar="N", help="requests of a cell, instead of --size")
+    add("--requests", type=_requests, metavar="N",
+        help="number of requests in each run, instead of --size")  # fmt: skip
     add("--seeds", type=count_of_runs, default=3, metavar="K",
         help="number of seeds, each with its own traffic and random choices (default: 3)")  # fmt: skip
-    add("--seed", type=int, default=1, help="first seed (default: 1)")
+    add("--seed", type=int, default=1, help="first of the --seeds seeds (default: 1)")
     cores = len(os.sched_getaffinity(0))
     add = parser.add_argument_group("Execution and output").add_argument
     add("--executor", default=LOCAL, metavar="WHERE",
@@ -94,7 +98,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="DIR",
         help="write the results to DIR, and reuse the cells there",
     )
-    add("--force", action="store_true", help="run the cells that are in DIR again")
+    add("--force", action="store_true", help="run all cells again, even those with results in DIR")
     parser.set_defaults(run=run)
 
 
@@ -145,24 +149,28 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Board:
-    """Cells and their results so far; numbers are positions in `cells`."""
+    """The cells of a leaderboard and their results so far. Dictionaries are keyed by position in
+    `cells`.
+    """
 
     def __init__(self, cells: Sequence[Cell], folder: CellFolder | None) -> None:
-        """Create the board with the results that are already in `folder`."""
+        """Create the board with the results of its cells that are already stored in `folder`."""
         self.cells = cells
         self.failed: dict[int, str] = {}
         self.results: dict[int, CellResult] = {}
         self._folder = folder
         for number, cell in enumerate(cells):
-            known = folder.known(cell) if folder else None
+            known = folder.stored(cell) if folder else None
             if known is not None:
                 self.results[number] = known
         self.taken = len(self.results)
-        """Number of results that were read from the folder."""
+        """Number of cells whose result was read from the folder."""
         self.left = [number for number in range(len(cells)) if number not in self.results]
 
     def play(self, workers: Workers) -> None:
-        """Run the remaining cells and store each result. Raises `OSError`."""
+        """Run the cells that have no result yet, and store each result in the folder. Raises
+        `OSError`.
+        """
         jobs = [self.cells[number] for number in self.left]
         with progress_bar("leaderboard") as bar:
             outcomes = workers.outcomes(run_cell, jobs)
@@ -173,10 +181,12 @@ class Board:
                     continue
                 self.results[number] = outcome
                 if self._folder is not None:
-                    self._folder.keep(self.cells[number], outcome)
+                    self._folder.store(self.cells[number], outcome)
 
     def summary(self) -> LeaderboardSummary:
-        """Return summary.json. The same results give the same bytes."""
+        """Return the content of summary.json for the results so far. The same results give the same
+        bytes.
+        """
         cases = list(dict.fromkeys(cell.case for cell in self.cells))
         policies = {cell.policy.name: cell.policy for cell in self.cells}
         first = self.cells[0]
@@ -225,8 +235,8 @@ class Board:
 def cells_of(
     cases: Sequence[Case], policies: Sequence[PolicySource], seeds: range, requests: int
 ) -> list[Cell]:
-    """Return the cells, case by case and seed by seed, so that an interrupted board has complete
-    rows.
+    """Return a cell for each case, seed and strategy. All strategies of a case and seed are
+    consecutive, so that an interrupted board has complete rows.
 
     Raises what `inputs_of` raises.
     """
@@ -240,8 +250,8 @@ def cells_of(
 
 
 def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
-    """Return the named cases, then those of the files. Raises `OutputError` for an unknown or
-    duplicate name.
+    """Return the cases with the given names, then a case for each trace file. Raises `OutputError`
+    for an unknown name, or for a trace file that is called like a case.
     """
     known = {**CASES, **FURTHER_CASES}
     unknown = next((name for name in names if name not in known), None)
@@ -281,13 +291,17 @@ def _case_summary(case: Case) -> CaseSummary:
 
 
 def _ladder_summary(ladder: Ladder, there: set[str]) -> LadderSummary:
-    """Return the ladder with the steps that have been run."""
+    """Return a ladder's entry in the leaderboard's summary, restricted to the cases in `there`. A
+    ladder is a group of cases that differ in one number.
+    """
     steps = [(number, case) for number, case in ladder.steps if case in there]
     return LadderSummary(title=ladder.title, unit=ladder.unit, steps=steps)
 
 
 def _strategy_summary(policy: PolicySource) -> StrategySummary:
-    """Return the strategy with its description, unless the configuration only has its name."""
+    """Return a strategy's entry in the leaderboard's summary. Its description is omitted if
+    `policy` is another configuration with the name of a built-in strategy.
+    """
     strategy = strategies().get(policy.name)
     known = strategy is not None and strategy.config == policy.text
     return StrategySummary(
@@ -299,15 +313,18 @@ def _strategy_summary(policy: PolicySource) -> StrategySummary:
 
 
 def _strategies(wanted: tuple[str, ...] | None, size: str) -> tuple[str, ...]:
-    """Return the names to run: `wanted`, or those of a board of `size` if None.
+    """Return the names of the strategies to run: `wanted`, or the default for `--size` if `wanted`
+    is None.
 
-    The default configuration has two names, and runs only under one. Raises `PolicyNameError` if
-    the strategies of other projects are not installed.
+    The default configuration has two names and runs only under one of them. Raises
+    `PolicyNameError` if strategies are not named and those of other projects are not installed.
     """
     if wanted is not None and wanted != (_ALL,):
         return wanted
     if not rivals_installed():
-        raise PolicyNameError(f"a board is of all strategies, and {RIVALS_MISSING}")
+        raise PolicyNameError(
+            f"a leaderboard without --strategies needs all of them, and {RIVALS_MISSING}"
+        )
     if wanted is None and size == "full":
         return LEADING
     return tuple(name for name in built_in() if name != DEFAULT_POLICY)
@@ -332,7 +349,7 @@ def _list() -> str:
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
     return names
 
 

@@ -1,4 +1,6 @@
-"""The folder of a leaderboard, with a file for each cell, so that no cell is run twice."""
+"""The folder of a leaderboard. It has a file for the result of each cell, so that no cell is run
+twice.
+"""
 
 from pathlib import Path
 from typing import Final
@@ -13,11 +15,13 @@ _CELLS: Final = "cells"
 
 
 class CellFolder:
-    """The results of cells in `path`/cells, which is created if needed."""
+    """The stored results of a leaderboard's cells, one file each in `path`/cells. The folder is
+    created if it does not exist.
+    """
 
     def __init__(self, path: Path, *, anew: bool) -> None:
-        """Open the folder; `anew` deletes its results. Raises `OSError`, and `OutputError` if it
-        has other content.
+        """Open the folder. If `anew` is true, delete the stored results. Raises `OSError`, and
+        `OutputError` if the folder contains something else than a leaderboard.
         """
         self._cells = path / _CELLS
         path.mkdir(parents=True, exist_ok=True)
@@ -28,8 +32,10 @@ class CellFolder:
             for file in self._cells.glob("*.json"):
                 file.unlink()
 
-    def known(self, cell: Cell) -> CellResult | None:
-        """Return the result of the cell, or None if it has not run or ran with other inputs."""
+    def stored(self, cell: Cell) -> CellResult | None:
+        """Return the stored result of a cell. None if the cell has not run, or if its stored result
+        has other inputs (code, trace or parameters).
+        """
         try:
             found = msgspec.json.decode(self._file(cell).read_bytes(), type=CellResult)
         except (FileNotFoundError, msgspec.DecodeError):
@@ -37,8 +43,10 @@ class CellFolder:
             return None
         return found if found.inputs == cell.inputs else None
 
-    def keep(self, cell: Cell, result: CellResult) -> None:
-        """Store the result of a cell, replacing an earlier one. Raises `OSError`."""
+    def store(self, cell: Cell, result: CellResult) -> None:
+        """Store the result of a cell, replacing a stored result of the same case, strategy and
+        seed. Raises `OSError`.
+        """
         write_whole(self._file(cell), msgspec.json.encode(result))
 
     def _file(self, cell: Cell) -> Path:

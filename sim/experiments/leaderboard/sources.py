@@ -1,4 +1,6 @@
-"""Hashes of the code of a run, so that results of other code are not reused."""
+"""Hashes of the code that a leaderboard run executes, so that results of other code are not
+reused.
+"""
 
 import ast
 import hashlib
@@ -25,18 +27,20 @@ _DECIDES: Final = (
     "sim/measurement",
     "sim/traces",
 )
-"""Paths of the code that every run uses; plug-ins of other distributions have their own modules."""
+"""Paths of the code that every run executes. Plug-ins of other distributions are not among them;
+`plugins_hash` covers these.
+"""
 _POLICIES_MAX: Final = 1_024
-"""Maximum number of policies whose hash is cached, because loading a configuration takes as long as
-a short run.
+"""Maximum number of policies whose plug-in hash is cached. Computing a hash loads the
+configuration, which takes as long as a short run.
 """
 _ARITHMETIC: Final = ("numpy", "xxhash", "msgspec")
-"""Distributions whose version may change digits of results."""
+"""Distributions of which another version may change the last digits of results."""
 
 
 @cache
 def code_hash() -> str:
-    """Return the hash of the code that every run uses."""
+    """Return the hash of the code that every run executes, and of the versions in `_ARITHMETIC`."""
     roots = {"epp": Path(epp.__file__).parent, "sim": Path(sim.__file__).parent}
     files = [
         file for name in _DECIDES for file in _files(roots[name.partition("/")[0]].parent / name)
@@ -49,7 +53,9 @@ def code_hash() -> str:
 
 @lru_cache(maxsize=_POLICIES_MAX)
 def plugins_hash(policy: PolicySource) -> str:
-    """Return the hash of the modules of the policy's plug-ins that `code_hash` does not cover."""
+    """Return the hash of the modules that contain the policy's plug-ins, without those that
+    `code_hash` covers. "" for a baseline.
+    """
     if not policy.text:
         return ""
     config = policy.load()
@@ -64,7 +70,9 @@ def plugins_hash(policy: PolicySource) -> str:
 
 
 def _reached_from(modules: Iterable[str]) -> list[Path]:
-    """Return the files of the modules, and of the modules of the same package that they import."""
+    """Return the files of the named modules, and of all modules of the same package that they
+    import. Modules that `code_hash` covers are left out.
+    """
     waiting = [name for name in modules if _package_of(name)]
     found: dict[str, Path] = {}
     while waiting:
@@ -82,7 +90,7 @@ def _reached_from(modules: Iterable[str]) -> list[Path]:
 
 
 def _package_of(module: str) -> str:
-    """Return the package in which a module may depend on others, or "" if `code_hash` covers it."""
+    """Return the top-level package of a module, or "" if `code_hash` covers that package."""
     package = module.partition(".")[0]
     return "" if package == epp.__name__ else package
 

@@ -1,4 +1,6 @@
-"""The rows of a case: each strategy's figures, its distance from the best, and its significance."""
+"""The leaderboard's rows of one case: the figures of each strategy, their ratio to the best
+strategy, and its significance.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,20 +16,20 @@ from sim.measurement.summaries import Behind, Requests, RunSummary, StandingSumm
 
 
 class Runs(Struct, frozen=True, kw_only=True):
-    """The runs of a strategy in a case."""
+    """The completed runs of one strategy in one case."""
 
     strategy: str
     by_seed: Mapping[int, CellResult]
     failed: bool = False
-    """True if at least one of its seeds failed."""
+    """True if a run of the strategy failed with at least one of the seeds."""
 
 
 def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[StandingSummary]:
-    """Return a row for each of `runs` that has not failed, over the seeds that all of these have
-    run.
+    """Return a row for each strategy whose runs have not failed, over the seeds that all these
+    strategies have completed.
 
-    There are no rows until `first_seed` is among them, which for a recorded trace is the trace as
-    it is.
+    There are no rows until `first_seed` is among these seeds. With `first_seed`, a recorded trace
+    is replayed unchanged.
     """
     there = [one for one in runs if not one.failed]
     if not there:

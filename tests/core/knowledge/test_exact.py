@@ -21,7 +21,7 @@ from epp.core.knowledge.exact_parameters import (
     TierWeight,
     TokenProcessorConfig,
 )
-from epp.core.knowledge.exact_slots import SOUGHT_MAX
+from epp.core.knowledge.exact_slots import TRACKED_MAX
 from epp.core.knowledge.index import EXACT, HOST_BLOCKS, missing_verbs
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import BlockExtra, Cleared, Fault, Removed, Stored, read_payload
@@ -269,7 +269,7 @@ def test_what_is_asked_for_is_bounded():
     """Of each endpoint: the oldest is not followed any more."""
     index = opened()
     index.hear(0, [run(TOKENS[:64])], 0.0)
-    told = [asked_of(index, asked([number] * 64)) for number in range(SOUGHT_MAX + 2)]
+    told = [asked_of(index, asked([number] * 64)) for number in range(TRACKED_MAX + 2)]
     assert [one.void for one in told[:3]] == [True, True, False]
     index.hear(0, [run([5] * 64, first=5), run([0] * 64, first=6)], 0.0)
     assert [told[at].blocks for at in (0, 5, 6)] == [0, 1, 0]

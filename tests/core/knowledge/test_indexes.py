@@ -26,7 +26,7 @@ from epp.core.failures import Interrupted, PluginFailures
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.hit_accuracy import Correction
-from epp.core.knowledge.index import Heard as Said
+from epp.core.knowledge.index import EventResult as Said
 from epp.core.knowledge.index import Held, IndexMeasures
 from epp.core.knowledge.indexes import Indexes, IndexesSettings
 from epp.core.knowledge.inflight import Lease, Outcome

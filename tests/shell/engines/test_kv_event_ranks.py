@@ -11,7 +11,7 @@ from epp.core.knowledge.index import RANKS_MAX
 from epp.core.kv_events.stream import StreamState
 from epp.shell.engines import kv_events
 from epp.shell.engines.kv_event_places import Place, places_of
-from epp.shell.engines.kv_event_server import Turned
+from epp.shell.engines.kv_event_server import Rejection
 from tests.shell.engines.kv_event_picker import INDEX, Picker, eventually, prompt, settings_of
 from tests.shell.engines.kv_event_pod import KVEventPod
 
@@ -171,7 +171,7 @@ async def test_who_connects_besides_speaks_for_none_of_the_ranks():
         async with KVEventPod() as other:
             await other.connect(listening.port)
             other.serve(prompt(1))
-            await eventually(lambda: listening.turned[Turned.TAKEN] == 1)
+            await eventually(lambda: listening.turned[Rejection.TAKEN] == 1)
         assert picker.believed(prompt(1)) == 0
         assert picker.live
 
@@ -222,8 +222,8 @@ async def test_a_rank_beyond_what_is_configured_is_counted_and_not_heard():
         await connect(picker, one, two)
         two.engine.rank = 2
         two.serve(prompt(1))
-        await eventually(lambda: picker.listener.server.turned[Turned.RANK] == 1)
-        assert picker.listener.snapshot().faults[Turned.RANK] == 1
+        await eventually(lambda: picker.listener.server.turned[Rejection.RANK] == 1)
+        assert picker.listener.snapshot().faults[Rejection.RANK] == 1
         assert held(picker, prompt(1)) == [0, 0]
 
 
@@ -246,7 +246,7 @@ async def test_without_a_plugin_ranks_that_connect_are_not_heard():
         assert picker.row().problem.startswith("dataParallelSize is 2 ranks behind 1 endpoint")
         await connect(picker, pod)
         pod.serve(prompt(1))
-        await eventually(lambda: picker.listener.server.turned[Turned.RANK] == 1)
+        await eventually(lambda: picker.listener.server.turned[Rejection.RANK] == 1)
         assert picker.row().state is StreamState.NONE
         assert "declare a data-parallel-rank-producer" in picker.row().problem
 
@@ -263,7 +263,7 @@ async def test_an_engine_that_connects_with_more_ranks_than_it_should_is_not_hea
         assert picker.believed(prompt(1)) == picker.believed(prompt(2)) == 0
         assert picker.row().state is StreamState.NONE
         two.serve(prompt(3))
-        await eventually(lambda: picker.listener.server.turned[Turned.RANK] == 2)
+        await eventually(lambda: picker.listener.server.turned[Rejection.RANK] == 2)
         two.cut()
         picker.scrape(process=1.0)
         picker.scrape(process=2.0)

@@ -8,7 +8,7 @@ import pytest
 from epp.core.knowledge.exact_parameters import PodDiscoveryConfig
 from epp.core.kv_events.stream import StreamState
 from epp.shell.engines import kv_event_server, kv_events
-from epp.shell.engines.kv_event_server import Turned, address_in
+from epp.shell.engines.kv_event_server import Rejection, address_in
 from tests.shell.engines.kv_event_picker import Picker, eventually, prompt
 from tests.shell.engines.kv_event_pod import KVEventPod
 
@@ -99,11 +99,11 @@ async def test_nobody_speaks_for_another(monkeypatch):
             for part in range(5):
                 liar.serve(prompt(part))
             await gone(reader)
-            assert turned(picker, Turned.LIE) == 4
+            assert turned(picker, Rejection.LIE) == 4
             assert picker.believed(prompt(0), slot=1) == 0
             await liar.connect(port, host="127.0.0.2")
-            await eventually(lambda: turned(picker, Turned.STRANGER) == 1)
-            assert picker.listener.snapshot().faults[Turned.LIE] == 4
+            await eventually(lambda: turned(picker, Rejection.STRANGER) == 1)
+            assert picker.listener.snapshot().faults[Rejection.LIE] == 4
 
 
 @pytest.mark.parametrize("topic", [b"kv@127.0.0.1:1@model", b"kv@127.0.0.1@model", b"", b"else"])
@@ -111,7 +111,7 @@ async def test_a_topic_that_names_none_of_several_is_counted(topic):
     async with KVEventPod() as one, KVEventPod() as other, Picker(one, other, **CENTRAL) as picker:
         await one.connect(await port_of(picker), topic=topic)
         one.serve(prompt(1))
-        await eventually(lambda: turned(picker, Turned.TOPIC) == 1)
+        await eventually(lambda: turned(picker, Rejection.TOPIC) == 1)
         assert picker.believed(prompt(1)) == 0
 
 
@@ -119,7 +119,7 @@ async def test_what_is_no_message_of_events_is_counted():
     async with KVEventPod() as pod, Picker(pod, **CENTRAL) as picker:
         await pod.connect(await port_of(picker))
         pod.send(b"one part")
-        await eventually(lambda: turned(picker, Turned.TOPIC) == 1)
+        await eventually(lambda: turned(picker, Rejection.TOPIC) == 1)
         pod.serve(prompt(1))
         await eventually(lambda: picker.believed(prompt(1)) == 32)
 
@@ -133,7 +133,7 @@ async def test_a_stranger_is_kept_unread_and_closed(monkeypatch):
         readers = [await pod.connect(port, host="127.0.0.9") for _ in range(3)]
         for reader in readers:
             await gone(reader)
-        assert turned(picker, Turned.STRANGER) == 3
+        assert turned(picker, Rejection.STRANGER) == 3
 
 
 async def test_who_does_not_say_who_it_is_is_closed(monkeypatch):
@@ -154,7 +154,7 @@ async def test_connections_of_one_address_are_bounded():
             await pod.connect(port)
         await eventually(lambda: picker.live)
         await gone(await pod.connect(port))
-        assert turned(picker, Turned.CONNECTIONS) == 1
+        assert turned(picker, Rejection.CONNECTIONS) == 1
 
 
 async def test_an_endpoint_has_one_source_at_a_time(monkeypatch):
@@ -165,7 +165,7 @@ async def test_an_endpoint_has_one_source_at_a_time(monkeypatch):
         await eventually(lambda: picker.live)
         await again.connect(port)
         again.serve(prompt(1))
-        await eventually(lambda: turned(picker, Turned.TAKEN) == 1)
+        await eventually(lambda: turned(picker, Rejection.TAKEN) == 1)
         assert picker.believed(prompt(1)) == 0
         monkeypatch.setattr(kv_events, "TAKEN_OVER_S", 0.0)
         again.serve(prompt(2))

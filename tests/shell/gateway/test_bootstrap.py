@@ -338,9 +338,9 @@ def test_ports_and_hosts_are_where_they_were_asked_for():
         ({"picker_address": "picker:http"}, "does not end in a port"),
         ({"round_robin": ("10.0.0.1:99999",)}, "does not end in a port"),
         ({"message_timeout_s": 0.0}, "is not above 0"),
-        ({"plaintext": True, "picker_ca_file": "/ca"}, "spoken to in plaintext"),
-        ({"plaintext": True, "client_cert_path": "/certs"}, "spoken to in plaintext"),
-        ({"picker_server_name": "a"}, "'a' is given without the certificates"),
+        ({"plaintext": True, "picker_ca_file": "/ca"}, "the picker is plaintext"),
+        ({"plaintext": True, "client_cert_path": "/certs"}, "the picker is plaintext"),
+        ({"picker_server_name": "a"}, "'a' is given without the file of certificate authorities"),
         ({"request_body_max_bytes": 2**32}, "request body limit of 4294967296 bytes"),
     ],
 )

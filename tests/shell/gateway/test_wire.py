@@ -430,11 +430,11 @@ def test_which_path_is_taken_is_reported_once():
     assert decoder.report() is None
     for _ in range(2):
         decoder.decode(gw.request_body(b"x"))
-    assert decoder.report() == "messages are scanned"
+    assert decoder.report() == "ext_proc messages are read by the fast reader"
     assert decoder.report() is None
     for _ in range(2):
         decoder.decode(gw.request_body(b"x") * 2)
-    assert decoder.report() == "a message is left to protobuf because its body is unusual"
+    assert decoder.report() == "an ext_proc message is left to protobuf because its body is unusual"
     decoder.decode(gw.request_headers({"é": "x"}))
     assert decoder.report() is None
     assert decoder.fallbacks[Unscanned.HEADERS] == 1

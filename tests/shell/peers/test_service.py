@@ -170,7 +170,7 @@ async def test_a_defect_of_the_exchange_is_a_cold_start(tmp_path):
         async with after.running():
             after.peers.endpoints_known()
             await until(lambda: after.peers.ready, "readiness")
-    assert "no snapshot could be loaded" in [line["event"] for line in lines]
+    assert "no snapshot of shared state could be loaded" in [line["event"] for line in lines]
 
 
 async def test_without_flags_there_is_nothing_to_do():

@@ -80,8 +80,8 @@ async def test_it_looks_until_it_is_cancelled():
 def test_what_is_there_at_the_start_is_spared():
     """In a process of its own: what is frozen stays so."""
     asked = (
-        "import gc; from epp.shell.process.garbage import spare_what_is_there; "
-        "before = len(gc.get_objects()); spare_what_is_there(); "
+        "import gc; from epp.shell.process.garbage import exempt_existing_objects; "
+        "before = len(gc.get_objects()); exempt_existing_objects(); "
         "print(before, len(gc.get_objects()), gc.get_freeze_count())"
     )
     told = subprocess.run(

@@ -38,7 +38,7 @@ def test_a_session_stays_and_only_those_of_a_picker_that_goes_move():
     assert chosen(assigner, sessions) == before
     assert min(Counter(before).values()) > 60
     assigner.leave(2)
-    assert not assigner.is_there(2)
+    assert not assigner.is_running(2)
     for old, new in zip(before, chosen(assigner, sessions), strict=True):
         assert new == old if old != 2 else new != 2
     assigner.join(2)
@@ -66,6 +66,6 @@ def test_nobody_is_chosen_where_nobody_is(assignment):
     for replica in (0, 1):
         assigner.leave(replica)
     assert assigner.choose("session") is None
-    assert not assigner.is_there(None)
+    assert not assigner.is_running(None)
     assigner.join(1)
     assert assigner.choose("session") == 1

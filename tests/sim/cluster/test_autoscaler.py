@@ -190,5 +190,5 @@ def test_it_begins_within_its_bounds(fields, pods, said):
 
 
 def test_the_least_is_not_above_the_most():
-    with pytest.raises(ValueError, match="expected pods_max from pods_min, 6, on, got 5"):
+    with pytest.raises(ValueError, match="expected pods_max of at least pods_min, 6, got 5"):
         settings(pods_min=6)

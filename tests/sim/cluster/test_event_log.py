@@ -128,9 +128,9 @@ def test_the_last_frames_are_kept(monkeypatch):
         stored(log, number, at=float(number))
     assert 20 - 6 < log.first <= 17
     assert log.frame(log.first - 1) is None
-    assert [frame.number for frame in log.kept(0, 20)] == [17, 18, 19]
-    assert [frame.number for frame in log.kept(18, 20)] == [18, 19]
-    assert [frame.number for frame in log.kept(20, 20)] == []
+    assert [frame.number for frame in log.retained(0, 20)] == [17, 18, 19]
+    assert [frame.number for frame in log.retained(18, 20)] == [18, 19]
+    assert [frame.number for frame in log.retained(20, 20)] == []
     assert log.next_at(17.5) == 18
     assert log.next_at(30.0) == 20
 

@@ -213,7 +213,7 @@ def test_another_configuration_knows_pods_as_the_first_did():
         ([Join(at_s=5, kinds=(kind(),)), Drain(at_s=4, pods=(3,))], "which joins at 5 s"),
         (
             [Freeze(from_s=1, to_s=3), Freeze(from_s=2, to_s=4, pods=(0,))],
-            "freeze at 2 s: expected the previous one of pod 0 to have ended, got 3 s as its end",
+            "freeze at 2 s: expected a start after the previous event of this kind for pod 0, which ends at 3 s",
         ),
     ],
 )

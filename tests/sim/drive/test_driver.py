@@ -115,6 +115,15 @@ async def test_more_than_may_be_open_are_not_sent_and_counted():
     assert (driver.not_sent, driver.cut, len(served.asked)) == (7, 0, 3)
 
 
+async def test_turns_that_wait_for_an_answer_are_not_in_flight():
+    """A conversation of nine turns needs room for one request."""
+    with gateway() as served:
+        driver = Driver(DriveSettings(url=served.url, in_flight_max=1), lambda _: None)
+        turns = [arrival(0), *(arrival(index, after=index - 1) for index in range(1, 9))]
+        await driver.run(turns)
+    assert (driver.not_sent, len(served.asked)) == (0, 9)
+
+
 async def test_a_turn_waits_for_the_answer_that_it_is_about():
     """And only for that."""
     order = []

@@ -26,8 +26,8 @@ import optuna
 import xxhash
 
 from sim.experiments.proposals import Proposals
-from sim.experiments.search import BATCH, FINALISTS, KEPT, RUNGS, one_cost
-from sim.experiments.space import WEIGHT_MAX, WEIGHT_MIN, Dimension, Range, What
+from sim.experiments.search import BATCH, FINALISTS, PROMOTED_SHARE, RUNGS, one_cost
+from sim.experiments.space import WEIGHT_MAX, WEIGHT_MIN, Dimension, DimensionKind, Range
 
 DIMENSIONS = 10
 TRIALS = 60
@@ -37,7 +37,7 @@ NOISE = (0.05, 0.02)
 """Standard deviation of the noise by rung in the first objective; a fifth of it in the second."""
 SPAN = Range(low=WEIGHT_MIN, high=WEIGHT_MAX, logarithmic=True)
 SPACE = tuple(
-    Dimension(plugin=f"scorer-{at}", what=What.WEIGHT, span=SPAN, present=1.0)
+    Dimension(plugin=f"scorer-{at}", what=DimensionKind.WEIGHT, span=SPAN, present=1.0)
     for at in range(DIMENSIONS)
 )
 
@@ -189,7 +189,7 @@ def found(way, shape, seed, trials=TRIALS):
                 seen[at] = tuple(a + b for a, b in zip(costs[at], drawn, strict=True))
             left.sort(key=lambda at: way.ranked(seen[at]))
             if rung + 1 < len(RUNGS):
-                left = left[: math.ceil(len(left) * KEPT)]
+                left = left[: math.ceil(len(left) * PROMOTED_SHARE)]
         finished += [(way.ranked(seen[at]), costs[at]) for at in left]
         proposals.tell([way.told(seen[at]) for at in range(len(asked))])
     best = [costs for _, costs in sorted(finished)[:FINALISTS]]

@@ -71,7 +71,7 @@ def test_a_replay_says_what_pickers_told_each_other(trace, tmp_path, capsys):
     assert told["records_applied"] > 0
     for text in (capsys.readouterr().out, (out / "report.md").read_text()):
         assert f"{told['frames']:,} frames" in text
-        assert "decisions received from others" in text
+        assert "decisions received from other pickers" in text
 
 
 def test_blind_pickers_tell_nothing(trace, tmp_path, capsys):

@@ -178,7 +178,7 @@ def test_a_plugin_that_failed_during_the_run_is_told_with_its_figures(
     assert sim("replay", trace, "--config", config, "--pods", "2", "--out", out) == 0
     (sentence,) = json.loads((out / "summary.json").read_bytes())["warnings"]
     assert sentence.startswith(
-        "late-scorer failed once. The picker routed requests without it: score raised KeyError at "
+        "late-scorer failed once. The picker routed requests without this plug-in: score raised KeyError at "
     )
     assert "late-scorer failed" in capsys.readouterr().out
 
@@ -224,8 +224,8 @@ def test_the_report_tells_conditions_in_words(trace, tmp_path):
     assert not re.search("None|True|False|[{}'\\[\\]]", told)
     for row in (
         "| pods by profile | llama-3.1-8b-h100-tp1: 4 |", "| maximum number of requests | all |",
-        "| the picker sees first tokens | no |", "| hash of the configuration | random: none (a baseline) |",
-        "| network delay, one way | 0.5 ms |", "| mean patience of these clients | 10 s |",
+        "| the picker observes first tokens | no |", "| hash of the configuration | random: none (a baseline) |",
+        "| network delay, one way | 0.5 ms |", "| mean patience of impatient clients | 10 s |",
     ):  # fmt: skip
         assert row in told
     assert "_" not in told
@@ -289,11 +289,17 @@ LINE = {
             {"outcome": "failed"},
             "was routed to pod-1, which could not serve it. The picker expected 192",
         ),
-        ({"outcome": "aborted"}, "was routed to pod-1, and its client left before the end."),
-        ({"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []}, "client left"),
+        (
+            {"outcome": "aborted"},
+            "was routed to pod-1, and its client disconnected before the end.",
+        ),
+        (
+            {"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []},
+            "client disconnected",
+        ),
         (
             {"outcome": "failed", "time_s": None, "endpoint": None, "candidates": []},
-            "no picker was there",
+            "no picker was running",
         ),
         ({"served": "pod-0"}, "was routed to pod-1 and rerouted to pod-0; 176 prompt tokens"),
         ({"endpoint": None, "refusal": "0 of 2", "candidates": []}, "was refused: 0 of 2."),
@@ -667,7 +673,7 @@ def test_a_trace_of_years_is_refused_at_once(tmp_path, later_s, speed, days, cap
     path.write_text(HEADER + ONE % "" + (ONE % "").replace('": 0', f'": {later_s}', 1))
     assert main(["replay", str(path), "--speed", speed]) == 1
     assert capsys.readouterr().err == (
-        f"sim: {path}: request 1: Expected it at most 366 days after the first, got {days} days "
+        f"sim: {path}: request 1: Expected an arrival at most 366 days after the first request, got {days} days "
         f"(--speed {float(speed):g})\n"
     )
 
@@ -821,7 +827,7 @@ def test_what_no_pod_can_serve_is_named_first(tmp_path, capsys):
     both = ["--config", "default", "--config", "random", "--seeds", "1"]
     sentence = (
         "1 of 3 requests (33.3%) exceed the context of qwen3-32b-h100-tp2 (40,960 tokens) "
-        "and failed at once. Latencies and throughput do not count them."
+        "and failed at once. Latencies and throughput do not include these requests."
     )
     for command in (["replay"], ["compare", *both], ["sweep", *both, "--rates", "1"]):
         out = tmp_path / command[0]

@@ -219,7 +219,7 @@ def test_a_file_that_is_named_lies_beside_the_scenario(tmp_path):
         ("[[autoscaler]]", "autoscaler: expected a table [autoscaler]"),
         ("[autoscaler]\ntarget = 2", "[autoscaler]: needs field `metric`"),
         (SCALED + "pods = 3", "[autoscaler]: unknown key pods, did you mean `pods_m"),
-        (SCALED.replace("= 9", "= 1"), "[autoscaler]: expected pods_max from pods_min, 2, on, got 1"),
+        (SCALED.replace("= 9", "= 1"), "[autoscaler]: expected pods_max of at least pods_min, 2, got 1"),
         (SCALED.replace("target = 2", "target = -2"), "[autoscaler]: target: expected a number above 0"),
         (SCALED.replace("waiting-", "wait-"), "[autoscaler]: metric: expected waiting-requests"),
         (SCALED + "[[events]]\nkind = 'join'\nat_s = 1", "expected events of kind join or an [autoscaler]"),
@@ -264,7 +264,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path, text, said):
         ),
         (
             "kind='slow'\nfrom_s=1\nto_s=5\nfactor=2\n[[events]]\nkind='slow'\nfrom_s=4\nto_s=6\nfactor=3\npods=[1]",
-            "slow at 4 s: expected the previous one of pod 1 to have ended",
+            "slow at 4 s: expected a start after the previous event of this kind for pod 1, which ends",
         ),
         (
             "kind='join'\nat_s=5\nstartup_s=5\n[[events]]\nkind='leave'\nat_s=6\npods=[4]",
@@ -365,7 +365,7 @@ def test_a_rolling_restart_of_all_pods_under_load(trace, tmp_path):
     again, _ = replayed(trace, tmp_path / "again", "--scenario", crashing)
     assert again["requests"]["complete"] == 6_000
     assert again["retries"] >= crashed["requests"]["failed"] * 0.5
-    assert "| sent again |" in (tmp_path / "again" / "report.md").read_text()
+    assert "| requests sent again |" in (tmp_path / "again" / "report.md").read_text()
     calm, _ = replayed(trace, tmp_path / "calm", "--pods", "4")
     assert drained["hit_rate"] < calm["hit_rate"]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sim.cluster.policies import PolicySource, policy_source
 from sim.experiments.search import (
     BATCH,
+    EXCESS_LOSS_WEIGHT,
     FINALISTS,
-    GIVEN_UP,
-    KEPT,
+    PROMOTED_SHARE,
     RUNGS,
     Search,
     Trial,
@@ -128,7 +128,7 @@ def test_a_third_of_each_batch_goes_on():
     assert runs_expected(BATCH + 4) == sum(count + 1 for _, count in rungs)
     finished = [one for one in search.trials[:BATCH] if one.finished]
     others = [one for one in search.trials[:BATCH] if not one.finished]
-    assert len(finished) == math.ceil(BATCH * KEPT)
+    assert len(finished) == math.ceil(BATCH * PROMOTED_SHARE)
     assert max(sum(one.costs[0]) for one in finished) <= min(sum(one.costs[0]) for one in others)
     assert len(RUNGS) == 2
     assert RUNGS[-1] == 1.0
@@ -176,10 +176,10 @@ def test_of_nothing_there_is_no_best():
 @pytest.mark.parametrize(
     ("costs", "number"),
     [
-        ((-0.5, 0.1), -0.4 + GIVEN_UP * (0.1 - math.log(1.02))),
+        ((-0.5, 0.1), -0.4 + EXCESS_LOSS_WEIGHT * (0.1 - math.log(1.02))),
         ((-0.5, math.log(1.02)), -0.5 + math.log(1.02)),
         ((-0.5, -0.1), -0.6),
-        ((0.2, 0.2), 0.4 + 2 * GIVEN_UP * (0.2 - math.log(1.02))),
+        ((0.2, 0.2), 0.4 + 2 * EXCESS_LOSS_WEIGHT * (0.2 - math.log(1.02))),
     ],
 )
 def test_what_is_given_up_beyond_the_tolerance_weighs_more_than_a_gain(costs, number):

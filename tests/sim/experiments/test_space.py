@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from epp.configuration.config import ConfigError
 from sim.cluster.policies import PolicySource, policy_source
-from sim.experiments.space import OFF, Choice, Range, Space, SpaceError, What
+from sim.experiments.space import OFF, Choice, DimensionKind, Range, Space, SpaceError
 
 ROOT = Path(__file__).parents[3]
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n"
@@ -42,7 +42,7 @@ def present(space):
 def test_weights_and_numbers_with_bounds_are_varied_by_default():
     """Each weight may be off; between bounds where there are two, else ten times round the present."""
     found = named(Space(policy_source("weighted-scores")))
-    weights = [name for name, one in found.items() if one.what is What.WEIGHT]
+    weights = [name for name, one in found.items() if one.what is DimensionKind.WEIGHT]
     assert weights == [
         f"weight of {name}-scorer"
         for name in ("prefix-cache", "queue", "kv-cache-utilization", "lora-affinity", "active-request")
@@ -110,7 +110,7 @@ def test_whatever_is_drawn_is_a_configuration_or_has_no_weight(data):
     off = all(
         values[one.name] < one.span.off_below
         for one in DEFAULT.dimensions
-        if one.what is What.WEIGHT
+        if one.what is DimensionKind.WEIGHT
     )
     if off:
         with pytest.raises(ConfigError, match="all weights of profile default are 0"):
@@ -118,7 +118,7 @@ def test_whatever_is_drawn_is_a_configuration_or_has_no_weight(data):
         return
     scorers = {scorer.name: scorer for scorer in source.load().profile.scorers}
     for one in DEFAULT.dimensions:
-        if one.what is What.WEIGHT:
+        if one.what is DimensionKind.WEIGHT:
             weight = scorers[one.plugin].weight
             assert weight == 0 if values[one.name] < 0.1 else 0.1 <= weight <= 10
             assert weight == pytest.approx(values[one.name], rel=0.06) or not weight
@@ -187,7 +187,7 @@ def test_the_file_of_the_documentation_is_one(tmp_path):
     page = (ROOT / "docs/simulator.md").read_text()
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     found = named(asked(tmp_path, text))
-    assert {one.what for one in found.values()} == set(What)
+    assert {one.what for one in found.values()} == set(DimensionKind)
     assert found["weight of queue-scorer"].span == Range(low=0.5, high=50, logarithmic=True)
     assert "agreement of prefix-cache-scorer" in found
 

@@ -280,7 +280,7 @@ def test_what_can_be_confirmed_is_known_before_the_search():
         search, runs, PRESENT, measures=Objective.ITL.measures, tolerance=0.0, seeds=SEEDS,
         requests=400, guards=GUARDS[:1],
     )  # fmt: skip
-    tuning.foresee()
+    tuning.estimate_power()
     assert search.costs is None
     assert {one.half for _, one in runs.asked} == {Half.TUNING}
     assert tuning.power.requests == 400

@@ -56,7 +56,7 @@ def test_reports_say_what_was_used_and_what_it_was_checked_against(tmp_path):
             assert ("engine_evidence" in conditions) == used
             for file in ("report.md", "report.html"):
                 text = (out / file).read_text()
-                assert ("evidence for these features" in text) == used
+                assert ("evidence for engine features" in text) == used
                 assert ("no recording is available" in text) == used
             if used:
                 assert conditions["engines"] == {", ".join(ALL): 8}

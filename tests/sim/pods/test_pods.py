@@ -152,6 +152,19 @@ async def test_a_stream_has_the_text_of_the_whole_answer():
         assert all("usage" not in event for event in plain)
 
 
+async def test_chunks_of_a_stream_have_as_many_tokens_as_the_interval():
+    """The first token comes at once, and the last chunk has the rest."""
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 20, "ignore_eos": True}
+    async with running_pod() as pod:
+        _, whole = await pod.post("/v1/completions", body)
+    async with running_pod(stream_interval_tokens=8, speed=1.0) as pod:
+        chunks = await pod.events("/v1/completions", body)
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert "".join(texts) == whole["choices"][0]["text"]
+    assert 3 <= len(texts) <= 4
+    assert len(texts[0]) < len(texts[1])
+
+
 async def test_the_headers_of_a_stream_come_before_its_first_token():
     """A client has the response headers while the engine still computes the prompt."""
     async with running_pod(speed=1.0) as pod:
@@ -359,7 +372,7 @@ async def test_ports_beyond_the_last_are_one_sentence():
     async with sim_serve("--port", "65535", "--pods", "2") as process:
         _, stderr = await process.communicate()
         assert process.returncode == 1
-    assert stderr.decode() == "sim: 2 pods from port 65535 need ports above 65535.\n"
+    assert stderr.decode() == "sim: 2 ports from port 65535 on would exceed port 65535.\n"
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,9 @@ def test_what_failed_and_what_is_missing_is_said(summary):
     failed = FailedCell(case="one", strategy=HOSTILE, seed=2, problem="it died")
     summary = replace(summary, complete=False, failed=[failed])
     report, page = leaderboard_report(summary), leaderboard_page(summary)
-    assert "**Not complete: cells are missing or failed.**" in report
+    assert "**Not complete: some runs are missing or failed.**" in report
     assert f"| one | {HOSTILE} | 2 | it died |" in report
-    assert "1 cells failed" in leaderboard_table(summary)
+    assert "1 runs failed" in leaderboard_table(summary)
     assert HOSTILE not in page
     assert "it died" in page
 

@@ -100,11 +100,11 @@ def test_what_was_left_out_of_a_long_trace_is_told():
     assert "from 5.0 h on: 100 of its 500 requests, at 2 times its mean rate" in told
     # 2 tokens in an hour there, 5 in ten hours: of each four times as many pods are paid for.
     assert (
-        "and 0.25 per million tokens in the stretch that was sized for, 1 over the whole trace."
+        "and 0.25 per million tokens in the period for which the pool was sized, 1 over the whole trace."
         in told
     )
-    assert "costs of tokens cover the stretch that was sized for." in told
-    assert "the stretch that was sized for" in size_page(cut).partition("<table")[0]
+    assert "costs of tokens cover the period for which the pool was sized." in told
+    assert "the period for which the pool was sized" in size_page(cut).partition("<table")[0]
     assert "over the whole trace" not in size_report(SUMMARY)
 
 

@@ -302,7 +302,7 @@ def test_told_columns_go_before_a_format_that_is_recognised(trace_of):
 def test_an_option_that_a_format_ignores_is_refused(trace_of):
     """Rather than the user believing that it had an effect."""
     rows = [{"format": "homing-capture", "version": 1}]
-    with pytest.raises(TraceError, match="Expected no --time-unit: the format capture tells this"):
+    with pytest.raises(TraceError, match="Expected no --time-unit: the format capture defines it"):
         trace_of(rows, time_unit="s")
     with pytest.raises(TraceError, match="Expected no --columns"):
         trace_of(rows, format="mooncake", columns=(("prompt_tokens", "a"),))

@@ -25,7 +25,7 @@ def test_inspect_prints_a_table_and_a_sentence(mooncake, capsys):
     """What a reader wants to know first."""
     assert run("inspect", mooncake) == 0
     text = capsys.readouterr().out
-    for part in ("in.jsonl (mooncake)", "20 in 19 s", "Hit ceiling", "working set fits"):
+    for part in ("in.jsonl (mooncake)", "20 in 19 s", "Hit ratios", "working set fits"):
         assert part in text
 
 
@@ -43,7 +43,7 @@ def test_inspect_calls_estimates_by_their_name(mooncake, capsys):
     text = " ".join(capsys.readouterr().out.split())
     for told in (
         "estimates for placements", "The others are estimates of", "GPU time (estimate)",
-        "What follows from these estimates, by rules of thumb: The working set fits",
+        "Conclusions from these estimates, by rules of thumb: The working set fits",
     ):  # fmt: skip
         assert told in text
     assert "tokens (estimate)" not in text

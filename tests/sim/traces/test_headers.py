@@ -101,7 +101,7 @@ def test_a_bad_header_is_told_by_its_line(tmp_path):
     path = tmp_path / "raw.jsonl"
     body = {"model": "m", "prompt": "Hello"}
     path.write_text(json.dumps({"headers": {"a b": "c"}, "body": body}) + "\n")
-    with pytest.raises(TraceError, match=r"raw\.jsonl:1: headers: Expected names"):
+    with pytest.raises(TraceError, match=r"raw\.jsonl:1: headers: Expected header names"):
         list(open_trace(path, ReadOptions()))
 
 

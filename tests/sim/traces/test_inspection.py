@@ -152,9 +152,9 @@ def conclusions(found):
         "does not say what prompts share": not found.reuse.references,
         "any routing comes near": best - min(at_capacity.affinity, at_capacity.random) < 0.05,
         "pays": gain >= 0.05,
-        "more room": room >= 0.05,
-        "capacity decides": gain < 0.05 <= room,
-        "loses to chance": gain <= -0.05,
+        "larger caches": room >= 0.05,
+        "cache size decides": gain < 0.05 <= room,
+        "less than random routing": gain <= -0.05,
         "gains little": abs(gain) < 0.05,
     }
     return {claim: so for claim, so in claims.items() if claim in found.place.sentences[0]}

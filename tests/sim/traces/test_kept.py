@@ -11,7 +11,7 @@ from sim.traces import kept, reading
 from sim.traces.arrival import TraceError
 from sim.traces.capture import CaptureWriter
 from sim.traces.formats import open_trace
-from sim.traces.kept import KeptTraces, NotKept, kept_folder
+from sim.traces.kept import CachedTraces, NotCached, kept_folder
 from sim.traces.reading import ReadOptions
 from tests.sim.made import arrival, arrivals
 
@@ -93,7 +93,7 @@ def test_every_field_is_kept(folder):
         model="m", adapter="a", cache_salt="c", session="ü", turn=3, priority=-2, after=1,
         think_s=1e-9, path="/v1/x",
     )  # fmt: skip
-    shelf = KeptTraces(folder)
+    shelf = CachedTraces(folder)
     told = list(shelf.keeping("one", iter([full, arrival(1)]), lambda: True))
     assert list(shelf.read("one")) == told == [full, arrival(1)]
 
@@ -153,7 +153,7 @@ def test_a_spoilt_entry_is_read_anew_and_replaced(source, opened, folder, capsys
     content = entry.read_bytes()
     entry.write_bytes(spoil(content))
     assert list(opened()) == plain
-    assert capsys.readouterr().err.endswith("it is read anew\n")
+    assert capsys.readouterr().err.endswith("the trace file is read instead\n")
     assert entry.read_bytes() == content
 
 
@@ -192,7 +192,7 @@ def test_bad_lines_are_counted_each_time(source, opened, folder):
 
 def test_what_people_wrote_is_not_kept(folder):
     """Bodies stay in the file that they came in."""
-    shelf = KeptTraces(folder)
+    shelf = CachedTraces(folder)
     with_body = arrival(9, path="/v1/completions", body=b"a secret")
     assert list(shelf.keeping("one", iter([*OTHER, with_body, arrival(10)]), lambda: True)) == [
         *OTHER, with_body, arrival(10),
@@ -225,7 +225,7 @@ def test_two_that_read_at_once_leave_one_whole_entry(opened, folder, unreadable)
 
 def test_the_longest_unused_goes(tmp_path, folder, opened):
     """What is read counts as used; what is new stays, however large."""
-    shelf = KeptTraces(folder, bytes_max=10**6)
+    shelf = CachedTraces(folder, bytes_max=10**6)
 
     def keep(name):
         list(shelf.keeping(name, iter(OTHER), lambda: True))
@@ -237,15 +237,15 @@ def test_the_longest_unused_goes(tmp_path, folder, opened):
     list(shelf.read("used"))
     assert used.stat().st_mtime > 1
     size = old.stat().st_size
-    shelf = KeptTraces(folder, bytes_max=2 * size)
+    shelf = CachedTraces(folder, bytes_max=2 * size)
     new = keep("new")
     assert entries(folder) == sorted([used, new])
 
 
 def test_what_is_larger_than_all_may_be_is_not_kept(folder):
     """Nor what was there thrown away for it."""
-    list(KeptTraces(folder).keeping("old", iter(OTHER), lambda: True))
-    shelf = KeptTraces(folder, bytes_max=100)
+    list(CachedTraces(folder).keeping("old", iter(OTHER), lambda: True))
+    shelf = CachedTraces(folder, bytes_max=100)
     assert len(list(shelf.keeping("big", iter(OTHER * 20), lambda: True))) == 100
     assert [path.stem for path in entries(folder)] == ["old"]
 
@@ -257,7 +257,7 @@ def test_what_a_dead_process_has_begun_goes_after_an_hour(folder):
     dead.touch()
     alive.touch()
     os.utime(dead, (1, 1))
-    list(KeptTraces(folder).keeping("one", iter(OTHER), lambda: True))
+    list(CachedTraces(folder).keeping("one", iter(OTHER), lambda: True))
     assert entries(folder) == sorted([alive, folder / "one.arrivals"])
 
 
@@ -293,8 +293,8 @@ def test_it_is_kept_for_others(opened, folder, unreadable):
 
 def test_a_missing_entry_is_none(folder):
     """And no sentence: it is the ordinary case."""
-    with pytest.raises(NotKept):
-        next(KeptTraces(folder).read("none"))
+    with pytest.raises(NotCached):
+        next(CachedTraces(folder).read("none"))
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_each_seed_draws_other_steady_traffic():
     ("kind", "told"),
     [
         ("multi-turn", "Expected sessions that end"),
-        ("rag", "Expected a rate"),
+        ("rag", "Expected arrivals at a rate"),
         ("b2b", "Expected one rate"),
     ],
 )

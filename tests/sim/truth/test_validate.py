@@ -153,7 +153,7 @@ def write_requests(folder, slowness):
         for number, tokens in enumerate(random.integers(50, 3000, 160))
     ]  # fmt: skip
     shape = converted(folder, described(folder), latency.Description)
-    served = [latency.Served(**row) for row in rows]
+    served = [latency.RecordedRequest(**row) for row in rows]
     profile = find_profile("llama-3.1-8b-h100-tp1")
     ttft, _, e2e = latency.simulate(profile, shape.engine, served) * slowness
     for row, first, last in zip(rows, ttft, e2e, strict=True):
@@ -279,7 +279,7 @@ def test_bounds_hold_where_the_best_fit_lies_outside():
 def test_the_pool_of_one_pod_serves_as_its_engine_alone_does(recording):
     """Nothing is lost or gained on the way: the times of an engine that is driven by hand."""
     shape = converted(recording, described(recording), latency.Description)
-    served = lines_of(recording / "requests.jsonl", latency.Served)
+    served = lines_of(recording / "requests.jsonl", latency.RecordedRequest)
     profile = find_profile("llama-3.1-8b-h100-tp1")
     engine = Engine(shape.engine, profile)
     requests = [

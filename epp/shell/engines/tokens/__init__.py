@@ -1,1 +1,1 @@
-"""Determine the tokens of prompts, by the engine's renderer or by a worker process."""
+"""Determine the token ids of prompts, by the engine's renderer or by a worker process."""

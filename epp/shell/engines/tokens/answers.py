@@ -1,8 +1,8 @@
 """Parse a renderer's answer into token ids, in steps that are short for the event loop.
 
-The answer is not trusted. Its size was limited before. Here its members are checked, and ids are
-decoded in pieces, because a hundred thousand of them take some milliseconds. This module performs
-no I/O.
+The answer is not trusted. Its size was limited when it was received. Here its members are checked,
+and ids are decoded in pieces, because a hundred thousand of them take some milliseconds. This
+module performs no I/O.
 """
 
 import re
@@ -18,18 +18,22 @@ from epp.core.moment import PlacedMedia
 from epp.core.prompt.token_ids import ID_BYTES, packed
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Maximum size in bytes: some 600,000 ids of six digits, whose members the loop finds in 2 ms."""
+"""Maximum size of a renderer's answer in bytes: some 600,000 ids of six digits, whose members are
+found in 2 ms.
+"""
 PIECE_BYTES: Final = 64 * 1024
-"""Size of the pieces of ids that are decoded at once, in half a millisecond."""
+"""Size in bytes of the pieces of token ids that are decoded at once, which takes half a millisecond
+each.
+"""
 MEDIA_MAX: Final = 1_024
-"""Maximum number of media in one prompt."""
+"""Maximum number of media, such as images, in one prompt of a renderer's answer."""
 _NOTHING: Final = Raw(b"")
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
 class _Rendered(Struct, gc=False):
-    """Response of /render (`token_ids`) or /tokenize (`tokens`)."""
+    """A renderer's response for one prompt, of /render (`token_ids`) or of /tokenize (`tokens`)."""
 
     token_ids: Raw = _NOTHING
     tokens: Raw = _NOTHING
@@ -48,7 +52,9 @@ class _Placeholder(Struct, gc=False):
 
 
 class _Features(Struct, gc=False):
-    """Media by modality, such as "image"."""
+    """The media of one prompt in a renderer's answer: hashes and positions by modality, such as
+    "image".
+    """
 
     mm_hashes: dict[str, list[str | None]] | None = None
     mm_placeholders: dict[str, list[_Placeholder]] | None = None
@@ -58,24 +64,30 @@ _decode_features = Decoder(_Features).decode
 
 
 class RenderedPrompt(Struct, frozen=True, gc=False):
-    """One prompt of an answer."""
+    """One prompt of a renderer's answer, whose token ids are not decoded yet."""
 
     ids: bytes
-    """JSON array of the token ids."""
+    """JSON array of the prompt's token ids."""
     media: tuple[PlacedMedia, ...] = ()
-    """Media in the order of the prompt."""
+    """Media of the prompt, in the order of their positions."""
 
 
 class BadAnswerError(Exception):
-    """An answer is invalid. The message describes the problem without quoting the answer."""
+    """Raised if a renderer's answer is invalid. The message describes the problem without quoting
+    the answer.
+    """
 
 
 class HasMediaError(Exception):
-    """The prompt has media that neither ids nor identifiers in the answer distinguish."""
+    """Raised if a prompt has media that neither the token ids nor the identifiers in the renderer's
+    answer distinguish.
+    """
 
 
 def rendered_prompts(answer: bytes, prompts: int) -> list[RenderedPrompt]:
-    """Return the first `prompts` prompts. Raises `BadAnswerError` and `HasMediaError`."""
+    """Return the first `prompts` prompts of a renderer's `answer`. Raises `BadAnswerError` and
+    `HasMediaError`.
+    """
     try:
         listed = answer.lstrip()[:1] == b"["
         rendered = _decode_all(answer) if listed else [_decode_one(answer)]
@@ -115,13 +127,17 @@ def _media(features: bytes) -> tuple[PlacedMedia, ...]:
 
 
 def check_placed(media: Sequence[PlacedMedia], ids: bytes) -> None:
-    """Raise `BadAnswerError` unless `media` are within the prompt of `ids`."""
+    """Raise `BadAnswerError` unless all `media` are within the prompt that has the packed token
+    `ids`.
+    """
     if any(one.offset + one.length > len(ids) // ID_BYTES for one in media):
         raise BadAnswerError("has media beyond the end of the prompt")
 
 
 def pieces_of(array: bytes) -> Iterator[bytes]:
-    """Yield arrays of some ids each, which together contain all ids of `array`."""
+    """Divide the JSON array of a prompt's token ids into JSON arrays of at most about
+    `PIECE_BYTES`, and yield them in order.
+    """
     start, end = 1, len(array) - 1
     while end - start > PIECE_BYTES:
         comma = _COMMA.search(array, start + PIECE_BYTES, end)
@@ -133,7 +149,9 @@ def pieces_of(array: bytes) -> Iterator[bytes]:
 
 
 def ids_of(piece: bytes) -> bytes:
-    """Return the packed ids of `piece`. Raises `BadAnswerError` if it is not an array of ids."""
+    """Decode a JSON array of token ids and return them packed, 4 bytes each. Raises
+    `BadAnswerError` if `piece` is something else.
+    """
     try:
         return packed(_decode_ids(piece))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -141,7 +159,9 @@ def ids_of(piece: bytes) -> bytes:
 
 
 def too_many(ids: bytes, body: bytes) -> bool:
-    """Return True if `ids` are more than a prompt in `body` can have with any template."""
+    """Return True if a prompt in `body` cannot have as many tokens as `ids` contains, whatever the
+    chat template adds.
+    """
     return len(ids) // ID_BYTES > len(body) + TEMPLATE_TOKENS_MAX
 
 

@@ -10,9 +10,11 @@ OPEN_S: Final[Seconds] = 10.0
 
 
 class CircuitBreaker:
-    """A circuit breaker that opens for `open_s` after `failures_max` failures in a row.
+    """A circuit breaker that stops requests for `open_s` seconds after `failures_max` consecutive
+    failures.
 
-    Then one request is allowed. Until it ends no other one is, and its result decides.
+    Then one request is allowed. No other one is allowed until it ends, and its result decides
+    whether requests go on.
     """
 
     def __init__(self, failures_max: int = FAILURES_MAX, open_s: Seconds = OPEN_S) -> None:
@@ -20,14 +22,18 @@ class CircuitBreaker:
         self._open_s = open_s
         self._in_a_row = 0
         self._closed_at_s = -math.inf
-        """Time at which one request is allowed, after too many failures in a row."""
+        """Time from which a single request is allowed again, after too many consecutive
+        failures.
+        """
 
     def allows(self, now: Seconds) -> bool:
-        """Return True if a request is allowed. This changes nothing."""
+        """Return True if a request is allowed at `now`. The call itself changes nothing."""
         return self._in_a_row < self._failures_max or now >= self._closed_at_s
 
     def asked(self, now: Seconds) -> None:
-        """Record that a request starts; while open it is the only one."""
+        """Record that a request starts. While the circuit is open, this is the only request that is
+        allowed.
+        """
         if self._in_a_row >= self._failures_max:
             self._closed_at_s = now + self._open_s
 
@@ -35,7 +41,7 @@ class CircuitBreaker:
         self._in_a_row = 0
 
     def failed(self, now: Seconds) -> bool:
-        """Record a failure. Return True if it opened the circuit."""
+        """Record that a request failed. Return True if this failure opened the circuit."""
         self._in_a_row += 1
         if self._in_a_row < self._failures_max:
             return False

@@ -13,7 +13,9 @@ from epp.core.types import ApiKind
 Json = dict[str, Any]
 
 _BILLING: Final = "x-anthropic-billing-header"
-"""Prefix of a system block that changes with each request and is omitted."""
+"""Prefix of a system block in a Messages request that changes with each request. vLLM omits this
+block, and so does the conversion.
+"""
 _NOT_IN_THE_PROMPT: Final[Mapping[ApiKind, frozenset[str]]] = {
     ApiKind.MESSAGES: frozenset(
         {
@@ -43,11 +45,13 @@ _GIVEN: Final = frozenset({"user", "system", "developer"})
 
 
 class NoChatError(Exception):
-    """The chat that vLLM renders for the request is unknown."""
+    """Raised if the chat that vLLM renders for a request is unknown."""
 
 
 def as_chat(api: ApiKind, body: Json) -> Json:
-    """Return the chat request with the prompt of `body`. Raises `NoChatError`."""
+    """Convert the body of a request of any supported API to the chat request from which vLLM
+    renders the prompt. Raises `NoChatError`.
+    """
     make = _MAKERS.get(api)
     if make is None:
         return body
@@ -64,7 +68,9 @@ def as_chat(api: ApiKind, body: Json) -> Json:
 
 
 def _of_messages(members: Json) -> Json:
-    """Convert a Messages body, removing known members from `members`."""
+    """Convert the body of a Messages request to chat messages, removing the converted members from
+    `members`.
+    """
     messages: list[Json] = []
     system = _system(members.pop("system", ""))
     if system:
@@ -87,7 +93,9 @@ def _system(system: Any) -> str:
 
 
 def _turns(message: Json) -> Iterable[Json]:
-    """Convert one turn of a conversation; results of tools become separate messages before it."""
+    """Convert one message of a conversation. Results of tools in it become separate messages before
+    it.
+    """
     role, content = message["role"], message["content"]
     if role not in _TURNS:
         raise NoChatError
@@ -160,7 +168,9 @@ def _tool(tool: Json) -> Json:
 
 
 def _of_responses(members: Json) -> Json:
-    """Convert a Responses body, removing known members from `members`."""
+    """Convert the body of a Responses request to chat messages, removing the converted members from
+    `members`.
+    """
     if members.pop("tools", None) or members.pop("truncation", "disabled") != "disabled":
         raise NoChatError
     messages: list[Json] = []

@@ -22,18 +22,20 @@ MESSAGES_MAX: Final = 4_096
 _MADE_BY_US: Final = frozenset(
     {"messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "conversation"}
 )
-"""Variables that a request cannot set, because vLLM rejects them or uses them differently."""
+"""Names of template variables that a request cannot set, because vLLM rejects them or uses them
+differently.
+"""
 
 Json = dict[str, Any]
 
 
 class NotRenderedError(Exception):
-    """The template, or vLLM's preparation for it, rejects the request."""
+    """Raised if the chat template, or vLLM's preparation for it, rejects the request."""
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the model's output in training; it renders its
-    content.
+    """An extension of jinja2 for the tag `{% generation %}`, which marks the model's output in
+    training. The tag renders its content.
     """
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 has it
@@ -57,9 +59,8 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
 
 
 class ChatTemplate:
-    """A chat template.
-
-    `special` contains the tokenizer's own texts by name, such as `bos_token`.
+    """A model's chat template. `special` contains the texts of the tokenizer's special tokens by
+    name, such as `bos_token`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ChatTemplate:
         content_format: ContentFormat = ContentFormat.AUTO,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Compile the template. Raises `jinja2.TemplateError`."""
+        """Compile the template's `source`. Raises `jinja2.TemplateError`."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -85,10 +86,14 @@ class ChatTemplate:
         if content_format is ContentFormat.AUTO:
             parts = reads_parts(environment.parse(source))
         self._parts = parts
-        """True if the contents of messages are lists of parts; otherwise they are texts."""
+        """True if the template gets the contents of messages as lists of parts; otherwise it gets
+        texts.
+        """
 
     def render(self, body: Json) -> str:
-        """Return the prompt of a chat request. Raises `NotRenderedError`."""
+        """Return the prompt that the template renders for a chat request. Raises
+        `NotRenderedError`.
+        """
         messages = body.get("messages")
         if not isinstance(messages, list) or len(messages) > MESSAGES_MAX:
             raise NotRenderedError
@@ -129,7 +134,7 @@ def _bounded(pieces: Any) -> str:
 
 
 def _conversed(message: Json, *, parts: bool) -> Json:
-    """Return a message in the form that vLLM passes to a template."""
+    """Convert a message of a chat request to the form that vLLM passes to a template."""
     role = message["role"]
     conversed: Json = {"role": role, "content": _content(message.get("content"), parts=parts)}
     if role == "assistant":
@@ -172,7 +177,9 @@ def _text(part: Any) -> str:
 
 
 def _tool_call(call: Json) -> Json:
-    """Return a tool call with decoded arguments, because templates expect no JSON text."""
+    """Return a tool call of a chat message with its arguments decoded from JSON, as templates
+    expect them.
+    """
     function = dict(call["function"])
     arguments = function.get("arguments")
     if not arguments:
@@ -183,7 +190,9 @@ def _tool_call(call: Json) -> Json:
 
 
 def _tools(tools: Sequence[Json] | None) -> list[Json] | None:
-    """Return tools in the form of vLLM's types: known members in order, then all others."""
+    """Return the tools of a chat request as vLLM's types serialise them: known members in order,
+    then all others.
+    """
     if tools is None:
         return None
     spelt: list[Json] = []
@@ -201,7 +210,9 @@ def _tools(tools: Sequence[Json] | None) -> list[Json] | None:
 
 
 def reads_parts(template: nodes.Template) -> bool:
-    """Return True if a template iterates over parts of contents, by which vLLM selects their form."""
+    """Return True if a chat template iterates over the parts of messages' contents. By this vLLM
+    selects the form of contents.
+    """
     conversations = {"messages"}
     for assigned in template.find_all(nodes.Assign):
         if isinstance(assigned.target, nodes.Name) and _named(assigned.node) in conversations:
@@ -216,7 +227,7 @@ def reads_parts(template: nodes.Template) -> bool:
 
 
 def _bare(node: nodes.Node | None) -> nodes.Node | None:
-    """Return the node without filters, tests and slices."""
+    """Return the expression of a template without filters, tests and slices around it."""
     while True:
         if isinstance(node, nodes.Filter | nodes.Test) or (
             isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
@@ -232,7 +243,9 @@ def _named(node: nodes.Node | None) -> str:
 
 
 def _content_of(node: nodes.Node | None) -> str:
-    """Return the variable whose `content` the node reads, or "" if it is something else."""
+    """Return the variable whose `content` a template's expression reads, or "" if it reads
+    something else.
+    """
     bare = _bare(node)
     if isinstance(bare, nodes.Getattr) and bare.attr == "content":
         return _named(bare.node)

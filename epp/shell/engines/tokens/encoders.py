@@ -21,25 +21,28 @@ from epp.core.prompt.token_ids import packed
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 TRIALS: Final = 200
-"""Number of generated texts for which two variants must return the same ids."""
+"""Number of generated texts for which two tokenizer variants must return the same token ids."""
 _BYTES: Final = 256
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-"""Function from text without special tokens to ids."""
+"""Type of a function that converts text without special tokens to token ids."""
 
 
 class NoTokenizerError(Exception):
-    """A tokenizer cannot be used. The message is one sentence without content of files."""
+    """Raised if a tokenizer cannot be used. The message is one sentence without content of the
+    tokenizer's files.
+    """
 
 
 class TextEncoder:
-    """The encoder of one model.
+    """The encoder of text into the token ids of one model.
 
-    `parts_of` splits a text where that changes no id, and `encode` returns the ids of a part.
+    `parts_of` splits a text where that changes no id, and `encode` returns the token ids of such a
+    part.
     """
 
     def __init__(self, file: Path) -> None:
-        """Read `tokenizer.json`. Raises `NoTokenizerError`."""
+        """Read the tokenizer's `tokenizer.json`. Raises `NoTokenizerError`."""
         try:
             text = _read(file)
             described = json.loads(text)
@@ -67,31 +70,35 @@ class TextEncoder:
             self._encode = self._or_by_tokenizers(faster)
             self.library = "tiktoken"
         self.cut = bool(by_length) and _may_be_cut(described) and self._cuts_well(samples)
-        """True if texts are split at special tokens."""
+        """True if texts are split at special tokens before they are encoded."""
         if not self.cut:
             # The library finds special tokens in the complete text.
             self._encode = self._by_tokenizers
             self.library = "tokenizers"
 
     def parts_of(self, text: str) -> list[str]:
-        """Split `text` into special tokens and the parts between them; their ids are those of the
-        whole.
+        """Split `text` into special tokens and the parts between them. The token ids of all parts
+        in order are those of the whole text.
         """
         if not self.cut:
             return [text]
         return [part for part in self._cuts.split(text) if part]
 
     def encode(self, part: str) -> bytes:
-        """Return the packed ids of one of `parts_of`."""
+        """Return the packed token ids of one part that `parts_of` returned."""
         special = self._added.get(part) if self.cut else None
         return packed((special,) if special is not None else self._encode(part))
 
     def surrounded(self, ids: bytes) -> bytes:
-        """Add the tokens that the tokenizer puts around a prompt that is not a chat."""
+        """Return packed token ids with the special tokens that the tokenizer puts around a prompt
+        that is not a chat.
+        """
         return self._before + ids + self._after
 
     def whole(self, text: str) -> bytes:
-        """Return the packed ids of the complete `text`, by `tokenizers`."""
+        """Return the packed token ids of the complete `text`, encoded by the library
+        `tokenizers`.
+        """
         return packed(self._by_tokenizers(text))
 
     def _by_tokenizers(self, text: str) -> Sequence[int]:
@@ -101,7 +108,9 @@ class TextEncoder:
         return ids
 
     def _or_by_tokenizers(self, faster: Encode) -> Encode:
-        """Return `faster` with a fallback, because its patterns fail on very long runs of blanks."""
+        """Return an encoder that uses `faster`, and the library `tokenizers` where `faster` fails,
+        as it does on very long runs of blanks.
+        """
 
         def encode(text: str) -> Sequence[int]:
             try:
@@ -119,10 +128,14 @@ class TextEncoder:
         for start in range(len(outer) - len(inner) + 1):
             if outer[start : start + len(inner)] == list(inner):
                 return packed(outer[:start]), packed(outer[start + len(inner) :])
-        raise NoTokenizerError("the tokenizer changes a text by the tokens that it puts around it")
+        raise NoTokenizerError(
+            "the tokenizer changes the ids of a text when it adds special tokens around it"
+        )
 
     def _alike(self, faster: Encode, samples: Sequence[str]) -> bool:
-        """Return True if `faster` returns the same ids for texts without special tokens."""
+        """Return True if `faster` and the library `tokenizers` return the same token ids for
+        generated texts without special tokens.
+        """
         texts = [part for sample in samples for part in self._cuts.split(sample)[::2] if part]
         try:
             return all(list(faster(text)) == list(self._by_tokenizers(text)) for text in texts)
@@ -146,13 +159,17 @@ def _read(file: Path) -> str:
 
 
 def _may_be_cut(described: dict[str, Any]) -> bool:
-    """Return True if no special token absorbs adjacent blanks."""
+    """Return True if no special token of the tokenizer absorbs adjacent blanks, so that texts may
+    be split at special tokens.
+    """
     strips = ("lstrip", "rstrip", "single_word")
     return not any(added.get(strip) for added in described["added_tokens"] for strip in strips)
 
 
 def _by_tiktoken(described: dict[str, Any]) -> Encode | None:
-    """Return the same tokenizer by `tiktoken`, or None if that cannot represent it."""
+    """Return an encoder by `tiktoken` with the same results as the tokenizer, or None if `tiktoken`
+    cannot represent it.
+    """
     model = described.get("model") or {}
     pattern = _pattern_of(described.get("pre_tokenizer") or {})
     normalizer = described.get("normalizer")
@@ -179,7 +196,9 @@ def _by_tiktoken(described: dict[str, Any]) -> Encode | None:
 
 
 def _pattern_of(pre_tokenizer: dict[str, Any]) -> str:
-    """Return the pattern that splits words before bytes are encoded, or "" for other schemes."""
+    """Return the tokenizer's regular expression that splits text into words before their bytes are
+    encoded, or "" for other schemes.
+    """
     steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if len(steps) != 2 or [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
         return ""
@@ -194,7 +213,9 @@ def _pattern_of(pre_tokenizer: dict[str, Any]) -> str:
 
 
 def _ranks_of(model: dict[str, Any]) -> dict[bytes, int] | None:
-    """Return the id of each token's bytes, or None if ids are not in the order of merges."""
+    """Return the id of each token by the token's bytes, or None if the ids are not in the order of
+    the tokenizer's merges.
+    """
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocabulary: dict[str, int] = model["vocab"]
     try:
@@ -220,7 +241,7 @@ def _ranks_of(model: dict[str, Any]) -> dict[bytes, int] | None:
 
 
 def byte_characters() -> list[str]:
-    """Return the character that represents each byte in vocabularies of byte-level BPE."""
+    """Return the character that represents each byte value in vocabularies of byte-level BPE."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(_BYTES)]
@@ -240,7 +261,9 @@ _SCRIPTS: Final = (
 
 
 def _samples(added: Sequence[str]) -> list[str]:
-    """Return generated texts of several scripts with special tokens, always the same ones."""
+    """Return generated texts in several scripts, with special tokens, to compare tokenizers; they
+    are the same in each call.
+    """
     dice = Random("tokens")  # noqa: S311  texts for trials, not secrets
     texts: list[str] = []
     for _ in range(TRIALS):

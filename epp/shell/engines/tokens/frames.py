@@ -1,4 +1,4 @@
-"""Messages between the picker and its worker process: msgpack after a length of four bytes."""
+"""Messages between the picker and its tokenizer process: msgpack after a length of four bytes."""
 
 from typing import Final, TypeAlias
 
@@ -9,24 +9,28 @@ from epp.core.types import ApiKind
 
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 48 * 1024 * 1024
-"""Maximum size of a message; the longest accepted body and its ids are far smaller."""
+"""Maximum size in bytes of a message to or from the tokenizer process. The longest accepted body
+and its token ids are far smaller.
+"""
 
 
 class Begin(Struct, frozen=True, tag=True, array_like=True):
-    """The first message: `LocalTokenizers` as JSON, and the model whose tokenizer others use."""
+    """The first message to the tokenizer process: `LocalTokenizers` as JSON, and the model whose
+    tokenizer is used for models without one.
+    """
 
     settings: bytes
     model_name: str
 
 
 class Load(Struct, frozen=True, tag=True, array_like=True):
-    """A request to load the tokenizer of `model`."""
+    """A request to the tokenizer process to load the tokenizer of `model`."""
 
     model: str
 
 
 class Job(Struct, frozen=True, tag=True, array_like=True):
-    """A request for the tokens of the prompts in `body`."""
+    """A request to the tokenizer process for the token ids of the prompts in `body`."""
 
     model: str
     api: ApiKind
@@ -34,32 +38,38 @@ class Job(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Begin`: the models that have a tokenizer, as far as known by name."""
+    """The tokenizer process's answer to `Begin`: the names of the models for which it found
+    tokenizer files.
+    """
 
     models: tuple[str, ...]
 
 
 class Cannot(Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Begin` if no tokens will be available, even after a restart."""
+    """The tokenizer process's answer to `Begin` if it can never return tokens, even after a
+    restart.
+    """
 
     sentence: str
 
 
 class Loaded(Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Load`."""
+    """The tokenizer process's answer to `Load`."""
 
     model: str
     problem: str
-    """Reason why the tokenizer cannot be used, or ""."""
+    """Reason why the tokenizer cannot be used, or "" if it was loaded."""
     library: str = ""
     cut: bool = False
-    """True if texts are split at special tokens, so that parts are cached."""
+    """True if texts are split at special tokens, so that the token ids of parts are cached."""
     template: bool = False
     seconds: float = 0.0
 
 
 class Done(Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Job`: ids of each prompt, or the `TokensResult` with the reason."""
+    """The tokenizer process's answer to `Job`: the token ids of each prompt, or the `TokensResult`
+    that says why there are none.
+    """
 
     ids: tuple[bytes, ...]
     result: str
@@ -82,7 +92,9 @@ def framed(message: ToWorker | FromWorker) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """Return the length of a frame. Raises `ValueError` if it is too long."""
+    """Return the length in bytes that the head of a message states. Raises `ValueError` if it is
+    too long.
+    """
     length = int.from_bytes(head, "little")
     if length > FRAME_BYTES_MAX:
         raise ValueError(f"a frame has {length} bytes, expected at most {FRAME_BYTES_MAX}")
@@ -90,12 +102,16 @@ def length_of(head: bytes) -> int:
 
 
 def to_worker(frame: bytes) -> ToWorker:
-    """Decode a message to the worker. Raises `msgspec.DecodeError`."""
+    """Decode a message that the picker sent to the tokenizer process. Raises
+    `msgspec.DecodeError`.
+    """
     message: ToWorker = _to_worker(frame)
     return message
 
 
 def from_worker(frame: bytes) -> FromWorker:
-    """Decode a message from the worker. Raises `msgspec.DecodeError`."""
+    """Decode a message that the tokenizer process sent to the picker. Raises
+    `msgspec.DecodeError`.
+    """
     message: FromWorker = _from_worker(frame)
     return message

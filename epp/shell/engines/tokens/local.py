@@ -1,8 +1,9 @@
-"""Manage the worker process: start it, send requests to it, and kill it when it hangs.
+"""Manage the worker process that tokenizes prompts: start it, send requests to it, and kill it when
+it hangs.
 
-The worker answers one request at a time. Others wait here in a bounded queue; a cancelled one is
-removed from it. A request that is already with the worker continues after a cancellation: the
-worker caches its result for the next turn of the conversation.
+The worker answers one request at a time. Other requests wait in a bounded queue of the picker; a
+cancelled request is removed from it. A request that is already with the worker continues after a
+cancellation: the worker caches its result for the next turn of the conversation.
 """
 
 import asyncio
@@ -38,19 +39,23 @@ from epp.shell.engines.tokens.question import (
 )
 
 QUEUE_MAX: Final = 64
-"""Maximum number of requests that wait for the worker."""
+"""Maximum number of requests that wait for the tokenizer process."""
 QUEUE_BYTES_MAX: Final = 16 * 1024 * 1024
 JOB_S_MAX: Final[Seconds] = 20.0
-"""Time in seconds after which the worker is considered hung and restarted.
-
-The slowest input, two megabytes of blanks, takes two seconds of a whole core."""
+"""Time in seconds without an answer after which the tokenizer process is considered hung and
+restarted. The slowest input, two megabytes of blanks, takes two seconds of a whole core.
+"""
 LOAD_S_MAX: Final[Seconds] = 60.0
 LOADED_AT_ONCE_MAX: Final = 8
-"""Number of tokenizers that are loaded in advance."""
+"""Number of tokenizers that the tokenizer process loads when it starts; it loads others when they
+are first needed.
+"""
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 MODELS_TOLD_MAX: Final = 256
-"""Maximum number of models without a tokenizer that are logged; clients choose the names."""
+"""Maximum number of models for which a missing tokenizer is logged. The number is limited because
+clients choose the names.
+"""
 _APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS, ApiKind.MESSAGES, ApiKind.RESPONSES})
 MODULE: Final = "epp.shell.engines.tokens.worker"
 
@@ -60,11 +65,11 @@ _log = structlog.get_logger(__name__)
 
 
 class WorkerHungError(Exception):
-    """The worker did not answer in time."""
+    """Raised if the tokenizer process did not answer in time."""
 
 
 class WorkerCannotError(Exception):
-    """The worker cannot do its work permanently. The message is one sentence."""
+    """Raised if the tokenizer process can never do its work. The message is one sentence."""
 
 
 class _Waiting:
@@ -76,7 +81,9 @@ class _Waiting:
 
 
 class LocalWorker:
-    """The backend `local`."""
+    """The backend `local`, which gets the tokens of prompts from a tokenizer process that it
+    manages.
+    """
 
     name = "local"
 
@@ -89,16 +96,20 @@ class LocalWorker:
         job_s_max: Seconds = JOB_S_MAX,
         backoff_s: Seconds = BACKOFF_S,
     ) -> None:
-        """`model_name` is the model whose tokenizer is used for models without one."""
+        """Create the backend. `model_name` is the model whose tokenizer is used for models without
+        one.
+        """
         self._begin = Begin(msgspec.json.encode(settings), model_name)
         self._model_name = model_name
         self._command = command
         self._job_s_max = job_s_max
         self._backoff_s = backoff_s
         self._models: dict[str, Loaded | None] = {}
-        """State of models with files since the process started; None if not loaded yet."""
+        """Loaded tokenizer of each model with tokenizer files, or None if the current process has
+        not loaded it yet.
+        """
         self._broken: dict[str, str] = {}
-        """Reason by model why its files cannot be used."""
+        """Reason why the tokenizer files of a model cannot be used, by model."""
         self._to_load: deque[str] = deque()
         self._queue: deque[_Waiting] = deque()
         self._queued_bytes = 0
@@ -129,7 +140,9 @@ class LocalWorker:
         return None
 
     def _without_tokenizer(self, asked: str) -> TokensResult | None:
-        """Return why the requested model has no tokenizer now; start loading it if it has files."""
+        """Return the reason if the requested model has no loaded tokenizer now, else None. Request
+        its loading if it has files.
+        """
         model = self._tokenizer_of(asked)
         if model is None or model in self._broken:
             if model is None:
@@ -167,7 +180,7 @@ class LocalWorker:
         return PromptTokens(done.ids)
 
     async def run(self) -> None:
-        """Keep the process running until cancelled."""
+        """Run the tokenizer process until cancelled, and restart it whenever it ends."""
         backoff_s = self._backoff_s
         while True:
             began_s = time.monotonic()
@@ -175,7 +188,10 @@ class LocalWorker:
                 await self._run_once()
             except WorkerCannotError as error:
                 self._cannot = str(error)
-                _log.warning("prompts are measured by their bytes", problem=self._cannot)
+                _log.warning(
+                    "no tokenizer available, prompts are measured by their bytes",
+                    problem=self._cannot,
+                )
             except (OSError, EOFError, msgspec.DecodeError, ValueError, WorkerHungError) as error:
                 _log.warning(
                     "tokenizer process ended and is restarted",
@@ -276,9 +292,10 @@ class LocalWorker:
         kind: type[_Answer],
         timeout_s: Seconds,
     ) -> _Answer:
-        """Send `message` and return the answer, a `kind`.
+        """Send `message` to the tokenizer process and return its answer, which must be of the type
+        `kind`.
 
-        Raises `ValueError` for another answer.
+        Raises `ValueError` for an answer of another type.
         """
         assert process.stdin is not None, "the process has a pipe"
         assert process.stdout is not None, "the process has a pipe"
@@ -311,11 +328,15 @@ class LocalWorker:
         self._queued_bytes = 0
 
     def _tell_missing(self, model: str, problem: str) -> None:
-        """Log a problem once per model."""
+        """Log a problem with the tokenizer of `model`, once per model."""
         if model in self._told or len(self._told) >= MODELS_TOLD_MAX:
             return
         self._told.add(model)
-        _log.warning("prompts are measured by their bytes", model=model, problem=problem)
+        _log.warning(
+            "no tokenizer available, prompts are measured by their bytes",
+            model=model,
+            problem=problem,
+        )
 
     def rows(self) -> list[dict[str, object]]:
         rows: list[dict[str, object]] = []
@@ -335,7 +356,7 @@ class LocalWorker:
         return rows
 
     def totals(self) -> dict[str, object]:
-        """Return the totals of the process."""
+        """Return the totals of the tokenizer process for the debug page."""
         return {
             "starts": self.starts,
             "waiting": len(self._queue),
@@ -346,12 +367,14 @@ class LocalWorker:
         }
 
     def close(self) -> None:
-        """Fail all waiting requests; the cancellation of `run` ends the process."""
+        """Fail all requests that wait for the tokenizer process. The process itself ends when `run`
+        is cancelled.
+        """
         self._forget_process()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and close its pipes."""
+    """Kill the tokenizer process and close its pipes."""
     if process.returncode is None:
         process.kill()
     assert process.stdin is not None, "the process has a pipe"

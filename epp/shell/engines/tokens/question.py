@@ -1,4 +1,4 @@
-"""Requests for the tokens of a prompt, and their results."""
+"""Requests for the token ids of a prompt, and the results of such requests."""
 
 from enum import StrEnum
 from functools import cached_property
@@ -12,30 +12,32 @@ from epp.core.prompt.request import InferenceRequest
 
 
 class TokensResult(StrEnum):
-    """The result of a request for tokens.
+    """The result of a request for the token ids of a prompt.
 
-    After any result but the first, prompts are measured by bytes.
+    After any result but `FOUND`, the prompt is measured by its bytes instead of its tokens.
     """
 
     FOUND = "found"
     TIMEOUT = "timeout"
-    """The deadline passed."""
+    """The token ids were not available before the deadline."""
     BUSY = "busy"
-    """Too many other requests are waiting, here or at the renderer."""
+    """Too many other requests for tokens wait, in the picker or at the renderer."""
     OPEN = "circuit-open"
-    """The last requests failed, so none are sent for some seconds."""
+    """The last requests for tokens failed, so that no more are sent for some seconds."""
     UNREACHABLE = "unreachable"
     FAILED = "failed"
-    """The renderer answered with a server error, or the worker failed."""
+    """The renderer answered with a server error, or the tokenizer process failed."""
     REFUSED = "refused"
-    """The renderer or the chat template rejects the request."""
+    """The renderer or the chat template rejects the request as invalid."""
     INVALID = "invalid-answer"
     UNSUPPORTED = "unsupported"
-    """The backend has no tokens for this API or a member of the body."""
+    """The backend has no tokens for the request's API or for a member of its body."""
     MEDIA = "media"
-    """Different images have the same ids, and the backend does not identify them."""
+    """The prompt has images or other media that have the same token ids, and the backend does not
+    identify them.
+    """
     NOT_THE_ENGINES = "not-the-engines"
-    """The ids for this model differ from those that engines store."""
+    """The backend's token ids for this model differ from those that engines report as stored."""
     TOO_LONG = "too-long"
     NO_TOKENIZER = "no-tokenizer"
     LOADING = "loading"
@@ -43,7 +45,7 @@ class TokensResult(StrEnum):
 
 
 class TokensUnknownError(Exception):
-    """The tokens are unavailable; `result` contains the reason."""
+    """Raised if the token ids of a request are unavailable; `result` is the reason."""
 
     def __init__(self, result: TokensResult) -> None:
         super().__init__(result.value)
@@ -51,16 +53,18 @@ class TokensUnknownError(Exception):
 
 
 class PromptTokens(Struct, frozen=True):
-    """The tokens of one request."""
+    """The token ids of the prompts of one request."""
 
     ids: tuple[bytes, ...]
-    """Ids of each remembered prompt, as 4 little-endian bytes each."""
+    """Token ids of each prompt that the request remembers, as 4 little-endian bytes each."""
     media: tuple[tuple[PlacedMedia, ...], ...] = ()
-    """Media of each prompt in order; () if no prompt has any."""
+    """Media of each prompt, in the order of their positions; () if no prompt has any."""
 
 
 class Question:
-    """A request for tokens; `expired` is set before the deadline cancels its task."""
+    """A request for the token ids of an inference request. `expired` is set before the deadline
+    cancels the task.
+    """
 
     def __init__(self, request: InferenceRequest, body: bytes) -> None:
         self.request = request
@@ -69,35 +73,39 @@ class Question:
 
     @cached_property
     def has_media(self) -> bool:
-        """True if a prompt contains images or other media."""
+        """True if a prompt of the request contains images or other media."""
         return any(DIGEST in prompt for prompt in self.request.prompts)
 
 
 class TokensBackend(Protocol):
-    """A source of tokens."""
+    """A source of the token ids of prompts."""
 
     name: str
 
     def refuses(self, question: Question) -> TokensResult | None:
-        """Return the reason if a request is pointless, else None. This is cheap."""
+        """Return the reason if a request for tokens is pointless now, else None. The call is
+        cheap.
+        """
         ...
 
     async def find(self, question: Question) -> PromptTokens:
-        """Return the tokens. Raises `TokensUnknownError`."""
+        """Return the token ids of the request's prompts. Raises `TokensUnknownError`."""
         ...
 
     async def run(self) -> None:
-        """Run background work until cancelled."""
+        """Run the backend's background work until cancelled."""
         ...
 
     def rows(self) -> list[dict[str, object]]:
-        """Return rows about its parts for debugging, without content of prompts."""
+        """Return one row per renderer or model of this backend for the debug page, without content
+        of prompts.
+        """
         ...
 
     def totals(self) -> dict[str, object]:
-        """Return totals over all its parts."""
+        """Return totals over all renderers or models of this backend for the debug page."""
         ...
 
     def close(self) -> None:
-        """Close open connections and processes."""
+        """Close the backend's connections and fail its waiting requests."""
         ...

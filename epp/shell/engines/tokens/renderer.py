@@ -1,7 +1,7 @@
 """Request the tokens of a prompt from the engine's render and tokenize APIs.
 
 A renderer gets the same bytes as the endpoint, including the client's `Authorization`, so that it
-returns the engine's tokens. Its use is limited in time, connections and bytes.
+returns the engine's tokens. Requests to a renderer are limited in time, connections and bytes.
 """
 
 import asyncio
@@ -48,9 +48,11 @@ from epp.shell.engines.tokens.question import (
 from epp.shell.engines.trust import client_context
 
 CONNECTIONS_MAX: Final = 16
-"""Maximum number of connections to one renderer, each with one request."""
+"""Maximum number of connections to one renderer, each with one request at a time."""
 NOT_RENDERED_S: Final[Seconds] = 60.0
-"""Time in seconds after which a missing path is requested again, because the server may be newer."""
+"""Time in seconds for which a path that a renderer does not have is not requested again. After it
+the server may be a newer one.
+"""
 ATTEMPTS_MAX: Final = 2
 
 _TOKENIZE: Final = "/tokenize"
@@ -61,9 +63,9 @@ _PATHS: Final[Mapping[ApiKind, str]] = {
     ApiKind.RESPONSES: "/v1/responses/render",
 }
 _TOKENIZED: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
-"""APIs whose requests /tokenize accepts unchanged."""
+"""APIs whose request bodies a renderer's /tokenize accepts unchanged."""
 _NOT_THERE: Final = frozenset({403, 404, 405, 501})
-"""Statuses of a server that does not render, or does not support this API."""
+"""HTTP statuses of a server that cannot render, or does not support this API."""
 _FULL: Final = frozenset({408, 429, 503})
 _HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_tokens")
@@ -73,7 +75,9 @@ _decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 def tls_of(settings: VllmRenderer) -> ssl.SSLContext | None:
-    """Return the TLS context for https, or None for http. Reads files. Raises `ConfigError`."""
+    """Return the TLS context for connections to renderers by https, or None for http. Reads files.
+    Raises `ConfigError`.
+    """
     if settings.endpoint_discovery is not None or urlsplit(settings.url).scheme != "https":
         return None
     return client_context(
@@ -86,7 +90,7 @@ def tls_of(settings: VllmRenderer) -> ssl.SSLContext | None:
 
 
 class _Server:
-    """One renderer, with at most one request per connection."""
+    """One renderer with its connections, each of which has at most one request at a time."""
 
     def __init__(
         self, host: str, port: int, base: str, tls: ssl.SSLContext | None, account: Account
@@ -103,7 +107,7 @@ class _Server:
         self._under_way = 0
         self.breaker = CircuitBreaker()
         self._not_there: dict[str, Seconds] = {}
-        """Time until which a missing path is not requested, by path."""
+        """Time until which a path that the renderer does not have is not requested, by path."""
         self.asked = 0
 
     @property
@@ -127,7 +131,7 @@ class _Server:
         }
 
     async def post(self, path: str, body: bytes, authorization: str, timeout_s: Seconds) -> bytes:
-        """Return the answer.
+        """Send a request to the renderer and return the body of its answer.
 
         Raises the errors of `PageClient.fetch`; an error closes the connection.
         """
@@ -187,7 +191,9 @@ class _Server:
 
 
 class Renderer:
-    """The backend `vllm`."""
+    """The backend `vllm`, which requests the tokens of prompts from renderers: vLLM servers with a
+    render API.
+    """
 
     name = "vllm"
 
@@ -205,7 +211,9 @@ class Renderer:
             self._set({(parts.hostname or "", port, parts.path.rstrip("/"))})
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the endpoints of the pool, which matter if they are the renderers."""
+        """Replace the endpoints of the pool. They are the renderers if the configuration discovers
+        renderers in the pool.
+        """
         discovery = self._settings.endpoint_discovery
         if discovery is not None:
             self._set(_places(endpoints, discovery))
@@ -264,7 +272,9 @@ class Renderer:
         raise failure
 
     def _next(self, tried: set[str]) -> _Server | None:
-        """Return the next available renderer in round robin, or None."""
+        """Return the next renderer in round robin that was not tried, is not full and is not
+        failing, or None if there is none.
+        """
         now = time.monotonic()
         for _ in range(len(self._turns)):
             server = self._turns[0]
@@ -274,7 +284,9 @@ class Renderer:
         return None
 
     async def _ask(self, server: _Server, question: Question, timeout_s: Seconds) -> PromptTokens:
-        """Make one attempt and record its success or failure for the renderer."""
+        """Request the tokens from one renderer, and record for its circuit breaker whether it
+        failed.
+        """
         server.breaker.asked(time.monotonic())
         failed = True
         try:
@@ -352,7 +364,7 @@ class Renderer:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "renderer does not render and is requested at /tokenize: start vLLM with "
+                "renderer has no render API, /tokenize is used instead: start vLLM with "
                 "--enable-scale-out, or `vllm launch render`",
                 renderer=server.url,
             )
@@ -381,7 +393,7 @@ _WORTH_ANOTHER: Final = frozenset(
         TokensResult.INVALID,
     }
 )
-"""Results after which another renderer of the pool may succeed."""
+"""Results of a request to a renderer after which another renderer of the pool may succeed."""
 
 
 def _result_of(error: BadResponseError) -> TokensResult:
@@ -405,7 +417,9 @@ def _places(
 
 
 async def _read(answer: bytes, question: Question) -> PromptTokens:
-    """Parse the ids of each prompt; the event loop runs between two pieces."""
+    """Parse the token ids of each prompt in a renderer's answer. The event loop runs between two
+    pieces.
+    """
     found: list[bytes] = []
     media: list[tuple[PlacedMedia, ...]] = []
     for prompt in rendered_prompts(answer, len(question.request.prompts)):
@@ -427,7 +441,9 @@ async def _read(answer: bytes, question: Question) -> PromptTokens:
 
 
 def _can_be_tokenized(question: Question) -> bool:
-    """Return True if /tokenize returns the engine's tokens: for one text that is not truncated."""
+    """Return True if /tokenize returns the engine's tokens for a request: it has one prompt, which
+    is not truncated.
+    """
     return len(question.request.prompts) == 1 and not _is_set(question, "truncate_prompt_tokens")
 
 
@@ -438,13 +454,16 @@ def _is_set(question: Question, member: str) -> bool:
 
 
 def without_tensors(body: bytes) -> bytes:
-    """Return a body that requests no computed tensors of media, and is otherwise unchanged."""
+    """Return a request body that asks the renderer for no computed tensors of media, and is
+    otherwise unchanged.
+    """
     members, _, blanks = body.rpartition(b"}")
     return members + b',"return_mm_kwargs":false}' + blanks
 
 
 def one_token_more(body: bytes) -> bytes:
-    """Return a body that requests one output token, which needs the least room to render.
+    """Return a request body that asks for one output token, so that the longest possible prompt is
+    rendered.
 
     A body with truncation is unchanged, because the truncation depends on the room that is left.
     """

@@ -1,4 +1,4 @@
-"""Let a request wait briefly until its tokens are known (`core/protocol/waiting`)."""
+"""Let an inference request wait briefly until its tokens are known (`core/protocol/waiting`)."""
 
 import asyncio
 import time
@@ -21,23 +21,25 @@ from epp.shell.engines.tokens.question import (
 )
 
 WAITING_MAX: Final = 1_024
-"""Maximum number of waiting requests."""
+"""Maximum number of inference requests that wait for their tokens."""
 BODY_BYTES_MAX: Final = 2 * 1024 * 1024
-"""Maximum size of a body whose tokens are requested.
-
-Half a million tokens take a second, and no engine accepts a third of them."""
+"""Maximum size in bytes of a request body whose tokens are requested. Half a million tokens take a
+second, and no engine accepts a third of them.
+"""
 WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
-"""APIs whose prompts are ids already, or are unknown."""
+"""APIs for whose requests no tokens are requested, because their prompts are token ids already or
+are unknown.
+"""
 _FAULTS: Final = frozenset(
     {TokensResult.TIMEOUT, TokensResult.FAILED, TokensResult.INVALID, TokensResult.DEFECT}
 )
-"""Failures of the backend; several in a row open its circuit."""
+"""Results that are failures of the backend; several consecutive ones open its circuit."""
 
 _log = structlog.get_logger(__name__)
 
 
 class TokensObserver(Protocol):
-    """An observer of results. It must not raise."""
+    """An observer of the results of requests for tokens. It must not raise."""
 
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
@@ -45,9 +47,10 @@ class TokensObserver(Protocol):
 
 
 class TokenResolver:
-    """A `Resolver` with one backend, for requests whose tokens are unknown.
+    """A `Resolver` that gets the tokens of inference requests from one backend.
 
-    Every request is resumed exactly once, at the latest after `timeout_s`, unless it is cancelled.
+    Every inference request is resumed exactly once, at the latest after `timeout_s` seconds, unless
+    it is cancelled.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class TokenResolver:
         *,
         asks: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`asks` returns True if the ids of another prompt of a model are useful."""
+        """Create the resolver. `asks(model)` returns False if tokens of this model must not be
+        requested, because they differ from the engine's.
+        """
         self.backend = backend
         self.timeout_s = timeout_s
         self._observer = observer
@@ -71,7 +76,7 @@ class TokenResolver:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests."""
+        """Number of inference requests that wait for their tokens."""
         return len(self._waits)
 
     @property
@@ -102,7 +107,7 @@ class TokenResolver:
         try:
             return self.backend.refuses(question)
         except Exception:  # noqa: BLE001  the boundary of a backend
-            _log.exception("tokens of a prompt not requested")
+            _log.exception("requesting the tokens of a prompt failed")
             return TokensResult.DEFECT
 
     def began(self, wait: "_TokenWait") -> None:
@@ -111,7 +116,9 @@ class TokenResolver:
     def ended(
         self, wait: "_TokenWait", result: TokensResult | None, began_s: Seconds, tokens: int
     ) -> None:
-        """Record the end of a wait; `result` is None if it was cancelled."""
+        """Record that an inference request no longer waits; `result` is None if its wait was
+        cancelled.
+        """
         self._waits.discard(wait)
         if result is None:
             return
@@ -120,7 +127,7 @@ class TokenResolver:
             self._breaker.succeeded()
         elif self._breaker.failed(now):
             _log.warning(
-                "no tokens available, prompts are measured by their bytes for a while",
+                "token backend fails repeatedly, prompts are measured by their bytes for a while",
                 backend=self.backend.name,
                 problem=result.value,
             )
@@ -131,14 +138,14 @@ class TokenResolver:
         self._observer.tokens_asked(self.backend.name, result, waited_s, tokens)
 
     def close(self) -> None:
-        """Resume all waiting requests without tokens."""
+        """Resume all waiting inference requests without tokens."""
         for wait in list(self._waits):
             wait.give_up(TokensResult.FAILED)
         self.backend.close()
 
 
 class _TokenWait:
-    """One waiting request."""
+    """The wait of one inference request for its tokens."""
 
     __slots__ = ("_began_s", "_expiry", "_question", "_resolver", "_resume", "_task")
 
@@ -155,11 +162,11 @@ class _TokenWait:
         self._task = loop.create_task(self._find())
 
     def cancel(self) -> None:
-        """Cancel the wait, because the client left or the gateway answered."""
+        """Cancel the wait for tokens, because the client left or the gateway answered."""
         self._end(None, 0)
 
     def give_up(self, result: TokensResult) -> None:
-        """Resume the request without tokens."""
+        """End the wait with `result`, and resume the inference request without tokens."""
         resume = self._end(result, 0)
         if resume is not None:
             resume(self._question.request)
@@ -179,7 +186,7 @@ class _TokenWait:
             self.give_up(unknown.result)
             return
         except Exception:  # noqa: BLE001  the boundary of a backend: a defect only loses one prompt's tokens
-            _log.exception("tokens of a prompt not determined")
+            _log.exception("determining the tokens of a prompt failed")
             self.give_up(TokensResult.DEFECT)
             return
         resume = self._end(TokensResult.FOUND, sum(map(len, found.ids)) // ID_BYTES)
@@ -189,7 +196,9 @@ class _TokenWait:
             resume(structs.replace(request, moment=moment))
 
     def _end(self, result: TokensResult | None, tokens: int) -> Resume | None:
-        """Return the function to call now, or None if the wait has ended already."""
+        """End the wait with `result`. Return the function that resumes the request, or None if the
+        wait has ended before.
+        """
         resume, self._resume = self._resume, None
         if resume is None:
             return None

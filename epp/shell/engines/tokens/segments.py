@@ -1,8 +1,9 @@
-"""Cache the ids of parts of earlier prompts.
+"""Cache the token ids of parts of earlier prompts.
 
 This module is used only in the worker process. A conversation returns repeatedly, each time one
 message longer. Its text is rendered completely each time, because templates change earlier output.
-Split at special tokens, which changes no id, only the new parts need to be encoded.
+If the text is split at special tokens, which changes no token id, only its new parts need to be
+encoded.
 """
 
 from collections import OrderedDict
@@ -12,11 +13,13 @@ from typing import Final, Protocol
 import xxhash
 
 CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Maximum size of the cache in bytes: about 16 million ids with overhead."""
+"""Maximum size in bytes of the cache of token ids: about 16 million ids with overhead."""
 ENTRY_BYTES: Final = 200
-"""Size of an entry in bytes without its ids."""
+"""Size in bytes of an entry of the cache of token ids, without the ids."""
 PART_CHARACTERS_MIN: Final = 64
-"""Minimum length of a cached part; encoding a shorter one is as fast as finding it."""
+"""Minimum number of characters of a part whose token ids are cached; encoding a shorter part is as
+fast as looking it up.
+"""
 
 
 class Encodes(Protocol):
@@ -25,7 +28,9 @@ class Encodes(Protocol):
 
 
 class SegmentCache:
-    """A cache for all models; its keys are 128-bit hashes of model and part."""
+    """A cache of the token ids of text parts, for all models. Its keys are 128-bit hashes of model
+    and part.
+    """
 
     def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -38,7 +43,7 @@ class SegmentCache:
         return len(self._ids)
 
     def ids_of(self, model: str, encoder: Encodes, text: str) -> bytes:
-        """Return the packed ids of `text`."""
+        """Return the packed token ids of `text`, encoding only those parts that are not cached."""
         return b"".join(self._each(model, encoder, encoder.parts_of(text)))
 
     def _each(self, model: str, encoder: Encodes, parts: Iterable[str]) -> Iterable[bytes]:

@@ -1,4 +1,4 @@
-"""The token producer of the current configuration, with its background work."""
+"""Provide the token producer of the current configuration, with its background work."""
 
 import asyncio
 from collections import deque
@@ -20,55 +20,60 @@ from epp.shell.engines.tokens.renderer import Renderer, tls_of
 from epp.shell.engines.tokens.resolver import WITHOUT_TEXT, TokenResolver, TokensObserver
 
 SERVED_MAX: Final = 256
-"""Maximum number of requests that wait for comparison; the oldest are dropped."""
+"""Maximum number of served requests whose token ids wait to be compared with the engine's; the
+oldest are dropped.
+"""
 LOOKED_AT_MAX: Final = 64
-"""Maximum number of comparisons per turn."""
+"""Maximum number of comparisons with the engine's token ids per call of `look`."""
 TOLD_S_MAX: Final[Seconds] = 1.0
-"""Time in seconds after which an engine has reported the blocks of a prompt that it served."""
+"""Time in seconds after which an engine is assumed to have reported the blocks of a prompt that it
+served.
+"""
 
 _log = structlog.get_logger(__name__)
 
 
 class Compared(StrEnum):
-    """The result of comparing a prompt's ids with those that the engine stored."""
+    """The result of comparing the token ids of a prompt with those that the engine stored."""
 
     AGREES = "agrees"
     DIFFERS = "differs"
 
 
 class TokensSnapshot(Struct, frozen=True, kw_only=True):
-    """Figures for metrics and pages."""
+    """Counts of one token backend's results, for metrics and debug pages."""
 
     backend: str
     waiting: int = 0
     circuit_open: bool = False
     results: Mapping[str, int] = field(default_factory=dict)
-    """Number of requests by `TokensResult`."""
+    """Number of requests for tokens by `TokensResult`."""
     compared: Mapping[str, int] = field(default_factory=dict)
-    """Number of prompts compared with the engine's ids, by `Compared`."""
+    """Number of prompts whose token ids were compared with the engine's, by result (`Compared`)."""
 
 
 class _Served(Struct, frozen=True):
-    """A request whose blocks the engine may not have reported yet."""
+    """A served request whose blocks the engine may not have reported yet."""
 
     request: InferenceRequest
     endpoint: Endpoint
     held: Held
-    """Blocks stored when it was served; updated by later reports."""
+    """The part of the prompt that the engine stored when the request was served; later reports
+    update it.
+    """
     at_s: Seconds
 
 
 class Prepared(Struct, frozen=True):
-    """A producer that is ready to be used."""
+    """A token producer that is ready to be used, with the settings that it was built for."""
 
     settings: TokenProducer
     resolver: TokenResolver | None
 
 
 class Tokens:
-    """The token producer.
-
-    `resolver` is used by sessions, or is None if prompts are measured by bytes.
+    """The token producer of the current configuration. Sessions use its `resolver`, which is None
+    if prompts are measured by bytes.
     """
 
     def __init__(
@@ -76,9 +81,8 @@ class Tokens:
         observer: TokensObserver,
         held: Callable[[InferenceRequest, Endpoint], Held | None] = lambda *_: None,
     ) -> None:
-        """`held` returns how much of a request an endpoint's engine reports as cached.
-
-        Its result is updated by later reports.
+        """Create the producer. `held` returns how much of a request's prompt an endpoint's engine
+        reports as cached; later reports update what it returned.
         """
         self._observer = observer
         self._held = held
@@ -87,14 +91,14 @@ class Tokens:
         self._changed = asyncio.Event()
         self._agreement = Agreement()
         self._results: dict[str, dict[TokensResult, int]] = {}
-        """Results of backends that are no longer used."""
+        """Number of results of backends that are no longer used, by backend."""
         self._compared: dict[str, dict[Compared, int]] = {}
-        """Results by backend since the start."""
+        """Number of comparisons with engines' token ids since the start, by backend and result."""
         self._served: deque[_Served] = deque(maxlen=SERVED_MAX)
         self.resolver: TokenResolver | None = None
 
     def prepare(self, settings: TokenProducer) -> Prepared:
-        """Build the producer for `settings` without using it yet. Raises `ConfigError`."""
+        """Build a token producer for `settings` without using it yet. Raises `ConfigError`."""
         if settings == self._settings:
             return Prepared(settings, self.resolver)
         match settings.backend:
@@ -112,7 +116,7 @@ class Tokens:
         return Prepared(settings, resolver)
 
     def accept(self, prepared: Prepared) -> None:
-        """Use `prepared` from now on."""
+        """Use the token producer in `prepared` from now on."""
         before, self.resolver = self.resolver, prepared.resolver
         self._settings = prepared.settings
         if before is prepared.resolver:
@@ -128,13 +132,13 @@ class Tokens:
         self._changed.set()
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the endpoints of the pool."""
+        """Replace the endpoints of the pool, which may be the renderers."""
         self._endpoints = endpoints
         if self.resolver is not None and isinstance(self.resolver.backend, Renderer):
             self.resolver.backend.replace(endpoints)
 
     async def run(self) -> None:
-        """Run the background work of the current backend until cancelled."""
+        """Run the background work of the current token backend until cancelled."""
         while True:
             self._changed.clear()
             resolver = self.resolver
@@ -151,7 +155,7 @@ class Tokens:
         stored.
 
         The engine reports its stored blocks with the ids in its own events. The request no longer
-        has its prompt, so that the keys of blocks are compared.
+        has its prompt, so the hashes (keys) of its blocks are compared.
         """
         if self.resolver is None or request.api in WITHOUT_TEXT or not request.token_chains:
             return
@@ -164,7 +168,8 @@ class Tokens:
             self._served.append(_Served(request, endpoint, held, now))
 
     def look(self, now: Seconds) -> None:
-        """Compare requests that were served a while ago; call it about once a second.
+        """Compare the token ids of requests that were served a while ago with the engine's. Call
+        this method about once a second.
 
         A difference counts only if the engine reported everything since then and no report was
         forgotten. A block that was stored and evicted counts as stored.
@@ -202,11 +207,13 @@ class Tokens:
         return self._agreement.asks(model)
 
     def exact(self, model: str) -> bool:
-        """Return True if no comparison contradicts the ids for this model."""
+        """Return True unless comparisons showed that the token ids for this model differ from the
+        engine's.
+        """
         return self._agreement.exact(model)
 
     def snapshots(self) -> list[TokensSnapshot]:
-        """Return the figures of all backends so far, the current one first."""
+        """Return the counts of all token backends used so far, the current one first."""
         found: dict[str, TokensSnapshot] = {}
         resolver = self.resolver
         names = [] if resolver is None else [resolver.backend.name]
@@ -227,7 +234,9 @@ class Tokens:
         return list(found.values())
 
     def described(self) -> dict[str, object]:
-        """Return a description for debugging, without content of prompts."""
+        """Return a description of the token producer for the debug page, without content of
+        prompts.
+        """
         resolver = self.resolver
         compared = [
             {

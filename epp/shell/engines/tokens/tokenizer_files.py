@@ -1,6 +1,5 @@
-"""Find the tokenizers of models among mounted files.
-
-This module is used only in the worker process.
+"""Find the tokenizer files of models among mounted files. This module is used only in the worker
+process.
 """
 
 import os
@@ -13,9 +12,9 @@ import msgspec
 from epp.configuration.token_producer import LocalTokenizers
 
 MODELS_MAX: Final = 64
-"""Maximum number of models found in a folder."""
+"""Maximum number of models whose tokenizers are found in a folder."""
 FOLDERS_MAX: Final = 10_000
-"""Maximum number of folders that are searched."""
+"""Maximum number of folders that are searched for tokenizers."""
 _DEPTH_MAX: Final = 6
 TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "tokenizer_config.json"
@@ -26,11 +25,15 @@ _SPECIAL: Final = (
     "additional_special_tokens",
 )
 _CACHED: Final = "models--"
-"""Prefix of a model's folder in the Hugging Face cache, which contains `snapshots` of revisions."""
+"""Prefix of the name of a model's folder in the Hugging Face cache, which contains `snapshots` of
+revisions.
+"""
 
 
 def files_of(settings: LocalTokenizers) -> dict[str, Path]:
-    """Return the `tokenizer.json` of each model; configured paths take precedence over found ones."""
+    """Return the path of each model's `tokenizer.json`; configured paths take precedence over found
+    ones.
+    """
     found = _discovered(Path(settings.auto_discovery_dir)) if settings.auto_discovery_dir else {}
     for model, place in settings.model_tokenizer_map.items():
         path = Path(place)
@@ -39,7 +42,9 @@ def files_of(settings: LocalTokenizers) -> dict[str, Path]:
 
 
 def _discovered(top: Path) -> dict[str, Path]:
-    """Return tokenizers by their path below `top`; one in `top` itself has the folder's name."""
+    """Find `tokenizer.json` files below `top`, and return them by their relative path; one in `top`
+    itself has the name of `top`.
+    """
     found: dict[str, Path] = {}
     for seen, (folder, below, files) in enumerate(os.walk(top, followlinks=True)):
         here = Path(folder)
@@ -59,21 +64,23 @@ def _model_of(parts: tuple[str, ...]) -> str:
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True):
-    """The configuration beside a `tokenizer.json`."""
+    """The tokenizer configuration beside a `tokenizer.json`: chat templates and special tokens."""
 
     templates: Mapping[str, str]
-    """Templates by name; "default" is the usual one, and "tool_use" is for requests with tools."""
+    """Chat templates by name. "default" is the usual one, and "tool_use" is for requests with
+    tools.
+    """
     special: Mapping[str, Any]
 
     def template(self, *, tools: bool) -> str:
-        """Return the template, or "" if there is none."""
+        """Return the chat template for requests with or without tools, or "" if there is none."""
         if tools and "tool_use" in self.templates:
             return self.templates["tool_use"]
         return self.templates.get("default", "")
 
 
 def read_config(folder: Path) -> TokenizerConfig:
-    """Read the configuration in `folder`; missing files are ignored.
+    """Read the tokenizer configuration in `folder`; missing files are ignored.
 
     Raises `OSError` and `ValueError`.
     """

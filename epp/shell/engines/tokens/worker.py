@@ -1,8 +1,8 @@
 """The process that tokenizes prompts: `python -m epp.shell.engines.tokens.worker`.
 
 It is a separate process because `tokenizers` holds Python's lock while it encodes, and a template
-is Python code. It answers one request at a time, with frames on standard input and output, and ends
-when its input ends. It writes nothing else, and in particular nothing of a prompt.
+is Python code. The process answers one request at a time, with frames on standard input and output,
+and ends when its input ends. It writes nothing else, and in particular nothing of a prompt.
 """
 
 import os
@@ -23,11 +23,11 @@ from epp.shell.engines.tokens.segments import SegmentCache
 from epp.shell.engines.tokens.tokenizer_files import files_of, read_config
 
 PROMPTS_MAX: Final = 2_048
-"""Maximum number of prompts per request, like in the picker."""
+"""Maximum number of prompts per request that are tokenized; the picker has the same limit."""
 LOADED_MAX: Final = 8
-"""Maximum number of loaded models; one takes about 100 MB."""
+"""Maximum number of loaded tokenizers; one takes about 100 MB of memory."""
 NICE: Final = 5
-"""Niceness of the process, so that the picker takes precedence on a shared processor."""
+"""Niceness of the tokenizer process, so that the picker takes precedence on a shared processor."""
 NEEDED: Final = (
     "the local tokenizer backend needs the extra `tokens`: pip install homing-epp[tokens]"
 )
@@ -60,7 +60,9 @@ class _Model:
 
 
 class Worker:
-    """A worker that answers one message at a time; a failure is an answer too."""
+    """The logic of the tokenizer process. It answers one message at a time, and also answers if it
+    fails.
+    """
 
     def __init__(self) -> None:
         self._settings: LocalTokenizers | None = None
@@ -174,13 +176,15 @@ class _RefusedError(Exception):
 
 
 def _said(error: Exception) -> str:
-    """Return the picker's own sentences, or only the type of other errors, which may quote a file."""
+    """Return the text of an error that the picker's code raised, but only the type of another
+    error, which may quote a file.
+    """
     ours = type(error).__module__.startswith("epp.")
     return str(error) if ours else type(error).__name__
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer requests until `source` ends."""
+    """Read requests from `source` and write the answers to `sink`, until `source` ends."""
     worker = Worker()
     while True:
         head = source.read(frames.LENGTH_BYTES)

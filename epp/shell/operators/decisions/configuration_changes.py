@@ -1,4 +1,4 @@
-"""Track the configuration in force, its changes, and the last rejected document."""
+"""Track the configuration in force, its changes, and the last rejected configuration document."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,23 +7,27 @@ from epp.core.types import Seconds
 from epp.journal.records import Applied, RefusedDocument
 
 CHANGES_MAX = 20
-"""Maximum number of recorded sentences per change."""
+"""Maximum number of sentences that are recorded for one change of the configuration."""
 
 
 class ConfigurationChanges:
-    """The current configuration and its last rejection, for the live view."""
+    """The configuration in force and its last rejected document, for the live view."""
 
     def __init__(
         self,
         clock: Callable[[], Seconds] = time.time,
         tell: Callable[[Applied | RefusedDocument], None] = lambda _: None,
     ) -> None:
-        """`clock` returns Unix time, and `tell` is called with each change."""
+        """Create the record. `clock` returns Unix time in seconds, and `tell` is called with each
+        change of the configuration.
+        """
         self._clock = clock
         self._tell = tell
         self.applied = Applied()
         self.refused: RefusedDocument | None = None
-        """Last rejected document if it is newer than the configuration in force, else None."""
+        """Last rejected configuration document if it is newer than the configuration in force, else
+        None.
+        """
 
     def apply(
         self,
@@ -33,7 +37,7 @@ class ConfigurationChanges:
         changes: Sequence[str],
         weights: Mapping[str, float],
     ) -> None:
-        """Record that a document came into force."""
+        """Record that a configuration document came into force."""
         self.applied = Applied(
             generation=generation,
             hash=config_hash,
@@ -46,6 +50,8 @@ class ConfigurationChanges:
         self._tell(self.applied)
 
     def refuse(self, problem: str) -> None:
-        """Record that a document was rejected and the last valid one stays."""
+        """Record that a configuration document was rejected and the last valid one stays in
+        force.
+        """
         self.refused = RefusedDocument(at_s=self._clock(), problem=problem)
         self._tell(self.refused)

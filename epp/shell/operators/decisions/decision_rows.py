@@ -1,4 +1,4 @@
-"""Convert records of decisions and refusals to rows for pages, JSON and `epp explain`."""
+"""Convert recorded decisions and refusals to rows for pages, JSON and `epp explain`."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -30,22 +30,24 @@ from epp.journal.records import READY, States
 from epp.shell.operators.decisions.endpoint_states import OUTLYING
 
 SCORES_SHOWN_MAX: Final = 8
-"""Maximum number of candidates shown per decision, best first."""
+"""Maximum number of candidates with scores that a decision's row shows, best first."""
 LEFT_OUT_SHOWN_MAX: Final = 8
-"""Maximum number of endpoints without score shown, by name."""
+"""Maximum number of endpoints without a score that a decision's row names."""
 
 Row: TypeAlias = dict[str, Any]
 Members: TypeAlias = tuple[Endpoint | None, ...]
-"""Endpoints of the pool by slot."""
+"""Endpoints of the pool by slot; None for an unused slot."""
 
 
 class Remembered(Struct, frozen=True):
-    """Details of a decision that only memory keeps, as far as they are still available."""
+    """Details of a decision that only memory contains, not files, as far as they are still
+    available.
+    """
 
     scores: Scores | None = None
-    """Scores of all candidates."""
+    """Scores of all candidates of the decision, or None if they are no longer available."""
     members: Members | None = None
-    """Members of the pool at that time."""
+    """Members of the pool at the time of the decision, or None if they are no longer available."""
 
 
 def row_of(
@@ -54,7 +56,7 @@ def row_of(
     why_not: str = "",
     remembered: Remembered = Remembered(),  # noqa: B008  it is immutable
 ) -> Row:
-    """Return the row of a decision or a refusal.
+    """Return the row that shows a recorded decision or refusal.
 
     `why_not` is an endpoint for which the row explains why it was not chosen.
     """
@@ -167,7 +169,9 @@ def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
 def _why_not(
     asked: str, past: PastDecision, remembered: Remembered, row: Row, ranked: "_Ranked"
 ) -> Row:
-    """Return why the endpoint `asked` was not chosen, with its "verdict"."""
+    """Return why the decision did not choose the endpoint `asked`: a "verdict" and what is known
+    about it.
+    """
     told, runner_up = past.told, row["runner_up"]
     if is_called(asked, told.endpoint, told.address):
         return {"endpoint": told.endpoint, "verdict": "chosen"}
@@ -199,9 +203,9 @@ def _why_not(
 
 
 def _member(asked: str, remembered: Remembered, named: Iterable[str]) -> tuple[int, str]:
-    """Return slot and name of the endpoint `asked`, or -1 and "" if unknown.
+    """Return slot and name of the endpoint that is called `asked`, or -1 and "" if it is unknown.
 
-    It is one of `named` if the members are unknown.
+    If the pool's members at that time are unknown, the name is one of `named` and the slot -1.
     """
     if remembered.members is None:
         return -1, next((name for name in named if name and is_called(asked, name, "")), "")
@@ -212,7 +216,9 @@ def _member(asked: str, remembered: Remembered, named: Iterable[str]) -> tuple[i
 
 
 def _dropped_by(slot: int, remembered: Remembered) -> str:
-    """Return the filter that dropped the endpoint in `slot`, or "" if none is known."""
+    """Return the name of the filter that dropped the endpoint in `slot` from the candidates, or ""
+    if none is known.
+    """
     dropped = remembered.scores.dropped if remembered.scores else {}
     return next(
         (name for name, slots in dropped.items() if slot in np.frombuffer(slots, np.int64)), ""
@@ -220,14 +226,18 @@ def _dropped_by(slot: int, remembered: Remembered) -> str:
 
 
 def _behind(chosen: Row, score: Row) -> Row:
-    """Return by how much the endpoint was behind, in total and by scorer, greatest first."""
+    """Return by how much an endpoint's score was below that of the chosen one, in total and by
+    scorer, greatest lead first.
+    """
     leads = {name: round(part - score["parts"][name], 4) for name, part in chosen["parts"].items()}
     parts = dict(sorted(leads.items(), key=lambda lead: -lead[1]))
     return {"behind": round(chosen["total"] - score["total"], 4), "parts": parts}
 
 
 def is_called(asked: str, name: str, address: str) -> bool:
-    """Return True if `asked` is the name, with or without namespace, or the address of an endpoint."""
+    """Return True if `asked` denotes an endpoint: it is the endpoint's name, with or without
+    namespace, or its address.
+    """
     return asked in {name, name.rpartition("/")[2], address}
 
 
@@ -258,7 +268,9 @@ def _refused_row(past: PastRefusal, why_not: str) -> Row:
 
 
 def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
-    """Return how a request ended and where the gateway sent it instead, or None if unknown."""
+    """Return how the request of a decision ended, and which endpoint the gateway used instead, or
+    None if neither is known.
+    """
     address = None if served is None else served.address
     if end is None:
         return None if served is None else {"served_by": address}
@@ -266,18 +278,20 @@ def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
 
 
 class _Ranked:
-    """The recorded scores of all candidates."""
+    """The recorded scores of all candidates of a decision, in their order of rank."""
 
     def __init__(
         self, past: PastDecision, remembered: Remembered, names: Sequence[str], cost: Cost | None
     ) -> None:
-        """`cost` contains the candidates' costs, if known."""
+        """Create the ranking of the decision `past`. `cost` contains the candidates' costs, if
+        known.
+        """
         self._states, self._cost = past.states, cost
         self._members = remembered.members or ()
         self.slots: list[int] = []
-        """Slots by position."""
+        """Slots of the candidates, in the order of the recorded scores."""
         self.best: list[Row] = []
-        """Rows of the best candidates, best first, including the chosen one."""
+        """Rows of the candidates with the best scores, best first, including the chosen one."""
         scores, weights = remembered.scores, np.array(past.setting.weights)
         if scores is None or not self._members or not len(weights):
             return
@@ -289,7 +303,7 @@ class _Ranked:
         self.best = [self.row(at) for at in self._ranking.best(SCORES_SHOWN_MAX)]
 
     def row(self, at: int) -> Row:
-        """Return the row of the candidate at a position."""
+        """Return the row of the candidate at position `at` of the recorded scores."""
         member = self._members[self.slots[at]]
         name = member.name if member else ""
         ranking, cost = self._ranking, self._cost
@@ -307,7 +321,9 @@ class _Ranked:
 
 
 def _names(setting: Setting, scorers: int) -> Sequence[str]:
-    """Return the scorers' names, or numbered ones if the configuration is no longer known."""
+    """Return the names of the scorers of a decision, or "scorer 1", ... if its configuration is no
+    longer known.
+    """
     if len(setting.scorers) == scorers:
         return setting.scorers
     return tuple(f"scorer {at}" for at in range(1, scorers + 1))
@@ -324,7 +340,9 @@ def _score(name: str, parts: Sequence[float], scorers: Sequence[str], states: St
 
 
 def weighted(packed: bytes, setting: Setting) -> list[float]:
-    """Return the weighted parts by scorer, or [] without a runner-up or known weights."""
+    """Multiply the packed scores of one candidate with the weights of the scorers. Return []
+    without scores or known weights.
+    """
     scores = np.frombuffer(packed)
     if not len(scores) or len(scores) != len(setting.weights):
         return []
@@ -333,13 +351,15 @@ def weighted(packed: bytes, setting: Setting) -> list[float]:
 
 
 def _numbers(numbers: Sequence[float]) -> Row:
-    """Return the numbers by name; None if unknown."""
+    """Return the `NUMBERS` of an endpoint's load by name; None stands for an unknown number."""
     told = zip(NUMBERS, numbers, strict=True)
     return {name: round(value, 3) if math.isfinite(value) else None for name, value in told}
 
 
 def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cost | FailedCost]:
-    """Return the costs of the chosen endpoint and the runner-up, by scorer."""
+    """Return the costs of the chosen endpoint and the runner-up, one entry for each scorer that has
+    costs.
+    """
     if not any(setting.costs):
         return []
     if told.costs is not None:
@@ -359,12 +379,16 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
 
 
 def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
-    """Return the expected time to first token in seconds, or None if no scorer estimates it."""
+    """Return the time to first token in seconds that a recorded decision expected, or None if no
+    scorer estimates it.
+    """
     return _first_token_s(_costs(told, setting, _before(told)))
 
 
 def _before(told: Decided) -> Sequence[float]:
-    """Return the `NUMBERS` of the chosen endpoint as the scorers saw them."""
+    """Return the load `NUMBERS` of the chosen endpoint as the scorers saw them, before its load
+    included this request.
+    """
     return numbers_before(
         told.numbers,
         prompt_tokens=told.prompt_tokens,
@@ -374,7 +398,9 @@ def _before(told: Decided) -> Sequence[float]:
 
 
 def _first_token_s(costs: Sequence[Cost | FailedCost]) -> Seconds | None:
-    """Return the estimate of the first scorer with a cost in seconds and named parts."""
+    """Return the expected time to first token in seconds from the first scorer whose cost contains
+    it, or None if none does.
+    """
     for cost in costs:
         if isinstance(cost, Cost) and cost.unit == "s" and cost.first_token is not None:
             return cost.first_token
@@ -382,7 +408,9 @@ def _first_token_s(costs: Sequence[Cost | FailedCost]) -> Seconds | None:
 
 
 def _pair(told: Decided, before: Sequence[float]) -> Candidates:
-    """Return the chosen endpoint and the runner-up, as far as recorded."""
+    """Return the chosen endpoint and the runner-up as candidates, with the recorded part of their
+    state.
+    """
     numbers = {told.endpoint: before}
     if told.runner_up:
         numbers[told.runner_up] = told.runner_up_numbers

@@ -1,4 +1,4 @@
-"""Sum up the decisions of a period: number, destinations and outcomes."""
+"""Sum up the decisions of a period: their number, destinations and outcomes."""
 
 from array import array
 from collections.abc import Mapping
@@ -11,22 +11,26 @@ from epp.shell.operators.decisions.decision_rows import weighted
 
 FAILED_FROM: Final = 500
 SAMPLES_MAX: Final = 500_000
-"""Maximum number of samples per endpoint and period; later ones only miss in percentiles."""
+"""Maximum number of time samples per endpoint and period; later samples are only missing in the
+percentiles.
+"""
 _DIGITS: Final = 4
 _Row: TypeAlias = dict[str, Any]
 
 
 class Sums:
-    """The sums over decisions of a period, for one endpoint or all."""
+    """The sums over the decisions of a period, for one endpoint or for all of them."""
 
     def __init__(self) -> None:
         self.decided = 0
         self.failed = 0
         self.prompt_tokens = 0
         self.predicted_tokens = 0
-        """Prompt tokens that were estimated as cached at their endpoint."""
+        """Number of prompt tokens that the picker estimated as cached at the endpoint that served
+        them.
+        """
         self.compared_tokens = 0
-        """Prompt tokens of requests whose response reported the cached tokens."""
+        """Number of prompt tokens of those requests whose response reported its cached tokens."""
         self.cached_tokens = 0
         self.first_output_s = array("f")
         self.headers_s = array("f")
@@ -52,7 +56,9 @@ class Sums:
                 samples.append(value)
 
     def row(self, decided: int) -> _Row:
-        """Return the row of these sums among `decided` in total; None if unknown."""
+        """Return the sums as a row, with their share of `decided`, the total number of decisions;
+        unknown values are None.
+        """
         return {
             "decided": self.decided,
             "share": _share(self.decided, decided),
@@ -68,7 +74,7 @@ class Sums:
 
 
 class Stretch:
-    """All sums of the period from `since_s` to `until_s`."""
+    """All sums over the decisions and refusals from `since_s` to `until_s`, in Unix time."""
 
     def __init__(self, since_s: float, until_s: float) -> None:
         self.since_s, self.until_s = since_s, until_s
@@ -76,10 +82,10 @@ class Stretch:
         self.endpoints: dict[str, Sums] = {}
         self.refused: dict[str, int] = {}
         self.decided_by: dict[str, int] = {}
-        """Number of decisions that would differ without a scorer, by scorer."""
+        """Number of decisions that would have differed without a scorer, by that scorer's name."""
 
     def add(self, past: PastDecision | PastRefusal) -> None:
-        """Add a record if it is within the period."""
+        """Add a recorded decision or refusal to the sums if it is within the period."""
         if not self.since_s <= past.at_s < self.until_s:
             return
         if isinstance(past, PastRefusal):
@@ -99,7 +105,7 @@ class Stretch:
                 self.decided_by[name] = self.decided_by.get(name, 0) + 1
 
     def row(self) -> _Row:
-        """Return the row of the period."""
+        """Return the sums of the whole period as a row."""
         seconds = max(self.until_s - self.since_s, 1.0)
         decided = self.all.decided
         return self.all.row(decided) | {
@@ -111,8 +117,8 @@ class Stretch:
 
 
 def percentile(samples: "array[float]", share: float) -> float | None:
-    """Return the least sample that a `share` of the samples does not exceed, or None without
-    samples.
+    """Return the smallest sample that is at least as great as the `share` of all samples, or None
+    without samples.
     """
     if not samples:
         return None
@@ -121,7 +127,7 @@ def percentile(samples: "array[float]", share: float) -> float | None:
 
 
 def in_words(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the numbers of a row as short texts."""
+    """Return the values of a row of sums as short texts by column."""
     return {
         "decisions": f"{row['decided']}",
         "share": percent(row["share"]),

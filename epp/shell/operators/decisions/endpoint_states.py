@@ -1,7 +1,8 @@
-"""Track what is wrong with each endpoint, why, and since when, for pages and decision records.
+"""Track the state of each endpoint, its reason and since when it lasts, for pages and decision
+records.
 
 The standing of an endpoint describes why it is not ready. A ready endpoint may be ejected, full,
-failing or slow. States are compared about once a second, so that shorter ones may be missed.
+failing or slow. States are compared about once a second, so that shorter states may be missed.
 """
 
 import math
@@ -19,9 +20,9 @@ from epp.journal.records import READY, EndpointState, States
 
 EJECTED: Final = "ejected"
 OUTLYING: Final = (EJECTED, FULL, Cause.FAILING.value, Cause.SLOW.value)
-"""States of ready endpoints that have a problem."""
+"""States of endpoints that are ready but have a problem."""
 _OF_SCRAPES: Final = (Standing.UNREACHABLE, Standing.STALE, Standing.NEVER_SCRAPED)
-"""Standings that the last scrape explains."""
+"""Standings of endpoints (reasons for not being ready) that the last failed scrape explains."""
 _REASONS: Final[Mapping[Standing, str]] = {
     Standing.UNREACHABLE: "scrapes fail to connect or get no answer",
     Standing.STALE: "the last successful scrape is too old",
@@ -32,7 +33,7 @@ _REASONS: Final[Mapping[Standing, str]] = {
 
 
 class EndpointStates:
-    """The states of all endpoints at the last comparison."""
+    """The states of all endpoints at the last comparison, which takes place about once a second."""
 
     def __init__(
         self,
@@ -41,25 +42,29 @@ class EndpointStates:
         changed: Callable[[States], None] = lambda _: None,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """Configure the states.
+        """Create the tracker.
 
-        `problem_of` returns kind and sentence of an endpoint's failed scrape. `changed` receives
-        all endpoints that are not simply ready, whenever a state changes. `clock` returns Unix
-        time.
+        `problem_of` returns kind and sentence of an endpoint's failed scrape. `changed` is called
+        with all endpoints that are not ready or have a problem, whenever a state changes. `clock`
+        returns Unix time.
         """
         self._scheduler = scheduler
         self._problem_of = problem_of
         self._changed = changed
         self._clock = clock
         self._states: dict[str, EndpointState] = {}
-        """States of the pool's members by endpoint id."""
+        """States of the pool's endpoints at the last comparison, by endpoint id."""
 
     def of(self, endpoint: Endpoint) -> EndpointState:
-        """Return the state at the last comparison, or ready if the endpoint is new."""
+        """Return the state of an endpoint at the last comparison, or ready if the endpoint is
+        new.
+        """
         return self._states.get(endpoint.endpoint_id) or EndpointState(since_s=self._clock())
 
     def look(self, now: Seconds) -> None:
-        """Compare with the last states and report changes."""
+        """Determine the states of all endpoints at `now`, and report them if any of them
+        changed.
+        """
         scheduler, at_s = self._scheduler, self._clock()
         standings = scheduler.standings(now)
         outliers = dict(scheduler.outliers.detected(now))
@@ -90,7 +95,7 @@ class EndpointStates:
         full: Full | None,
         now: Seconds,
     ) -> tuple[str, str]:
-        """Return state and reason."""
+        """Return the current state of an endpoint and the reason for it."""
         if standing is not Standing.READY:
             reason = _REASONS.get(standing, "")
             problem = self._problem_of(endpoint) if standing in _OF_SCRAPES else None
@@ -107,7 +112,7 @@ class EndpointStates:
 
 
 def _fullness(full: Full, now: Seconds) -> str:
-    """Return in words why a full endpoint gets few or no requests."""
+    """Return in words why an endpoint that counts as full gets few or no requests."""
     if now < full.until_s:
         return "it refused requests because it is full, and gets none for some seconds"
     return "it refused requests because it is full, and gets single ones as a test"

@@ -1,4 +1,4 @@
-"""Explain in words why a request was routed to its endpoint."""
+"""Explain in words why a request was routed to its endpoint, for pages and `epp explain`."""
 
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -12,11 +12,13 @@ _Row: TypeAlias = dict[str, Any]
 
 _DIGITS: Final = 3
 _LEVEL: Final = 1e-4
-"""Difference below which totals are equal; totals are rounded to it."""
+"""Difference of scores below which two totals count as equal; totals are rounded to it."""
 
 
 def explanation(row: _Row) -> str:
-    """Return a row of `RecentDecisions` as lines for people, without control characters."""
+    """Convert a row of `RecentDecisions` to lines of text for people, without control
+    characters.
+    """
     lines = _refusal(row) if "refused" in row else _decision(row)
     head, *rest = map(printable, lines)
     return "".join([f"{head}\n", *(f"  {line}\n" for line in rest)])
@@ -88,8 +90,8 @@ def _request(row: _Row) -> str:
 
 
 def _verdict(row: _Row) -> str:
-    """Return e.g. "pod-3: 7, including prefix 3 (9 of 9 blocks); runner-up pod-2: 4; prefix
-    decided".
+    """Return the scores of the chosen endpoint and the runner-up and what decided, e.g. "pod-3: 7,
+    including prefix 3 (9 of 9 blocks); runner-up pod-2: 4; prefix decided".
     """
     score, runner_up = row["score"], row["runner_up"]
     blocks = f"{row['matched_blocks']} of {row['total_blocks']} blocks"
@@ -102,13 +104,17 @@ def _verdict(row: _Row) -> str:
 
 
 def _name(score: _Row) -> str:
-    """Return the name of a candidate, marked if it was slow, failing, ejected or not ready."""
+    """Return the name of a candidate, with its state in parentheses if it was slow, failing,
+    ejected or not ready.
+    """
     state = score["state"]
     return str(score["endpoint"]) if state == READY else f"{score['endpoint']} ({state})"
 
 
 def _why_not(row: _Row, why: _Row) -> str:
-    """Return e.g. "why not llm/pod-7: it was unreachable since 02:01:07: scrapes fail to connect"."""
+    """Return why an endpoint was not chosen, e.g. "why not llm/pod-7: it was unreachable since
+    02:01:07: scrapes fail to connect".
+    """
     if why["verdict"] == "scored":
         return f"why not {why['endpoint']}: {_behind(row, why)}"
     against = why.get("state", READY) != READY
@@ -149,7 +155,9 @@ def _against(why: _Row) -> str:
 
 
 def _others(row: _Row) -> list[str]:
-    """Return the costs of other candidates, best first, if they are known."""
+    """Return a line with the costs of the candidates besides the chosen one and the runner-up, best
+    first; no line if they are unknown.
+    """
     two = {row["score"]["endpoint"], row["runner_up"]["endpoint"] if row["runner_up"] else ""}
     told = [
         f"{_name(score)} {_short(score['cost'])} {score['unit']}"
@@ -177,7 +185,9 @@ def _total(score: _Row, notes: dict[str, str]) -> str:
 
 
 def _cost(row: _Row, cost: _Row) -> str:
-    """Return the cost by which a scorer preferred the endpoint."""
+    """Return the cost by one scorer of the chosen endpoint and the runner-up, with the parts of the
+    cost.
+    """
     if "failed" in cost:
         return f"{cost['scorer']} could not list the parts of its cost: {cost['failed']}"
     unit, (chosen, *others) = cost["unit"], cost["endpoints"]
@@ -194,7 +204,7 @@ def _parts(cost: _Row, unit: str) -> str:
 
 
 def _known(name: str, known: _Row) -> str:
-    """Return the load of an endpoint, as far as the picker knew it when it decided."""
+    """Return the load of an endpoint as the picker knew it when it decided."""
     usage = known["kv_cache_usage"]
     age = known["metrics_age_s"]
     told = [
@@ -209,7 +219,9 @@ def _known(name: str, known: _Row) -> str:
 
 
 def _shadow(told: _Row) -> str:
-    """Return e.g. "the shadow profile would have chosen pod-2: 64 uncached tokens there, 576 here"."""
+    """Return what the shadow profile would have chosen, e.g. "the shadow profile would have chosen
+    pod-2: 64 uncached tokens there, 576 here".
+    """
     if told["verdict"] == AGREED:
         return "the shadow profile agreed"
     if told["verdict"] != DIFFERED:

@@ -1,8 +1,8 @@
 """Record recent decisions, refusals and their outcomes in memory.
 
-Of a request the id, the model and its numbers are recorded, and of a refusal the path without
-query. No part of a prompt, an answer or another header is recorded. Rows for pages are computed on
-request.
+The record of a request contains its id, model and numbers, and that of a refusal also the path
+without query. No part of a prompt, an answer or another header is recorded. Rows for pages are
+computed on request.
 """
 
 import asyncio
@@ -73,59 +73,69 @@ from epp.shell.operators.decisions.record_ring import RecordRing
 from epp.shell.operators.journal import DecisionsFolder
 
 BYTES_MAX: Final = 16 * 1024 * 1024
-"""Maximum size of all records in bytes."""
+"""Maximum size of all records of decisions in memory, in bytes."""
 _SCORES_SHARE: Final = 4
-"""Divisor for the share of memory with all candidates' scores, which only the newest decisions
-have."""
+"""Divisor of the memory for records: one fourth of it stores the scores of all candidates, which
+only the newest decisions keep.
+"""
 KEEP_S: Final = 900.0
 _MEMBERSHIPS_MAX: Final = 64
-"""Maximum number of remembered lists of endpoints; each is as long as the pool."""
+"""Maximum number of remembered lists of the pool's endpoints, one for each change of the pool; each
+list is as long as the pool.
+"""
 _OPEN_MAX: Final = 65_536
-"""Maximum number of decisions that wait for their end, more than there may be streams."""
+"""Maximum number of decisions whose request may still end; it exceeds the maximum number of open
+streams.
+"""
 WAITING_MAX: Final = 64
-"""Maximum number of decisions and ends that wait to be recorded.
+"""Maximum number of decisions and ends of requests that wait to be recorded.
 
-Recording them together uses the processor's cache better. With their arrays of scores each takes 40
-KB in a pool of a thousand."""
+Recording them together uses the processor's cache better. With its array of scores each takes 40 KB
+in a pool of a thousand.
+"""
 _EXPIRED_PER_CALL_MAX: Final = 2_000
 COMPARED_MAX: Final = 8
-"""Maximum number of first tokens compared between two calls of `first_tokens`; each takes 0.1 ms."""
+"""Maximum number of requests whose time to first token is compared with the expectation per call of
+`first_tokens`; each takes 0.1 ms.
+"""
 _FAILED_FROM: Final = 500
 _FOUND_PER_TURN: Final = 8
-"""Number of rows created between two turns of the event loop."""
+"""Number of rows of decisions that are created between two turns of the event loop."""
 _ROWS_PER_TURN: Final = 500
-"""Number of records examined between two turns of the event loop, in well below 1 ms."""
+"""Number of records that are examined between two turns of the event loop, which takes well below 1
+ms.
+"""
 _PROFILES_MAX: Final = 8
 """Maximum number of profiles whose settings have a known number; more than a configuration has."""
 _Known = TypeVar("_Known")
 _BY_BLOCKS: Final = "prefix-cache-scorer"
-"""Type of the scorer whose part is the share of matched blocks."""
+"""Type of the scorer whose score is the share of matched prefix blocks."""
 
 
 class _Deciding(Struct, frozen=True, gc=False):
-    """A decision that waits to be recorded."""
+    """A decision that waits to be recorded in memory and files."""
 
     at_s: float
     told: Decided
     picked: int
     slot: Ints
     scores: Floats
-    """Scores as float64[scorers, n]."""
+    """Unweighted scores of the candidates as float64[scorers, candidates]."""
     dropped: Mapping[str, Ints]
     shadow: ShadowVerdict | None
 
 
 class _Ending(Struct, frozen=True, gc=False):
-    """The end of a request, which waits to be recorded."""
+    """The end of a decision's request, which waits to be recorded."""
 
     number: int
     head: bytes
     output_seen: bool
-    """True if `head` contains the time of the first output."""
+    """True if `head`, the record of the end, contains the time of the request's first output."""
 
 
 class _Other(Struct, frozen=True, gc=False):
-    """A refusal or a different endpoint, which waits to be recorded."""
+    """A refusal, or the use of another endpoint than the chosen one, which waits to be recorded."""
 
     at_s: float
     kind: bytes
@@ -133,19 +143,19 @@ class _Other(Struct, frozen=True, gc=False):
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """A selection of decisions and refusals; "" matches any value."""
+    """Criteria that select decisions and refusals; "" matches any value."""
 
     request_id: str = ""
     endpoint: str = ""
-    """Name with or without namespace, or address of an endpoint that works on any stage of the
-    request.
+    """Name (with or without namespace) or address of an endpoint that was chosen for any stage of
+    the request.
     """
     model: str = ""
     refused: str = ""
-    """"true", "false" or a reason of refusal."""
+    """"true" selects refusals, "false" decisions, and a reason the refusals with that reason."""
 
     def texts(self) -> tuple[bytes, ...]:
-        """Return texts that a matching packed record contains."""
+        """Return texts that the packed record of every selected decision or refusal contains."""
         wanted = (self.request_id, self.endpoint, self.model)
         return tuple(kept_text(text).encode() for text in wanted if text)
 
@@ -161,36 +171,42 @@ class Wanted(Struct, frozen=True, kw_only=True):
         return self.refused in {"", "false"} and (not self.endpoint or called)
 
 
-class Lately(Struct, kw_only=True):
-    """Sums over decisions and refusals from `since_s` to `until_s`, in Unix time."""
+class RecentSums(Struct, kw_only=True):
+    """Sums over the decisions and refusals from `since_s` to `until_s`, in Unix time."""
 
     since_s: float
     until_s: float
     decided: int = 0
     refused: dict[str, int] = msgspec.field(default_factory=dict)
-    """Number of refusals by reason."""
-    endpoints: dict[str, "LatelyThere"] = msgspec.field(default_factory=dict)
-    """Sums of each endpoint by name."""
+    """Number of refused requests by reason."""
+    endpoints: dict[str, "EndpointSums"] = msgspec.field(default_factory=dict)
+    """Sums of the decisions for each endpoint, by the endpoint's name."""
 
 
-class LatelyThere(Struct):
-    """The sums of one endpoint."""
+class EndpointSums(Struct):
+    """Sums over the decisions of a period for one endpoint."""
 
     requests: int = 0
     prompt_tokens: int = 0
     predicted_tokens: int = 0
-    """Prompt tokens that were estimated as cached there."""
+    """Number of prompt tokens that were estimated as cached at this endpoint."""
     compared_tokens: int = 0
-    """Part of `predicted_tokens` from requests whose response reported the cached tokens."""
+    """Number of tokens in `predicted_tokens` that belong to requests whose response reported the
+    cached tokens.
+    """
     compared_prompt_tokens: int = 0
-    """Part of `prompt_tokens` from the same requests."""
+    """Number of tokens in `prompt_tokens` that belong to requests whose response reported the
+    cached tokens.
+    """
     cached_tokens: int = 0
     failed: int = 0
-    """Number of requests with a status of 500 or more."""
+    """Number of requests to this endpoint whose status was 500 or more."""
 
 
 class RecentDecisions:
-    """The last decisions and refusals that fit into memory and are not older than `keep_s`."""
+    """The last decisions and refusals of the picker, as far as they fit into memory and are not
+    older than `keep_s` seconds.
+    """
 
     def __init__(
         self,
@@ -205,8 +221,8 @@ class RecentDecisions:
     ) -> None:
         """Allocate memory for the records.
 
-        `clock` returns Unix time. `could_not` is called with records that fail to be stored.
-        `history`, if any, receives the same records to store them longer.
+        `clock` returns Unix time. `could_not` is called with "recent" and the error if a record
+        cannot be stored. `history`, if any, receives the same records to store them longer.
         """
         self._pool = pool
         self.keep_s = keep_s
@@ -217,10 +233,12 @@ class RecentDecisions:
         self._history = history
         self._waiting: list[_Deciding | _Ending | _Other] = []
         self._memberships: dict[int, Members] = {}
-        """Members by generation of the pool, oldest first."""
+        """Members of the pool by the pool's generation, oldest first."""
         self._generation = -1
         self._slot: object = None
-        """Slots of the last decision's candidates, compared by identity; the array is immutable."""
+        """Array with the slots of the last decision's candidates. It is immutable, so that it is
+        compared by identity.
+        """
         self._slot_bytes = b""
         self._context = Context()
         self._setting = 0
@@ -233,26 +251,36 @@ class RecentDecisions:
         self._configured: tuple[int, SchedulerSettings | None] = (0, None)
         self._states_told = 0
         self._open: dict[int, int] = {}
-        """Positions of decisions whose request has not ended, by number, oldest first."""
+        """Positions in memory of decisions whose request has not ended, by the decision's number,
+        oldest first.
+        """
         self._to_compare: list[int] = []
-        """Positions of decisions whose request has ended with a known first output."""
+        """Positions in memory of decisions whose request has ended with a known time of its first
+        output.
+        """
         self.shed = 0
-        """Number of streams that were rejected unread; nothing else about them is recorded."""
+        """Number of streams that were rejected unread; nothing else about these streams is
+        recorded.
+        """
         self.unparsed: Counter[str] = Counter()
-        """Number of requests with a body that was not fully understood, by reason, since the start."""
+        """Number of requests since the start whose body was not fully understood, by reason."""
 
     def __len__(self) -> int:
         self.fold()
         return len(self._rows)
 
     def configured(self, generation: int, settings: SchedulerSettings) -> None:
-        """Use `settings` of document `generation` for later decisions."""
+        """Record later decisions with `settings`, which belong to the configuration document
+        `generation`.
+        """
         self._configured = (generation, settings)
         self._weights = None
         self._numbered.clear()
 
     def know_states(self, states: States) -> None:
-        """Set the states of all endpoints that are not simply ready."""
+        """Set the states of all endpoints that are not ready or have a problem, for later
+        decisions.
+        """
         self._states_told += 1
         _remember(self._context.states, self._states_told, states, STATES_MAX)
         if self._history is not None:
@@ -260,7 +288,7 @@ class RecentDecisions:
             self._history.tell(frame_of(told))
 
     def decided(self, decision: Decision) -> None:
-        """Record a decision; the pool and its load must not have changed since."""
+        """Record a decision. The pool and its load must not have changed since it was made."""
         if self._pool.generation != self._generation:
             self._remember_members()
         account, leg = decision.account, decision.leg
@@ -342,7 +370,7 @@ class RecentDecisions:
         request_id: str = "",
         path: str = "",
     ) -> None:
-        """Record a refusal; `request` is None if the request was not understood."""
+        """Record a refused request; `request` is None if the request was not understood."""
         told = Refused(
             kept_text(request.request_id if request else request_id),
             kept_text(request.model) if request else "",
@@ -356,7 +384,7 @@ class RecentDecisions:
         self._wait(_Other(self._clock(), REFUSED, told))
 
     def served(self, exchange: Exchange) -> None:
-        """Record the endpoint that the gateway used, if it is not the chosen one."""
+        """Record which endpoint the gateway used for `exchange`, if it is not the chosen one."""
         decision = exchange.decision
         if decision is None:
             return
@@ -373,7 +401,7 @@ class RecentDecisions:
         self._wait(_Other(self._clock(), SERVED, told))
 
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
-        """Record the end of a decision's request."""
+        """Record how the request of a decision ended."""
         decision = exchange.decision
         if decision is not None:
             leg = decision.leg
@@ -385,7 +413,8 @@ class RecentDecisions:
             self._wait(_Ending(decision.number, ended_head(exchange, outcome, now), seen))
 
     def fold(self) -> None:
-        """Store everything that waits, in order; this precedes every read.
+        """Store the decisions, refusals and ends that wait to be recorded, in order. Every read
+        calls this first.
 
         A record that cannot be stored does not affect others.
         """
@@ -397,15 +426,18 @@ class RecentDecisions:
                 self._could_not("recent", error)
 
     def expire(self) -> None:
-        """Store waiting records and drop those older than `keep_s`. Call it about once a second."""
+        """Store the records that wait, and drop those older than `keep_s` seconds. Call it about
+        once a second.
+        """
         self.fold()
         before_s = self._clock() - self.keep_s
         self._rows.drop_oldest(lambda record: kept_at_s(record) < before_s, _EXPIRED_PER_CALL_MAX)
 
     def first_tokens(self) -> list[tuple[Seconds, Seconds]]:
-        """Return expected and observed seconds to the first token, at most `COMPARED_MAX` pairs.
+        """Return pairs of the expected and the observed time to first token in seconds, at most
+        `COMPARED_MAX`.
 
-        They belong to requests that ended since the last call and were served by the chosen
+        The pairs belong to requests that ended since the last call and were served by the chosen
         endpoint.
         """
         self.fold()
@@ -424,7 +456,8 @@ class RecentDecisions:
         return found
 
     async def rows(self, count: int, wanted: Wanted, why_not: str = "") -> list[Row]:
-        """Return the last `count` matching rows, newest first.
+        """Return the rows of the last `count` decisions and refusals that `wanted` selects, newest
+        first.
 
         `why_not` is the name, with or without namespace, or the address of an endpoint. Rows then
         explain why that one was not chosen.
@@ -447,10 +480,12 @@ class RecentDecisions:
                         await asyncio.sleep(0)
         return found
 
-    async def lately(self, window_s: Seconds, records_max: int) -> Lately:
-        """Return the sums of the last `window_s` seconds, from at most `records_max` records."""
+    async def lately(self, window_s: Seconds, records_max: int) -> RecentSums:
+        """Return the sums over the last `window_s` seconds of decisions, from at most `records_max`
+        records.
+        """
         until_s = self._clock()
-        lately = Lately(since_s=until_s - window_s, until_s=until_s)
+        lately = RecentSums(since_s=until_s - window_s, until_s=until_s)
         looked_at = 0
         oldest_s = math.inf
         served: dict[int, Served] = {}
@@ -479,13 +514,15 @@ class RecentDecisions:
 
     @property
     def oldest_at_s(self) -> float | None:
-        """Unix time of the oldest record, or None if there is none."""
+        """Unix time of the oldest recorded decision or refusal, or None if there is none."""
         self.fold()
         oldest = self._rows.oldest()
         return None if oldest is None else kept_at_s(oldest)
 
     async def _newest_first(self) -> AsyncIterator[bytes]:
-        """Yield records that are not too old; the event loop runs every few hundred."""
+        """Yield the records that are not older than `keep_s`, newest first. The event loop runs
+        after every few hundred.
+        """
         self.fold()
         before_s = self._clock() - self.keep_s
         for looked_at, record in enumerate(self._rows.newest_first(), 1):
@@ -603,7 +640,9 @@ def recent_decisions(
     could_not: Callable[[str, Exception], None],
     history: DecisionsFolder | None = None,
 ) -> RecentDecisions:
-    """Return an instance that uses `bytes_max` of memory, or almost none if `keep_s` is 0."""
+    """Return a `RecentDecisions` that uses `bytes_max` of memory, or almost none if `keep_s` is
+    0.
+    """
     if not keep_s:
         return RecentDecisions(
             pool, rows_bytes_max=64, scores_bytes_max=64, keep_s=0.0, history=history
@@ -621,18 +660,20 @@ def recent_decisions(
 
 
 def _remember(known: dict[int, _Known], number: int, one: _Known, count_max: int) -> None:
-    """Add `one` under `number`, and drop the oldest entry if there are too many."""
+    """Add the entry `one` under `number` to `known`, and drop the oldest entry if there are more
+    than `count_max`.
+    """
     known[number] = one
     if len(known) > count_max:
         del known[next(iter(known))]
 
 
-def _add(lately: Lately, told: Decided, served: Served | None, end: Ended | None) -> None:
+def _add(lately: RecentSums, told: Decided, served: Served | None, end: Ended | None) -> None:
     lately.decided += 1
     name, predicted = served_at(told, served), predicted_at(told, served)
     there = lately.endpoints.get(name)
     if there is None:
-        there = lately.endpoints[name] = LatelyThere()
+        there = lately.endpoints[name] = EndpointSums()
     there.requests += 1
     there.prompt_tokens += told.prompt_tokens
     there.predicted_tokens += predicted

@@ -1,7 +1,7 @@
 """Store the last records of a stream in memory that is allocated once.
 
 Long-lived objects among short-lived ones prevent the allocator from returning pages, and memory
-that fills slowly looks like a leak. Therefore all records are in one buffer. Each record stands
+that fills slowly looks like a leak. Therefore one buffer contains all records. Each record stands
 between two words with its length. The oldest record can thus be dropped at one end and the newest
 read at the other.
 """
@@ -12,13 +12,13 @@ from typing import Final
 _WORD_BYTES: Final = 4
 _WORD_SHIFT: Final = 2
 GONE: Final = -1
-"""Position of a record that was not stored."""
+"""Returned instead of a position for a record that was not stored."""
 
 
 class RecordRing:
-    """A ring of the newest records that fit in `size_bytes`, for use in one thread.
+    """A ring buffer with the newest records that fit in `size_bytes`, for use in one thread.
 
-    Raises `ValueError` unless the size is a multiple of 4 from 16 to 2**32 - 4.
+    Raises `ValueError` unless `size_bytes` is a multiple of 4 from 16 to 2**32 - 4.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -32,17 +32,18 @@ class RecordRing:
         self._words = self._bytes.cast("I")
         self._size_bytes = size_bytes
         self._oldest = 0
-        """Position of the oldest record, counted in bytes since the start."""
+        """Position of the oldest record: the number of bytes appended before it since the start."""
         self._end = 0
         self.displaced = 0
-        """Number of records that newer ones displaced."""
+        """Number of records that were overwritten by newer ones."""
 
     def __len__(self) -> int:
-        """Return the number of records; this iterates over all."""
+        """Return the number of records in the ring; the call iterates over all of them."""
         return sum(1 for _ in self.newest_first())
 
     def append(self, record: bytes) -> int:
-        """Store `record` in place of the oldest ones and return its position for `get`.
+        """Store `record`, overwriting the oldest records if necessary, and return its position for
+        `get`.
 
         Return `GONE` if the record is longer than the ring.
         """
@@ -65,7 +66,7 @@ class RecordRing:
         return place
 
     def overwrite(self, place: int, head: bytes) -> bool:
-        """Overwrite the beginning of the record at a position with `head`.
+        """Overwrite the beginning of the record at the given position with `head`.
 
         Return False if the record no longer exists. `head` must not be longer than the record.
         """
@@ -78,9 +79,8 @@ class RecordRing:
         return True
 
     def drop_oldest(self, goes: Callable[[bytes], bool], count_max: int) -> int:
-        """Drop the oldest records while `goes` is true, at most `count_max`.
-
-        Return their number.
+        """Drop the oldest records as long as `goes(record)` is true, at most `count_max`. Return
+        the number of dropped records.
         """
         dropped = 0
         while dropped < count_max and self._oldest < self._end:
@@ -92,20 +92,21 @@ class RecordRing:
         return dropped
 
     def get(self, place: int) -> bytes | None:
-        """Return the record at a position, or None if it no longer exists."""
+        """Return the record at a position that `append` returned, or None if it no longer
+        exists.
+        """
         if not self._oldest <= place < self._end:
             return None
         length = self._words[place % self._size_bytes >> _WORD_SHIFT]
         return self._read(place, length)
 
     def oldest(self) -> bytes | None:
-        """Return the oldest record, or None if there is none."""
+        """Return the oldest record in the ring, or None if the ring is empty."""
         return self.get(self._oldest)
 
     def newest_first(self) -> Iterator[bytes]:
-        """Yield every record, newest first.
-
-        Records that are added or dropped meanwhile are skipped.
+        """Yield every record in the ring, newest first. Records that are added or dropped during
+        the iteration are skipped.
         """
         end = self._end
         while end > self._oldest:
@@ -114,7 +115,7 @@ class RecordRing:
             yield self._read(end, length)
 
     def _write(self, start: int, content: bytes) -> None:
-        """Write after the word at `start`."""
+        """Write bytes of a record after the length word at `start`."""
         at = (start + _WORD_BYTES) % self._size_bytes
         fits = self._size_bytes - at
         if len(content) <= fits:
@@ -131,5 +132,7 @@ class RecordRing:
 
 
 def _framed_bytes(length: int) -> int:
-    """Return the size of a record with both words; words never cross the end of the buffer."""
+    """Return the number of bytes that a record occupies with its two length words. Words never
+    cross the end of the buffer.
+    """
     return (length + 3 * _WORD_BYTES - 1) & -_WORD_BYTES

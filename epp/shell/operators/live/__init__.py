@@ -1,1 +1,1 @@
-"""The current state of a picker, as data and as a web page."""
+"""The current state of a picker, as JSON data and as a web page."""

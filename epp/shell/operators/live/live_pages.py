@@ -1,7 +1,8 @@
 """Serve /live, a page that shows the picker, and /debug/live, the data that it polls.
 
 The page itself contains no data and needs no token. It loads nothing from other hosts, runs only
-its own script, and writes data as text. The data require the token, if there is one.
+its own script, and writes data as text. The data require the operators' bearer token, if one is
+configured.
 """
 
 import base64
@@ -25,7 +26,7 @@ _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 class LivePages:
-    """Routes for the metrics server."""
+    """The routes of /live and /debug/live for the metrics server."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
@@ -40,7 +41,9 @@ class LivePages:
         }
 
     def routes(self, queue: PageQueue, token: BearerToken | None = None) -> list[web.RouteDef]:
-        """Return the routes; data are created in `queue` and require `token`, if any."""
+        """Return the routes of /live and /debug/live. The data are created in `queue` and require
+        `token`, if it is not None.
+        """
         made = queue.queued(self._data)
         data = token.guarded(made) if token else made
         return [web.get("/live", self._show), web.get("/debug/live", data)]
@@ -57,7 +60,9 @@ class LivePages:
 
 
 def _policy(page: str) -> str:
-    """Return a policy that allows only the style and script in `page`, and data from its origin."""
+    """Return a Content-Security-Policy that allows only the style and script in `page`, and data
+    from the page's origin.
+    """
     allowed = {
         kind: f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
         for kind, content in _INLINE.findall(page)

@@ -1,6 +1,7 @@
 """Collect the current state of a picker for `epp top` and the page /live.
 
-It is computed on request, at most once in `LOOK_S`, from data that are recorded anyway.
+The state is computed on request, at most once in `LOOK_S` seconds, from data that are recorded
+anyway.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ from epp.shell.operators.decisions.configuration_changes import ConfigurationCha
 from epp.shell.operators.decisions.decision_rows import Row
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.recent_decisions import (
-    Lately,
-    LatelyThere,
+    EndpointSums,
     RecentDecisions,
+    RecentSums,
     Wanted,
 )
 from epp.shell.operators.journal import JournalSnapshot
@@ -34,27 +35,33 @@ from epp.shell.process.own_process import ProcessLately
 LOOK_S: Final = 1.0
 WINDOW_S: Final = 60.0
 RECORDS_MAX: Final = 10_000
-"""Maximum number of records that are added up, in about 20 ms between requests."""
+"""Maximum number of records of decisions that the live view adds up, in about 20 ms between
+requests.
+"""
 ENDPOINTS_MAX: Final = 200
-"""Maximum number of endpoints; those that are not ready or have most requests come first."""
+"""Maximum number of endpoints in the live view; those that are not ready or have most requests come
+first.
+"""
 DECISIONS_SHOWN: Final = 12
 
 
 class LiveEndpoint(Struct, frozen=True, kw_only=True):
-    """The state of one endpoint; fields are None if unknown."""
+    """The state of one endpoint in the live view; fields are None if unknown."""
 
     name: str
     address: str
     state: str
     slowness: float | None
-    """Duration of requests relative to expectation, as a multiple of the pool's median."""
+    """Durations of the endpoint's requests relative to expectation, as a multiple of the pool's
+    median.
+    """
     outlier: str | None
-    """"slow" or "failing", or None."""
+    """"slow" or "failing" if the endpoint is an outlier, else None."""
     ejected: bool
     since: str
-    """Start of this state in ISO 8601."""
+    """Time since which the endpoint has its state, in ISO 8601."""
     reason: str
-    """Reason why it is not ready, slow, failing or ejected; "" if it has no problem."""
+    """Reason why the endpoint is not ready, slow, failing or ejected; "" if it has no problem."""
     metrics_age_s: float | None
     waiting: float | None
     running: float | None
@@ -62,64 +69,77 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     inflight_requests: int
     inflight_prefill_tokens: float | None
     requests: int
-    """Counted within the current window, like all fields below."""
+    """Number of requests that were routed to the endpoint within the window of the live view. All
+    counts and shares of requests below are of the same window.
+    """
     share: float
-    """Share of all requests, from 0 to 1."""
+    """The endpoint's share of all routed requests, from 0 to 1."""
     failed: int
     prompt_tokens: int = 0
-    """Prompt tokens that `predicted_hits` is a share of."""
+    """Number of prompt tokens of which `predicted_hits` is the share that was estimated as
+    cached.
+    """
     compared_prompt_tokens: int = 0
-    """Prompt tokens that `compared_hits` and `actual_hits` are shares of."""
+    """Number of prompt tokens of which `compared_hits` and `actual_hits` are shares."""
     predicted_hits: float | None
-    """Share of prompt tokens that were estimated as cached there, from 0 to 1."""
+    """Share of prompt tokens that were estimated as cached at the endpoint, from 0 to 1."""
     compared_hits: float | None
-    """Value of `predicted_hits` for the requests whose response reported cached tokens.
+    """Value of `predicted_hits` for only those requests whose response reported its cached tokens.
 
-    Compare it with `actual_hits`."""
+    Compare it with `actual_hits`.
+    """
     actual_hits: float | None
-    """Share of prompt tokens that were cached, for the requests whose response reported them."""
+    """Share of prompt tokens that were cached at the endpoint, for those requests whose response
+    reported it.
+    """
     engine_ttft_s: Seconds | None = None
-    """Mean time to first token of the last minute, measured by the engine."""
+    """Mean time to first token of the endpoint's requests in the last minute, in seconds, as
+    measured by the engine.
+    """
     kv_events: str | None = None
-    """State of its KV events ("live" or a problem), or None if none are wanted."""
+    """State of the endpoint's KV-cache events ("live" or a problem), or None if no index needs
+    them.
+    """
     kv_events_problem: str | None = None
-    """Reason why no KV events are received."""
+    """Reason why no KV-cache events are received from the endpoint, or None."""
     engine_hits: float | None = None
-    """Share of prompt tokens found in the cache, by the engine's own counters."""
+    """Share of prompt tokens found in the prefix cache, by the engine's own counters."""
 
 
 class LiveScore(Struct, frozen=True, kw_only=True):
-    """The score of one candidate."""
+    """The score of one candidate of a decision in the live view."""
 
     endpoint: str
     total: float
     parts: dict[str, float]
     state: str = "ready"
-    """State of the endpoint at that time."""
+    """State of the candidate at the time of the decision."""
     cost: float | None = None
-    """Cost of the first scorer with costs, or None if there is none or it is unknown."""
+    """Cost of the candidate by the first scorer with costs, or None if there is none or it is
+    unknown.
+    """
     unit: str = ""
-    """Unit of `cost`."""
+    """Unit of the candidate's `cost`, such as "s"."""
 
 
 class LiveDecision(Struct, frozen=True, kw_only=True):
-    """A decision or refusal."""
+    """A decision or refusal in the live view."""
 
     at: str
     request_id: str
     model: str
     refused: str | None = None
-    """Reason of the refusal, or None; a refusal has no scores."""
+    """Reason why the request was refused, or None for a decision; a refusal has no scores."""
     status: int | None = None
-    """Status of the response, or None if it was not seen yet."""
+    """HTTP status of the response, or None if it was not seen yet."""
     score: LiveScore | None = None
     runner_up: LiveScore | None = None
     decided_by: list[str] = field(default_factory=list)
-    """Scorers that decided, or the parts of the cost of a single scorer."""
+    """Names of the scorers that decided, or of the parts of the cost if a single scorer decided."""
     matched_blocks: int = 0
     total_blocks: int = 0
     served_by: str | None = None
-    """Endpoint that the gateway used instead, or None."""
+    """Address of the endpoint that the gateway used instead of the chosen one, or None."""
     route: str | None = None
     """Route of the request through its endpoints, or None if the configuration has one stage."""
     prefill: str | None = None
@@ -129,40 +149,44 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
 
 
 class Live(Struct, frozen=True, kw_only=True):
-    """The state of a picker at one time."""
+    """The state of a picker at one time, as shown by `epp top` and the page /live."""
 
     version: str
     at_s: float
-    """Unix time in seconds."""
+    """Unix time in seconds at which this state of the picker was collected."""
     pool: str
     window_s: float
-    """Length of the window in seconds, which is shorter if older records were dropped."""
+    """Length in seconds of the window over which requests are counted; shorter than usual if older
+    records were dropped.
+    """
     decided: int
     refused: dict[str, int]
-    """Number of refusals in the window by reason."""
+    """Number of refused requests in the window, by reason."""
     shed_total: int
-    """Number of streams that were rejected unread since the start."""
+    """Number of ext_proc streams that were rejected unread since the start."""
     unparsed_total: dict[str, int] = field(default_factory=dict)
-    """Number of requests with a body that was not fully understood, by reason, since the start."""
+    """Number of requests since the start whose body was not fully understood, by reason."""
     decided_total: int
     endpoints_total: int
     endpoints_ready: int
     endpoints: list[LiveEndpoint]
-    """Endpoints by name."""
+    """Endpoints in the order of their names."""
     decisions: list[LiveDecision]
-    """Decisions, newest first."""
+    """Most recent decisions and refusals, newest first."""
     configuration: Applied
     configuration_refused: RefusedDocument | None
     process: ProcessLately | None = None
-    """Figures of the process, or None from a picker of an earlier version."""
+    """CPU, memory and event-loop lag of the picker's process, or None from a picker of an earlier
+    version.
+    """
     process_at: str = ""
-    """Address of the picker that `process` belongs to; "" if there is only one."""
+    """Address of the picker to which `process` belongs; "" if there is only one picker."""
     capture: JournalSnapshot | None = None
-    """Figures of the capture, or None if nothing is captured."""
+    """Counts of the capture, or None if nothing is captured."""
 
 
 class LiveView:
-    """A view of a picker's current state."""
+    """A collector of a picker's current state for `epp top` and /live."""
 
     def __init__(  # noqa: PLR0913, PLR0917  what a look is made of
         self,
@@ -177,7 +201,9 @@ class LiveView:
         capture: Callable[[], JournalSnapshot | None] = lambda: None,
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     ) -> None:
-        """`pool` is its name, or "". `first_tokens` returns figures by endpoint id."""
+        """Create the collector. `pool` is the pool's name, or "". `first_tokens` returns the
+        engines' times to first token by endpoint id.
+        """
         self._first_tokens = first_tokens
         self._capture = capture
         self._kv_events = kv_events
@@ -193,7 +219,7 @@ class LiveView:
         self._seen_at_s = -LOOK_S
 
     async def look(self) -> bytes:
-        """Return a `Live` as JSON that is not older than `LOOK_S`."""
+        """Return the picker's state, a `Live`, as JSON that is at most `LOOK_S` seconds old."""
         async with self._looking:
             if self._clock() - self._seen_at_s >= LOOK_S:
                 self._seen = msgspec.json.encode(await self._live())
@@ -230,15 +256,17 @@ class LiveView:
         )
 
 
-def _worth(row: Row, lately: Lately) -> tuple[bool, int]:
-    """Return a sort key; the endpoints with the least keys are shown first."""
+def _worth(row: Row, lately: RecentSums) -> tuple[bool, int]:
+    """Return a sort key for endpoints in the live view; those with the smallest keys are shown
+    first.
+    """
     there = lately.endpoints.get(row["name"])
     quiet = row["state"] == Standing.READY and row["outlier"] is None
     return quiet, -(there.requests if there else 0)
 
 
-def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
-    there = lately.endpoints.get(row["name"]) or LatelyThere()
+def _endpoint(row: Row, lately: RecentSums) -> LiveEndpoint:
+    there = lately.endpoints.get(row["name"]) or EndpointSums()
     return LiveEndpoint(
         name=row["name"],
         address=row["address"],

@@ -1,4 +1,4 @@
-"""Log a line that explains a decision.
+"""Log one line that explains a decision or a refusal.
 
 A line contains the id and model of a request and, if it was refused, the path without query. Other
 data from clients never reaches a log.
@@ -17,15 +17,18 @@ from epp.shell.operators.logs.set_up import LogLevel
 from epp.shell.per_second import PerSecond
 
 _TEXT_CHARACTERS_MAX: Final = 256
-"""Maximum number of characters of a text from a client: model name or request id."""
+"""Maximum number of characters that are logged of a text from a client: model name or request
+id.
+"""
 
 
 class DecisionLog:
     """A log of decisions and refusals at a bounded rate.
 
-    At debug level every decision is logged. At info level every `sample_every`-th is, by its
-    number, so that two runs with the same decisions log the same ones. Refusals are logged at info
-    level, at most `refusals_per_second_max`; the next line contains the number of omitted ones.
+    At debug level every decision is logged. At info level every `sample_every`-th decision is
+    logged, by its number, so that two runs with the same decisions log the same ones. Refusals are
+    logged at info level, at most `refusals_per_second_max` a second; the next line contains the
+    number of omitted refusals.
     """
 
     def __init__(
@@ -37,8 +40,8 @@ class DecisionLog:
         refusals_per_second_max: int = 10,
         candidates_max: int = 16,
     ) -> None:
-        """`level` is the one passed to `configure_logging`; a line has at most `candidates_max`
-        rows.
+        """Create the log. `level` is the one passed to `configure_logging`; a line has the scores
+        of at most `candidates_max` candidates.
         """
         assert sample_every >= 1, f"sample_every must be at least 1, got {sample_every}"
         assert candidates_max >= 1, f"candidates_max must be at least 1, got {candidates_max}"

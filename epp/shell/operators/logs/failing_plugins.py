@@ -10,8 +10,7 @@ _log: Final = structlog.get_logger(__name__)
 
 
 class FailingPluginsLog:
-    """A log that compares failure counts with the previous ones.
-
+    """A log of plugins that fail. It compares each failure count with that of the previous report.
     Call `report` about once a second.
     """
 
@@ -25,7 +24,9 @@ class FailingPluginsLog:
         self._seen: dict[str, int] = {}
 
     def report(self) -> None:
-        """Log the plugins that failed since the last call, with number and last failure."""
+        """Log each plugin that failed since the last call, with the number of failures and the last
+        failure.
+        """
         before, self._seen = self._seen, {}
         for failing in self._failures:
             name, count = failing.name, failing.failures

@@ -11,24 +11,32 @@ from epp.core.knowledge.outliers import Outlier
 from epp.core.types import Seconds
 
 LINES_MAX: Final = 10
-"""Maximum number of lines per report; a bad rollout makes hundreds fail at once."""
+"""Maximum number of log lines about outliers per report; a bad rollout makes hundreds of endpoints
+fail at once.
+"""
 
 AGAIN_S: Final = 60.0
-"""Minimum time in seconds between lines about one endpoint, which may change often."""
+"""Minimum time in seconds between two log lines about one endpoint, whose outlier status may change
+often.
+"""
 
 _log: Final = structlog.get_logger(__name__)
 
 
 class OutliersLog:
-    """A log that compares outliers with the previous ones. Call `report` about once a second."""
+    """A log of endpoints that become or no longer are outliers, compared with the previous report.
+    Call `report` about once a second.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._told: dict[str, tuple[Outlier | None, Seconds]] = {}
-        """Logged outlier and its time, by endpoint id."""
+        """Outlier status in the last log line about each endpoint, and that line's time, by
+        endpoint id.
+        """
 
     def report(self) -> None:
-        """Log changes since the last line of each endpoint."""
+        """Log the endpoints whose outlier status differs from their last log line."""
         now = time.monotonic()
         found = dict(self._scheduler.outliers.detected(now))
         before, self._told = self._told, {}

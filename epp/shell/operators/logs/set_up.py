@@ -26,7 +26,7 @@ _LEVELS: Final = {
 
 
 def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
-    """Configure structlog once at start: one line per event, UTC times, nothing below `level`.
+    """Configure structlog once at start: one line per event, UTC times, no events below `level`.
 
     Loggers are cached at first use, so that a filtered line costs one call of an empty function. A
     logger that was used before this call keeps the old configuration.
@@ -56,9 +56,8 @@ def _processors(log_format: LogFormat) -> list[Processor]:
 
 
 def _only_printable(_: WrappedLogger, __: str, line: EventDict) -> EventDict:
-    """Escape control characters, so that clients cannot forge lines or control a terminal.
-
-    JSON escapes them by itself.
+    """Escape control characters in log values, so that clients cannot forge lines or control a
+    terminal. JSON output escapes them by itself.
     """
     for name, value in line.items():
         if isinstance(value, str):

@@ -12,7 +12,9 @@ from epp.core.knowledge.pool import Standing
 from epp.core.types import Endpoint, Seconds
 
 LINES_MAX: Final = 20
-"""Maximum number of lines per comparison; a network partition affects a thousand endpoints at once."""
+"""Maximum number of log lines per comparison about endpoints that are not ready; a network
+partition affects a thousand at once.
+"""
 LOOKS_PER_STALENESS: Final = 8
 LOOK_S_MIN: Final = 0.05
 LOOK_S_MAX: Final = 1.0
@@ -21,7 +23,9 @@ _log = structlog.get_logger(__name__)
 
 
 class StandingsLog:
-    """A log of changes of standings. An endpoint is ready until known otherwise."""
+    """A log of endpoints that stop being ready or are ready again. An endpoint counts as ready
+    until known otherwise.
+    """
 
     def __init__(
         self,
@@ -30,24 +34,24 @@ class StandingsLog:
         *,
         staleness_s: Seconds,
     ) -> None:
-        """`problem_of` returns kind and sentence of an endpoint's failed scrape.
-
-        `run` compares several times while metrics become `staleness_s` old.
+        """Create the log. `problem_of` returns kind and sentence of an endpoint's failed scrape.
+        `run` compares the standings several times in the `staleness_s` seconds after which metrics
+        are stale.
         """
         self._scheduler = scheduler
         self._problem_of = problem_of
         self._look_every_s = min(max(staleness_s / LOOKS_PER_STALENESS, LOOK_S_MIN), LOOK_S_MAX)
         self._not_ready: dict[str, tuple[Standing, Seconds]] = {}
-        """Standing and start time of endpoints that are not ready, by endpoint id."""
+        """Standing of each endpoint that is not ready, with its start time, by endpoint id."""
 
     async def run(self) -> None:
-        """Compare periodically until cancelled."""
+        """Compare the standings of all endpoints periodically until cancelled."""
         while True:
             await asyncio.sleep(self._look_every_s)
             self.look(time.monotonic())
 
     def look(self, now: Seconds) -> None:
-        """Log changes since the last comparison."""
+        """Log the endpoints whose standing changed since the last comparison."""
         standings = self._scheduler.standings(now)
         before, self._not_ready = self._not_ready, {}
         changed = 0

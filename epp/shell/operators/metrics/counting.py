@@ -1,10 +1,11 @@
 """Counters, gauges and histograms for one thread, rendered by prometheus_client.
 
 The library's own types take a lock for every increment and search the bucket linearly. With fifteen
-of them per decision that takes a third of its time budget. Formats and escaping are the library's.
+metrics per decision, that takes a third of the decision's time budget. The formats of pages and the
+escaping are those of the library.
 
-Events with many metrics are collected in rows (`Waiting`) and counted together, because single ones
-find their data outside the processor's cache.
+Events with many metrics are collected in rows (`Waiting`) and counted together, because a single
+event would find its counters outside the processor's cache.
 """
 
 import math
@@ -22,10 +23,14 @@ from prometheus_client.samples import Exemplar, Sample
 from epp.shell.operators.metrics.metric_table import MetricSpec
 
 _NUMBER_BYTES: Final = 24
-"""Maximum length of a number with the space before it and the line break."""
+"""Maximum number of characters of a number on a metrics page, with the space before it and the line
+break.
+"""
 _COUNT_BYTES: Final = 16
 _FEW: Final = 32
-"""Number of values below which sorting them one by one into buckets is faster than as an array."""
+"""Number of observed values below which they are sorted one by one into a histogram's buckets,
+because an array operation would be slower.
+"""
 
 Column: TypeAlias = ndarray[tuple[int], np.dtype[np.float64]]
 Rows: TypeAlias = ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -33,7 +38,7 @@ Key = TypeVar("Key")
 
 
 class Number:
-    """A counter or a gauge."""
+    """The value of a counter or a gauge for one set of label values."""
 
     __slots__ = ("_value",)
 
@@ -54,7 +59,7 @@ class Number:
 
 
 class Distribution:
-    """A histogram. `bounds` are ascending upper bounds without +Inf."""
+    """A histogram for one set of label values. `bounds` are ascending upper bounds without +Inf."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
@@ -69,7 +74,7 @@ class Distribution:
         self._sum += value
 
     def observe_all(self, values: Column) -> None:
-        """Observe all `values`; the sum is rounded once."""
+        """Observe all `values` in the histogram; the sum is rounded once."""
         if len(values) < _FEW:
             for value in values.tolist():
                 self.observe(value)
@@ -80,9 +85,11 @@ class Distribution:
         self._sum += float(values.sum())
 
     def exemplify(self, exemplar: Exemplar, *, grow: bool) -> bool:
-        """Attach `exemplar`, of an observed value, to its bucket in place of the previous one.
+        """Attach `exemplar` to the histogram bucket of its observed value, in place of the bucket's
+        previous one.
 
-        Without `grow` only an existing exemplar is replaced. Return True if there is one more now.
+        Without `grow` only an existing exemplar is replaced. Return True if the histogram has one
+        more exemplar now.
         """
         bucket = bisect_left(self._bounds, exemplar.value)
         added = bucket not in self._exemplars
@@ -91,7 +98,9 @@ class Distribution:
         return grow and added
 
     def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
-        """Return cumulative buckets in the exposition format, then count and sum."""
+        """Return the histogram's samples in the exposition format: cumulative buckets, then count
+        and sum.
+        """
         found: list[Sample] = []
         below = 0
         exemplars = self._exemplars
@@ -107,7 +116,7 @@ class Distribution:
 
 
 class Sum:
-    """A sum and a count: a summary without quantiles."""
+    """A sum and a count of observations, exported as a summary without quantiles."""
 
     __slots__ = ("_count", "_sum")
 
@@ -116,7 +125,7 @@ class Sum:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Observe a value; NaN means unknown and is ignored."""
+        """Add an observed value to the sum and count; NaN means unknown and is ignored."""
         if not math.isnan(value):
             self._count += 1
             self._sum += value
@@ -129,9 +138,9 @@ class Sum:
 
 
 class Waiting(Generic[Key]):
-    """A list of rows, each with a key and `width` numbers, until they are counted.
+    """A list of events that wait to be counted. Each is a row with a key and `width` numbers.
 
-    It stores only the key and copies of the numbers. The caller limits the number of rows.
+    The list stores only the key and copies of the numbers. The caller limits the number of rows.
     """
 
     __slots__ = ("_keys", "_numbers", "_pack", "_width")
@@ -146,7 +155,7 @@ class Waiting(Generic[Key]):
         return len(self._keys)
 
     def append(self, key: Key, *numbers: float) -> int:
-        """Add a row and return the number of rows.
+        """Add an event's row and return the number of waiting rows.
 
         Raises `struct.error` and adds nothing unless there are `width` numbers.
         """
@@ -155,7 +164,7 @@ class Waiting(Generic[Key]):
         return len(self._keys)
 
     def take(self) -> tuple[list[Key], Rows]:
-        """Return all rows, oldest first, and clear the list."""
+        """Return all waiting rows, oldest first, and clear the list."""
         keys, rows = self._keys, np.frombuffer(self._numbers).reshape(-1, self._width)
         self._keys, self._numbers = [], bytearray()
         return keys, rows
@@ -165,7 +174,9 @@ Child = TypeVar("Child", bound=Number | Distribution | Sum)
 
 
 class Family(Collector, Generic[Child]):
-    """One metric of the table with its children by label values; a collector to register."""
+    """One metric of the table with its values by label values. It is a collector to register with
+    prometheus_client.
+    """
 
     def __init__(self, row: MetricSpec, make: Callable[[], Child]) -> None:
         self.row: Final = row
@@ -175,7 +186,9 @@ class Family(Collector, Generic[Child]):
             self.labels()
 
     def labels(self, *values: str) -> Child:
-        """Return the child with these label values, creating it if necessary."""
+        """Return the value (child) of this metric with the given label values, creating it if
+        necessary.
+        """
         assert len(values) == len(self.row.labels), f"{self.row.name} has labels {self.row.labels}"
         child = self._children.get(values)
         if child is None:
@@ -183,8 +196,8 @@ class Family(Collector, Generic[Child]):
         return child
 
     def page_bytes(self, values: tuple[str, ...]) -> int:
-        """Return an upper estimate of the size of a child with these label values on a page, in
-        bytes.
+        """Return an upper estimate of the bytes on a metrics page that a child with these label
+        values takes.
         """
         row = self.row
         labels = 2 + sum(
@@ -202,7 +215,7 @@ class Family(Collector, Generic[Child]):
         del self._children[values]
 
     def retain(self, stays: Callable[[tuple[str, ...]], bool]) -> None:
-        """Remove the children for whose label values `stays` is false."""
+        """Remove the children of this metric for whose label values `stays` is false."""
         self._children = {
             values: child for values, child in self._children.items() if stays(values)
         }
@@ -211,7 +224,7 @@ class Family(Collector, Generic[Child]):
         self._children.clear()
 
     def describe(self) -> Iterator[Metric]:
-        """Return the metric, by whose names the registry detects duplicates."""
+        """Return the metric without samples; from its names the registry detects duplicates."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

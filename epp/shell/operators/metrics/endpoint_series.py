@@ -1,4 +1,4 @@
-"""Metrics of each endpoint's requests, which show a faulty endpoint.
+"""Metrics about the requests of each endpoint, which reveal a faulty endpoint.
 
 A request becomes one row when it ends; rows are counted together. Each endpoint has sums and
 counts, from which means and their median over the pool follow. Histograms of a thousand endpoints
@@ -15,16 +15,18 @@ from epp.core.types import Endpoint, Seconds
 from epp.shell.operators.metrics.counting import Family, Number, Sum, Waiting
 
 ENDPOINTS_MAX: Final = 1_000
-"""Maximum number of endpoints with series of their own."""
+"""Maximum number of endpoints that have metric series of their own."""
 WAITING_MAX: Final = 256
-"""Maximum number of requests that wait to be counted."""
+"""Maximum number of ended requests that wait to be counted in the series of their endpoints."""
 UNREACHED: Final = "unreached"
-"""Status class for responses that the gateway sent because it could not reach the endpoint."""
+"""Value of the label for the status class of responses that the gateway sent because it could not
+reach the endpoint.
+"""
 _NUMBERS: Final = 6
 
 _Labels = tuple[str, str, str]
 _Key = tuple[str, str]
-"""Name and address of an endpoint."""
+"""Name and address of an endpoint, by which its series are found."""
 
 
 class _Children(Struct):
@@ -35,7 +37,7 @@ class _Children(Struct):
 
 
 class EndpointSeries:
-    """The series of current endpoints; those of removed endpoints are dropped."""
+    """The metric series of the current endpoints; those of removed endpoints are dropped."""
 
     def __init__(
         self,
@@ -43,7 +45,9 @@ class EndpointSeries:
         numbers: Mapping[str, Family[Number]],
         labels_of: Callable[[str, str], _Labels],
     ) -> None:
-        """Families by name; `labels_of` returns the labels for name and address of an endpoint."""
+        """Create the series in `families`, given by name. `labels_of` returns the labels for the
+        name and address of an endpoint.
+        """
         self._headers_s = sums["homing_per_endpoint_response_headers_seconds"]
         self._ttft_s = sums["homing_per_endpoint_ttft_seconds"]
         self._duration_s = sums["homing_per_endpoint_request_duration_seconds"]
@@ -56,7 +60,7 @@ class EndpointSeries:
         self._waiting: Waiting[_Key] = Waiting(_NUMBERS)
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """Replace the endpoints of the pool."""
+        """Replace the endpoints that have series, and drop the series of all others."""
         self.fold()
         self._present = {}
         for endpoint in endpoints:
@@ -85,7 +89,7 @@ class EndpointSeries:
         prompt_tokens: int,
         predicted_hit_tokens: int,
     ) -> None:
-        """Record the end of a request at `endpoint`; None means that it was not seen."""
+        """Record the end of a request at `endpoint`; an argument is None if it was not observed."""
         waiting = self._waiting.append(
             (endpoint.name, endpoint.address),
             math.nan if headers_s is None else headers_s,
@@ -99,7 +103,7 @@ class EndpointSeries:
             self.fold()
 
     def fold(self) -> None:
-        """Count the recorded requests, except those of removed endpoints."""
+        """Count the recorded ends of requests, except those at removed endpoints."""
         if not self._waiting:
             return
         keys, rows = self._waiting.take()

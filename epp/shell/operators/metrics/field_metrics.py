@@ -1,7 +1,8 @@
 """Provide metrics additionally under the names of other pickers, for existing dashboards.
 
 Names and labels are those of the Gateway API inference extension (up to v1.3) and llm-d-router
-(v0.10), as far as Homing has the metric. Nothing is counted twice: the page repeats families.
+(v0.10), as far as Homing has the metric. Nothing is counted twice: the metrics page repeats
+families under other names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,14 @@ from epp.flags.values import CompatMetrics
 
 
 class FieldName(Struct, frozen=True):
-    """Another name of a metric, with other names of labels."""
+    """Another name under which a metric is exported, with other names of its labels."""
 
     name: str
     of: str
     labels: tuple[tuple[str, str], ...] = ()
-    """Label names of Homing and of the other picker; missing labels keep their name."""
+    """Pairs of a label name of Homing and the corresponding name of the other picker. Labels that
+    are missing here keep their name.
+    """
 
 
 def _same(*suffixes: str) -> tuple[FieldName, ...]:
@@ -78,7 +81,9 @@ FIELD_NAMES: Final[Mapping[CompatMetrics, tuple[FieldName, ...]]] = {
 
 
 class WithFieldNames(Collector):
-    """All families of `source`, each followed by copies with the names in `names`."""
+    """A collector of all metric families of `source`, each followed by copies under its names in
+    `names`.
+    """
 
     def __init__(self, source: Collector, names: tuple[FieldName, ...]) -> None:
         self._source = source
@@ -100,7 +105,7 @@ class WithFieldNames(Collector):
 
 
 class _Renamed:
-    """The samples of `family` under another name; it is only iterated over."""
+    """The samples of the metric `family` under another name; it supports only iteration."""
 
     def __init__(self, family: Metric, name: str, labels: dict[str, str]) -> None:
         self._family = family

@@ -1,7 +1,8 @@
 """Define every exported metric in one table, which tests and documentation read.
 
-Names are those of the reference endpoint picker with the prefix `homing_`, if it has the metric. A
-counter is listed by the name that queries use, with `_total`.
+Names are those of the reference endpoint picker (Gateway API inference extension) with the prefix
+`homing_`, if that picker has the metric. A counter is listed by the name that queries use, with
+`_total`.
 """
 
 from typing import Final, Literal, TypeAlias
@@ -11,22 +12,24 @@ from msgspec import Struct
 from epp.core.knowledge.hit_accuracy import ERROR_BOUNDS
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
-"""Kind of a metric; a summary has a sum and a count but no quantiles."""
+"""Kind of a metric. A summary has a sum and a count but no quantiles."""
 
 DECISION_BUCKETS_S: Final = (
     *(0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5),
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
 )
-"""The target is 60 µs for an 8 KB chat and 1.2 ms for 450 KB; longer times indicate a fault."""
+"""Bucket bounds in seconds for the duration of a decision. The target is 60 µs for an 8 KB chat and
+1.2 ms for 450 KB; longer times indicate a fault.
+"""
 PROCESSING_BUCKETS_S: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 REQUEST_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 SIZE_BUCKETS_BYTES: Final = tuple(float(4**power) for power in range(3, 14))
-"""Bounds from 64 bytes to 64 MiB."""
+"""Bucket bounds in bytes for sizes of requests and responses, from 64 bytes to 64 MiB."""
 TOKEN_BUCKETS: Final = (0.0, *(float(2**power) for power in range(4, 19)))
-"""Bounds 0, then 16 to 262,144."""
+"""Bucket bounds for numbers of tokens: 0, then powers of two from 16 to 262,144."""
 RATIO_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 CONTRIBUTION_BUCKETS: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOKENIZE_BUCKETS_S: Final = (
@@ -43,7 +46,9 @@ LAG_BUCKETS_S: Final = (
 
 
 class MetricSpec(Struct, frozen=True):
-    """A row of the table. `help` is one sentence; `buckets` are upper bounds without +Inf."""
+    """One row of the table of metrics. `help` is one sentence; `buckets` are upper bounds without
+    +Inf.
+    """
 
     name: str
     kind: Kind
@@ -52,7 +57,9 @@ class MetricSpec(Struct, frozen=True):
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     sampled: bool = False
-    """True if the value is read from the scheduler for each page and not counted per request."""
+    """True if the metric's value is read from the scheduler for each page instead of being counted
+    per request.
+    """
 
 
 _REQUEST = ("model_name", "target_model_name", "priority")

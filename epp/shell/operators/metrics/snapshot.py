@@ -1,4 +1,4 @@
-"""Read the scheduler's state for a metrics page."""
+"""Read the scheduler's state for one metrics page."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ def pool_snapshot(
     messages: Mapping[str, int] | None = None,
     peers: PeerExchange | None = None,
 ) -> PoolSnapshot:
-    """Return the state, which must be used and dropped within one synchronous step.
+    """Return the scheduler's state for a metrics page. It must be used and dropped within one
+    synchronous step.
 
     `messages` counts gateways' messages by decoder. `peers` is None if this picker has no peers.
     """

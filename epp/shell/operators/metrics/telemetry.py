@@ -1,8 +1,8 @@
 """Count the picker's own metrics: decisions, refusals, outcomes, scrapes, reloads, streams.
 
-Events of single requests use only cached children. A decision has about twenty of them, so its
-values are collected and `fold` counts several decisions together. Values that a page can read from
-the scheduler (`PoolSnapshot`) take no time per request.
+Events of single requests use only cached children of metrics. A decision changes about twenty
+children, so its values are collected and `fold` counts several decisions together. Values that a
+page can read from the scheduler (`PoolSnapshot`) take no time per request.
 """
 
 import math
@@ -64,111 +64,132 @@ from epp.shell.printable import printable
 from epp.shell.process.own_process import ProcessSnapshot
 
 CHILDREN_MAX: Final = 1_000
-"""Maximum number of label combinations per metric, because clients control some values."""
+"""Maximum number of label combinations per metric. It is limited because clients control some label
+values.
+"""
 COUNTS_BYTES_MAX: Final = 150_000
-"""Maximum size of request counters by model on a page: several hundred models."""
+"""Maximum number of bytes that the request counters by model take on a metrics page: several
+hundred models.
+"""
 ERRORS_BYTES_MAX: Final = 100_000
 DISTRIBUTIONS_BYTES_MAX: Final = 560_000
-"""Maximum size of histograms by model on a page: some thirty to sixty models.
+"""Maximum number of bytes that the histograms by model take on a metrics page: some thirty to sixty
+models.
 
-A page with 1,000 endpoints, whose number only the operator controls, stays below 4.5 MB."""
+A page with 1,000 endpoints, whose number only the operator controls, stays below 4.5 MB.
+"""
 ATTEMPTS_BYTES_MAX: Final = 100_000
 ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
-"""Size per endpoint for picks by model and endpoint; beyond it they are counted only by endpoint."""
+"""Number of bytes per endpoint on a metrics page for picks by model and endpoint. Beyond this,
+picks are counted only by endpoint.
+"""
 WAITING_MAX: Final = 256
 """Maximum number of decisions that wait to be counted.
 
-Counting them takes 0.3 ms, or ten times that if each has its own model. Twice as many would save
-0.3 µs per decision."""
+Counting them takes 0.3 ms, or ten times that if each has its own model. A limit of twice as many
+would save 0.3 µs per decision.
+"""
 EXEMPLARS_MAX: Final = 500
-"""Maximum number of exemplars of all histograms; each adds 80 bytes to a page of OpenMetrics."""
+"""Maximum number of exemplars of all histograms together; each adds 80 bytes to a metrics page in
+OpenMetrics format.
+"""
 LABEL_CHARACTERS_MAX: Final = 128
 OTHER: Final = "other"
 
 _Child = TypeVar("_Child")
 _Labels: TypeAlias = tuple[str, ...]
 _Decided: TypeAlias = tuple[str, str, int, str, str]
-"""Requested and served model, priority, name and address of the endpoint."""
+"""Key of a decision that waits to be counted: requested and served model, priority, name and
+address of the endpoint.
+"""
 _DECIDED_NUMBERS: Final = 7
-"""Number of values of each decision; one value per scorer follows."""
+"""Number of values of a decision that waits to be counted; one value per scorer follows them."""
 
 
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
-    """The scheduler's state for a page, used and dropped within one synchronous step."""
+    """The scheduler's state for a metrics page, to be used and dropped within one synchronous
+    step.
+    """
 
     pool: str = ""
-    """Name of the InferencePool."""
+    """Name of the InferencePool, or "" if there is none."""
     candidates: Candidates
-    """All known endpoints, ready or not."""
+    """All known endpoints of the pool, ready or not, as candidates."""
     ready: int = 0
     set_aside: int = 0
     indexes: Sequence[IndexStanding] = ()
-    """Every index of the configuration."""
+    """State of every index in the configuration."""
     held_body_bytes: int = 0
     held_body_bytes_max: int = 0
     memory_limit_bytes: int = 0
     memory_pressure: int = 0
     load_reports: Mapping[str, int] = field(default_factory=dict)
-    """Number of load reports in response headers by result."""
+    """Number of load reports in response headers, by result of reading them."""
     rank_choices: Mapping[str, int] = field(default_factory=dict)
-    """Number of requests to endpoints with several ranks by result; empty if no plugin selects
-    ranks."""
+    """Number of requests to endpoints with several data-parallel ranks, by result of the choice;
+    empty if no plugin selects ranks.
+    """
     messages: Mapping[str, int] = field(default_factory=dict)
-    """Number of gateways' messages by decoder."""
+    """Number of gateways' ext_proc messages, by the decoder that read them."""
     connected: Connected | None = None
-    """Connections of gateways, or None if the transport does not report them."""
+    """Counts of gateways' connections, or None if the transport does not report them."""
     segments: Mapping[str, int] = field(default_factory=dict)
-    """Number of segments of long prompts by result ("known", "new")."""
+    """Number of segments of long prompts that were looked up, by result ("known", "new")."""
     spans: Mapping[str, int] = field(default_factory=dict)
-    """Number of spans by result; empty if tracing is disabled."""
+    """Number of trace spans by result; empty if tracing is disabled."""
     slowness: Mapping[int, float] = field(default_factory=dict)
-    """Slowness as a multiple of the pool's median, by slot."""
+    """Slowness of each endpoint's responses as a multiple of the pool's median, by slot."""
     outliers: Mapping[int, Outlier] = field(default_factory=dict)
-    """Outliers by slot."""
+    """Kind of outlier (slow or failing) of each endpoint that is one, by slot."""
     full: int = 0
-    """Number of endpoints that refused requests because they are full."""
+    """Number of endpoints that currently refuse requests because they are full."""
     ejections: Mapping[str, int] = field(default_factory=dict)
-    """Number of ejections since the start by cause."""
+    """Number of ejections of endpoints since the start, by cause."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
-    """Number of failures of every configured plugin, by name."""
+    """Number of failures of each configured plugin, by the plugin's name."""
     cluster: ClusterSnapshot | None = None
-    """State of the API server, or None if endpoints come from a file."""
+    """State of the connection to the API server, or None if endpoints come from a file."""
     pages_unread: Mapping[str, int] = field(default_factory=dict)
-    """Number of endpoints whose additional page failed, by page; empty if none are configured."""
+    """Number of endpoints whose model or GPU page could not be fetched, by kind of page; empty if
+    none are configured.
+    """
     kv_events: KVEventsSnapshot | None = None
-    """Figures about KV events, or None if no index receives them."""
+    """Counts of received KV-cache events, or None if no index receives them."""
     peers: PeerExchange | None = None
-    """State shared with other replicas, or None if this picker has no peers."""
+    """Exchange of state with the other replicas, or None if this picker has no peers."""
     peer_links: PeersSnapshot | None = None
-    """Figures about connections to peers, or None if there are none."""
+    """Counts about connections to peers, or None if this picker has no peers."""
     capture: JournalSnapshot | None = None
-    """Figures about the capture, or None if nothing is captured."""
+    """Counts of the capture, or None if nothing is captured."""
     history: JournalSnapshot | None = None
-    """Figures about files of decisions, or None if they are disabled."""
+    """Counts of the decision history in files, or None if it is disabled."""
     shadow: ShadowTotals | None = None
-    """Totals of the shadow profile, or None if there is none."""
+    """Totals of comparing the shadow profile with the decisions, or None if no shadow profile is
+    configured.
+    """
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
-    """Engines' times to first token by endpoint id, for engines that report them."""
+    """Engines' times to first token by endpoint id, for endpoints whose engine reports them."""
     hits: Mapping[int, HitComparison] = field(default_factory=dict)
-    """Estimated and counted cache hits, by slot of endpoints where both are known."""
+    """Estimated cache hits and those counted by the engine, by slot, for endpoints where both are
+    known.
+    """
     hit_verdicts: Mapping[str, int] = field(default_factory=dict)
-    """Number of endpoints by verdict."""
+    """Number of endpoints by the verdict on their estimated cache hits."""
     hit_errors: Mapping[str, ErrorHistogram] = field(default_factory=dict)
-    """Errors of estimated cache hits by side."""
+    """Distribution of the errors of estimated cache hits, by side of the error."""
     bytes_per_token: Mapping[str, float] = field(default_factory=dict)
-    """Prompt bytes per token by model."""
+    """Learned number of prompt bytes per token, by model."""
     answer_tokens: float | None = None
-    """Mean output tokens per response, or None if too little is known."""
+    """Learned mean number of output tokens per response, or None if too little is known."""
     process: ProcessSnapshot | None = None
-    """Figures of the process, or None if not measured."""
+    """CPU and memory of the picker's process, or None if not measured."""
     tokens: Sequence[TokensSnapshot] = ()
-    """Figures of each backend that has been used."""
+    """Counts of each token backend that has been used since the start."""
 
 
 class PageBudget:
-    """A limit for the size of some children on a page.
-
-    The first one that does not fit closes it.
+    """A limit for the bytes that some metric children take on a page. The first child that does not
+    fit closes the budget for all later ones.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -244,7 +265,9 @@ class Children(Generic[_Child]):
         return child
 
     def drop(self, goes: Callable[[_Labels], bool]) -> list[_Labels]:
-        """Remove the children for whose labels `goes` is true, and return these labels."""
+        """Remove the children for whose labels `goes` is true, and return the labels of the removed
+        ones.
+        """
         gone = [labels for labels in self._children if goes(labels)]
         for labels in gone:
             del self._children[labels]
@@ -263,7 +286,9 @@ class Children(Generic[_Child]):
 
 
 def _label(value: str) -> str:
-    """Return a label value that is shortened, on one line and encodable as UTF-8."""
+    """Return a value from outside as a label value: shortened, on one line and encodable as
+    UTF-8.
+    """
     return printable(value[:LABEL_CHARACTERS_MAX])[:LABEL_CHARACTERS_MAX]
 
 
@@ -277,12 +302,16 @@ def _bounded_endpoint_labels(full_name: str, address: str) -> tuple[str, str, st
 
 
 def _other_model(labels: _Labels) -> _Labels:
-    """Return labels of an attempt with model "other"; clients do not control the endpoint."""
+    """Return the labels of a pick with the model replaced by "other". The endpoint stays, because
+    clients do not control it.
+    """
     return (labels[0], OTHER, *labels[2:])
 
 
 def endpoint_labels(endpoint: Endpoint) -> tuple[str, str, str]:
-    """Return (endpoint_name, namespace, port); a name is "namespace/name" or a name alone."""
+    """Split an endpoint's name and address into the labels (endpoint_name, namespace, port). A name
+    is "namespace/name" or a name alone.
+    """
     return _endpoint_labels(endpoint.name, endpoint.address)
 
 
@@ -292,7 +321,9 @@ def _endpoint_labels(full_name: str, address: str) -> tuple[str, str, str]:
 
 
 class _Routed(Struct, frozen=True):
-    """The histograms of a model, target model and priority for every routed request."""
+    """The histograms that count every routed request, for one combination of model, target model
+    and priority.
+    """
 
     size_bytes: Distribution
     input_tokens: Distribution
@@ -300,7 +331,9 @@ class _Routed(Struct, frozen=True):
 
 
 class _Parsed(Struct, frozen=True):
-    """The histograms of a response that was parsed."""
+    """The histograms that count every parsed response, for one combination of model, target model
+    and priority.
+    """
 
     ttft_s: Distribution
     output_tokens: Distribution
@@ -308,7 +341,7 @@ class _Parsed(Struct, frozen=True):
 
 
 class _Requests(Struct, frozen=True):
-    """The counters of a model, target model and priority."""
+    """The request counters for one combination of model, target model and priority."""
 
     total: Number
     running: Number
@@ -326,7 +359,8 @@ class Telemetry:
         pool: Callable[[], PoolSnapshot] | None = None,
         could_not: Callable[[str, Exception], None] | None = None,
     ) -> None:
-        """`pool` is called once per page, in the thread that creates the page.
+        """Create the metrics. `pool` returns the scheduler's state and is called once per page, in
+        the thread that creates the page.
 
         `could_not` receives the event and error of values that cannot be counted; if it is None,
         only the number of such events is counted.
@@ -346,7 +380,9 @@ class Telemetry:
             registry.register(PoolCollector(pool))
 
     def _open_requests(self, made: "_Counted") -> None:
-        """Open the metrics by model; those of clients' models share limits of their size."""
+        """Open the metrics by model. Those with model names from clients share limits of their
+        size.
+        """
         numbers, distributions = made.numbers, made.distributions
         self._requests = _group(
             _Requests,
@@ -380,9 +416,9 @@ class Telemetry:
         self._exemplars = 0
 
     def _open_decisions(self, made: "_Counted") -> None:
-        """Open the metrics of decisions, and the store of those that wait to be counted."""
+        """Open the metrics of decisions, and the list of decisions that wait to be counted."""
         self._scorers: tuple[str, ...] = ()
-        """Names of the scorers of the waiting decisions."""
+        """Names of the scorers of the decisions that wait to be counted."""
         self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
         self._processing_s = made.distribution("homing_request_processing_duration_seconds")
         self._decision_s = made.distribution("homing_scheduler_e2e_duration_seconds")
@@ -406,7 +442,7 @@ class Telemetry:
         self._hit_tokens = made.number("homing_predicted_hit_tokens_total")
 
     def _open_responses(self, made: "_Counted") -> None:
-        """Open the metrics of responses, apart from those by model."""
+        """Open the metrics of responses that are not counted by model."""
         self._headers_s = made.distribution("homing_response_headers_seconds")
         self._declined = made.number("homing_response_bodies_declined_total")
         self._usage_unseen = made.number("homing_response_usage_unseen_total")
@@ -417,7 +453,7 @@ class Telemetry:
         self._first_token_observed_s = made.number("homing_first_token_observed_seconds_total")
 
     def _open_endpoints(self, made: "_Counted") -> None:
-        """Open the metrics of endpoints, and of what they and peers tell."""
+        """Open the metrics of endpoints, and of what endpoints and peers report."""
         # Series of each endpoint's requests, which the observer reports.
         self.by_endpoint = EndpointSeries(made.sums, made.numbers, _bounded_endpoint_labels)
         self._set_aside_metric = made.numbers["homing_set_aside_total"]
@@ -428,7 +464,7 @@ class Telemetry:
         self._tokenize_s = made.distributions_by("homing_tokenize_duration_seconds", len(Backend))
 
     def _open_configuration(self, made: "_Counted") -> None:
-        """Open the metrics of the configuration and its copies."""
+        """Open the metrics of the configuration and of its last-good copies."""
         self._reload_ok = made.number("homing_config_last_reload_successful")
         self._reloads = made.numbers_by("homing_config_reloads_total")
         self._config_info = made.numbers["homing_config_info"]
@@ -437,7 +473,9 @@ class Telemetry:
         self._not_kept = made.numbers_by("homing_last_good_write_errors_total")
 
     def _open_streams(self, made: "_Counted") -> None:
-        """Open the metrics of ext_proc streams and of the connections that carry them."""
+        """Open the metrics of ext_proc streams and of the gateways' connections that carry these
+        streams.
+        """
         self._streams = made.number("homing_extproc_streams_inflight")
         self._streams_ended = made.numbers_by("homing_extproc_streams_total", 32)
         self._stream_s = made.distribution("homing_extproc_stream_duration_seconds")
@@ -450,7 +488,7 @@ class Telemetry:
             self._connections_cut(reason.value)
 
     def _open_process(self, made: "_Counted") -> None:
-        """Open the metrics of the process and its tasks."""
+        """Open the metrics of the picker's process and its tasks."""
         self._loop_lag_s = made.distribution("homing_loop_lag_seconds")
         self._failures = made.numbers_by("homing_telemetry_failures_total", 32)
         self._task_ends = made.numbers_by("homing_task_ends_total", 64)
@@ -465,7 +503,7 @@ class Telemetry:
         request_bytes: int,
         model_name: str = "",
     ) -> None:
-        """Count a routed request; `model_name` is the client's model if it was rewritten."""
+        """Count a routed request. `model_name` is the client's model name if it was rewritten."""
         request, endpoint = leg.lease.request, leg.endpoint
         if leg.scorers != self._scorers:
             self._fold_decisions()
@@ -499,7 +537,8 @@ class Telemetry:
                 self._eliminated(name).inc(dropped)
 
     def fold(self) -> None:
-        """Count the waiting decisions; this precedes every read, so that totals are exact.
+        """Count the decisions that wait to be counted. Every read calls this first, so that totals
+        are exact.
 
         A decision that cannot be counted does not affect others.
         """
@@ -526,7 +565,7 @@ class Telemetry:
             self._could_not("decided", error)
 
     def _count(self, decided: Sequence[_Decided], rows: Rows) -> None:
-        """Count all decisions, or none if it raises."""
+        """Count all given decisions, or none of them if it raises."""
         # Steps that may fail come first.
         positions: dict[tuple[str, str, int], list[int]] = {}
         for at, key in enumerate(decided):
@@ -558,7 +597,7 @@ class Telemetry:
             scorer.observe_all(part)
 
     def _count_hits(self, matched: Column, total: Column, block_tokens: Column) -> None:
-        """Count cache hits of prompts that have a full block."""
+        """Count the estimated cache hits of decisions whose prompt has at least one full block."""
         has_blocks = total > 0
         matched, total = matched[has_blocks], total[has_blocks]
         hit_tokens = matched * block_tokens[has_blocks]
@@ -574,8 +613,8 @@ class Telemetry:
         request: InferenceRequest | None = None,
         model_name: str = "",
     ) -> None:
-        """Count a refused request; `request` is None if not parsed, `scheduling_s` if not
-        scheduled.
+        """Count a refused request. `request` is None if it was not parsed, and `scheduling_s` is
+        None if it was not scheduled.
         """
         reason = refusal.reason.value
         self._refusals(reason).inc()
@@ -599,8 +638,8 @@ class Telemetry:
         model_name: str = "",
         counted: bool = False,
     ) -> None:
-        """Count a stream that ended with an error; `counted` tells that the request was routed
-        before.
+        """Count a stream that ended with an error. `counted` is True if its request was counted as
+        routed before.
         """
         model, priority = (request.model, str(request.priority)) if request else ("", "0")
         labels = (model_name or model, model, priority)
@@ -609,11 +648,13 @@ class Telemetry:
         self._errors(*labels, failure).inc()
 
     def response_started(self, *, elapsed_s: Seconds) -> None:
-        """Count response headers that arrived `elapsed_s` after the request headers."""
+        """Count response headers that arrived `elapsed_s` seconds after the request headers."""
         self._headers_s.observe(elapsed_s)
 
     def first_output(self, decision: Decision, *, elapsed_s: Seconds, model_name: str = "") -> None:
-        """Count the first output token, which is seen only if responses are parsed."""
+        """Count the first output token of a response, which is seen only if responses are
+        parsed.
+        """
         labels = _model_labels(decision.lease.request, model_name)
         self._parsed(*labels).ttft_s.observe(elapsed_s)
 
@@ -628,9 +669,10 @@ class Telemetry:
         ttft_s: Seconds | None = None,
         model_name: str = "",
     ) -> None:
-        """Attach the trace of a request to its durations, which were observed before.
+        """Attach the trace id of a request, as exemplar, to the histograms of its durations, which
+        were observed before.
 
-        `at_s` is Unix time; the other times start at the request headers.
+        `at_s` is Unix time; the other times are seconds since the request headers.
         """
         labels = _model_labels(decision.lease.request, model_name)
         self._exemplify(self._routed(*labels).duration_s, elapsed_s, trace_id, at_s)
@@ -654,10 +696,10 @@ class Telemetry:
         model_name: str = "",
         counted: bool = False,
     ) -> None:
-        """Count the end of a routed request, once for each `decided` and with the same
-        `model_name`.
+        """Count the end of a routed request: once for each call of `decided`, with the `model_name`
+        of that call.
 
-        `counted` tells that its failure was counted under its own reason.
+        `counted` is True if its failure was counted under its own reason before.
         """
         request = decision.lease.request
         labels = _model_labels(request, model_name)
@@ -675,42 +717,48 @@ class Telemetry:
             self._errors(*labels, error_code).inc()
 
     def scheduled_without_prefix(self, mode: str) -> None:
-        """Count a request scheduled at its headers; `mode` is its body mode or "headers-only"."""
+        """Count a request that was scheduled at its headers, before its body. `mode` is the
+        gateway's body mode or "headers-only".
+        """
         self._without_prefix(mode).inc()
 
     def request_unparsed(self, api: str, reason: str) -> None:
-        """Count a request that was routed although its body could not be read."""
+        """Count a request that was routed although the picker could not read its body."""
         self._unparsed(api, reason).inc()
 
     def unknown_body_mode(self, mode: int) -> None:
-        """Count an unknown body mode announced by a gateway."""
+        """Count a request for which a gateway announced an unknown body mode."""
         self._unknown_mode(str(mode)).inc()
 
     def unknown_objective(self) -> None:
-        """Count a request with an unknown objective."""
+        """Count a request that names an inference objective that does not exist."""
         self._unknown_objective.inc()
 
     def protocol_violated(self, phase: str, event: str) -> None:
-        """Count an `event` from a gateway that the `phase` of the stream does not allow."""
+        """Count an `event` that a gateway sent although the stream's `phase` does not allow it."""
         self._violations(phase, event).inc()
 
     def response_body_declined(self) -> None:
-        """Count a response whose body the gateway was asked not to send."""
+        """Count a response whose body the picker asked the gateway not to send."""
         self._declined.inc()
 
     def usage_unseen(self) -> None:
-        """Count a response whose usage is unknown because the gateway sends no body."""
+        """Count a response whose token usage is unknown because the gateway does not send its
+        body.
+        """
         self._usage_unseen.inc()
 
     def responses_unseen(self) -> None:
-        """Count a gateway that reports no responses."""
+        """Count a gateway that does not report responses to the picker."""
         self._gateways_blind.inc()
 
     def set_aside(self, endpoint: Endpoint) -> None:
         self._set_aside(*endpoint_labels(endpoint)).inc()
 
     def endpoints_replaced(self, endpoints: Iterable[Endpoint]) -> None:
-        """Remove the counters of removed endpoints, because pods come and go."""
+        """Remove the counters of endpoints that are no longer in the pool, because pods come and
+        go.
+        """
         # Waiting decisions would create these counters again.
         self.fold()
         endpoints = tuple(endpoints)
@@ -727,7 +775,7 @@ class Telemetry:
                 metric.remove(*labels)
 
     def scraped(self, *, elapsed_s: Seconds) -> None:
-        """Count a successful scrape of an endpoint."""
+        """Count a successful scrape of an endpoint's metrics page."""
         self._scrape_s.observe(elapsed_s)
 
     def scrape_failed(self, kind: str) -> None:
@@ -736,7 +784,7 @@ class Telemetry:
     def config_applied(
         self, settings: SchedulerSettings, *, config_hash: str, generation: int
     ) -> None:
-        """Record `settings` as in force."""
+        """Record `settings` as those of the configuration in force."""
         self._reload_ok.set(1)
         self._reloads("success").inc()
         self._config_info.clear()
@@ -748,40 +796,48 @@ class Telemetry:
                 self._weights.labels(*names).set(scorer.weight)
 
     def config_rejected(self) -> None:
-        """Record that a new configuration was rejected and the last valid one stays."""
+        """Record that a new configuration was rejected and the last valid one stays in force."""
         self._reload_ok.set(0)
         self._reloads("failure").inc()
 
     def last_good_in_force(self, file: str, in_force: bool) -> None:
-        """Record whether the picker runs with a copy of `file` because it was broken at start."""
+        """Record whether the picker runs with the last-good copy of `file`, because `file` was
+        broken at start.
+        """
         self._last_good(file).set(in_force)
 
     def last_good_not_kept(self, file: str) -> None:
-        """Count a copy of `file` that could not be written."""
+        """Count a last-good copy of `file` that could not be written."""
         self._not_kept(file).inc()
 
     def task_ended(self, task: str, times: int) -> None:
-        """Count unexpected ends of `task`; 0 creates the series when the task starts."""
+        """Add `ends` unexpected ends of the background task `task`; 0 creates the series when the
+        task starts.
+        """
         self._task_ends(task).inc(times)
 
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
     ) -> None:
-        """Record the wait for a request's tokens; the backend counts the results."""
+        """Record how long a request waited for its tokens. The token backend itself counts the
+        results.
+        """
         if waited_s:
             self._tokenize_s(backend).observe(waited_s)
 
     def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
-        """Record a complete snapshot from `source`: "peer", "file" or "broker"."""
+        """Record that a complete snapshot of shared state was loaded from `source`: "peer", "file"
+        or "broker".
+        """
         self._peer_snapshot_s(source).observe(elapsed_s)
 
     def loop_lagged(self, late: Sequence[Seconds]) -> None:
-        """Record by how many seconds timers of the event loop were late."""
+        """Record by how many seconds the timers of the event loop were late."""
         for late_s in late:
             self._loop_lag_s.observe(late_s)
 
     def first_token_compared(self, expected_s: Seconds, observed_s: Seconds) -> None:
-        """Record the expected and observed time to first token."""
+        """Record the expected and the observed time to first token of one request, in seconds."""
         came = "later" if observed_s >= expected_s else "earlier"
         self._first_token_error(came).observe(abs(observed_s - expected_s))
         self._first_token_expected_s.inc(expected_s)
@@ -791,22 +847,26 @@ class Telemetry:
         self._streams.inc()
 
     def stream_closed(self, code: str, *, elapsed_s: Seconds) -> None:
-        """Count an ext_proc stream that ended with the gRPC status `code` ("OK", "CANCELLED", ...)."""
+        """Count an ext_proc stream that ended with the gRPC status `code` ("OK", "CANCELLED",
+        ...).
+        """
         self._streams.dec()
         self._streams_ended(code).inc()
         self._stream_s.observe(elapsed_s)
 
     def connection_cut(self, reason: Cut) -> None:
-        """Count a connection that the transport closed although its gateway would have kept it."""
+        """Count a gateway's connection that the picker closed although the gateway would have kept
+        it open.
+        """
         self._connections_cut(reason.value).inc()
 
     def drain_cut(self, streams: int) -> None:
-        """Count `streams` that were still open when the drain timed out."""
+        """Count `streams` ext_proc streams that were still open when the drain timed out."""
         self._drain_cut.inc(streams)
         self._errors("", "", "0", "drain-cut").inc(streams)
 
     def telemetry_failed(self, event: str) -> None:
-        """Count an `event` that was not reported because of a defect."""
+        """Count an `event` whose metrics or log lines are missing because of a defect."""
         self._failures(event).inc()
 
 
@@ -815,7 +875,7 @@ def _model_labels(request: InferenceRequest, model_name: str) -> tuple[str, str,
 
 
 def _error_code(outcome: Outcome) -> str:
-    """Return the error code, or "" for a success."""
+    """Return the error code of a refused or failed request, or "" for a success."""
     if outcome.ending is Ending.CLIENT_LEFT:
         return outcome.ending.value
     if outcome.status is not None and outcome.status >= 400:
@@ -824,7 +884,7 @@ def _error_code(outcome: Outcome) -> str:
 
 
 class _Counted:
-    """The metrics of the table that are counted when events happen, registered once."""
+    """The metrics of the table that are counted when events happen, each registered once."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.numbers: dict[str, Family[Number]] = {}
@@ -844,11 +904,13 @@ class _Counted:
             registry.register(self.numbers.setdefault(row.name, Family(row, Number)))
 
     def number(self, name: str) -> Number:
-        """Return the only child of a metric without labels, which is a counter or a gauge."""
+        """Return the only child of a counter or gauge without labels."""
         return self.numbers[name].labels()
 
     def numbers_by(self, name: str, most: int = CHILDREN_MAX) -> Children[Number]:
-        """Return the children of a counter or gauge by its labels, at most `most`."""
+        """Return the children of a counter or gauge by label values; beyond `most` combinations
+        they share "other".
+        """
         return Children(_labelled(self.numbers[name]), most)
 
     def distribution(self, name: str) -> Distribution:
@@ -856,7 +918,9 @@ class _Counted:
         return self.distributions[name].labels()
 
     def distributions_by(self, name: str, most: int = CHILDREN_MAX) -> Children[Distribution]:
-        """Return the children of a histogram by its labels, at most `most`."""
+        """Return the children of a histogram by label values; beyond `most` combinations they share
+        "other".
+        """
         return Children(_labelled(self.distributions[name]), most)
 
 
@@ -867,7 +931,9 @@ def _labelled(family: Family[Child]) -> Callable[[_Labels], Child]:
 def _group(
     together: Callable[..., _Child], families: Sequence[Family[Child]], budget: PageBudget
 ) -> Children[_Child]:
-    """Return children of several metrics with the same labels, which are created together."""
+    """Return the children of several metrics with the same labels. The children for one combination
+    of label values are created together.
+    """
     return Children(
         lambda labels: together(*[family.labels(*labels) for family in families]),
         budget=budget,
@@ -880,7 +946,9 @@ def _only(number: Number) -> Number:
 
 
 class _First(Collector):
-    """A collector without families; registered first, it runs `prepare` before a read."""
+    """A collector without metrics. It is registered first, so that it runs `prepare` before a page
+    is read.
+    """
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
@@ -894,16 +962,17 @@ class _First(Collector):
 
 
 class PoolCollector(Collector):
-    """A collector that reads the scheduler when a page is created.
-
-    A family without a known value has no samples.
+    """A collector of metrics that reads the scheduler when a page is created. A metric without a
+    known value has no samples.
     """
 
     def __init__(self, source: Callable[[], PoolSnapshot]) -> None:
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """Return empty families, because the scheduler does not exist yet when this is registered."""
+        """Return the metrics without samples, because the scheduler does not exist yet when this
+        collector is registered.
+        """
         return iter(_empty_families().values())
 
     def collect(self) -> Iterator[Metric]:
@@ -957,7 +1026,7 @@ def _empty_families() -> dict[str, Any]:
 
 
 _Families: TypeAlias = Mapping[str, Any]
-"""Family of the library for each sampled row of the table."""
+"""Metric of prometheus_client for each row of the table that is sampled per page."""
 
 
 def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:

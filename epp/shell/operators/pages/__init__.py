@@ -1,1 +1,1 @@
-"""The operators' port: authorization, the queue of pages, and the debug pages."""
+"""The operators' port: authorization, the queue in which pages are created, and the debug pages."""

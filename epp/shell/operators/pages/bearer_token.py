@@ -21,13 +21,13 @@ _log = structlog.get_logger(__name__)
 
 
 class BearerToken:
-    """The token in a file, which is read at once and after each change.
+    """A bearer token in a file, which is read at once and after each change.
 
     An invalid new token leaves the old one in force.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the token. Raises `StartError`."""
+        """Read the bearer token from its file. Raises `StartError`."""
         self._path = path
         self._watcher = FileWatcher(path, self._changed, self._report, bytes_max=TOKEN_BYTES_MAX)
         content = first_read(self._watcher, f"--debug-token-file {path}").strip()
@@ -36,11 +36,11 @@ class BearerToken:
         self._digest = sha256(content).digest()
 
     async def run(self) -> None:
-        """Watch the file until cancelled."""
+        """Watch the file of the bearer token until cancelled."""
         await self._watcher.run()
 
     def guarded(self, handler: Handler) -> Handler:
-        """Wrap `handler` so that requests without the token get 401."""
+        """Wrap the HTTP `handler` so that requests without the bearer token get status 401."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._admits(request.headers.get(hdrs.AUTHORIZATION, "")):

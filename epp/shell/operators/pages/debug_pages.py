@@ -44,21 +44,23 @@ PAGES: Final = {
     "/debug/tokens": "backend for tokens of prompts, its results, and each tokenizer or renderer",
     "/debug/peers": "replicas that share state: connection, last message, bytes, dropped frames",
 }
-"""Debug pages with a description, by path."""
+"""Description of each debug page, by path."""
 SHOWN: Final = 50
 SHOWN_MAX: Final = 1_000
 EXPLAINED_MAX: Final = 5
-"""Maximum number of requests with one id, newest first; clients choose ids and repeat them."""
+"""Maximum number of requests with the same id that /debug/explain shows, newest first. It is
+limited because clients choose ids.
+"""
 _COLUMNS: Final = (
     *("at", "number", "request_id", "model", "path", "priority", "endpoint", "address"),
     *("prompt_tokens", "matched", "ready", "candidates", "eliminated", "refused", "status"),
     "scores",
 )
-"""Columns of the table of decisions."""
+"""Columns of the table of decisions on the page /debug/decisions."""
 
 
 class DebugPages:
-    """Routes for the metrics server."""
+    """The routes of the debug pages for the metrics server."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - the sources of all pages
         self,
@@ -72,14 +74,14 @@ class DebugPages:
         tokens: Callable[[], dict[str, Any]] = dict,
         pages: Callable[[Endpoint], PagesRow | None] = lambda _: None,
     ) -> None:
-        """Configure the sources of the pages.
+        """Create the debug pages with the functions that return their content.
 
         - `config` returns the configuration in force and its generation.
-        - `peers` returns the other replicas.
+        - `peers` returns one row for each other replica.
         - `first_tokens` returns the engines' times to first token by endpoint id.
         - `kv_events` returns the state of an endpoint's KV events.
         - `tokens` returns the state of the token backend.
-        - `pages` returns the content of an endpoint's other pages.
+        - `pages` returns the content of an endpoint's model and GPU pages.
         """
         self._pages = pages
         self._tokens = tokens
@@ -92,7 +94,9 @@ class DebugPages:
         self._peers = peers
 
     def routes(self, queue: PageQueue, token: BearerToken | None = None) -> list[web.RouteDef]:
-        """Return the routes; pages are created in `queue` and require `token`, if any."""
+        """Return the routes of the debug pages. Pages are created in `queue` and require `token`,
+        if it is not None.
+        """
         pages = (
             self._config_page,
             self._endpoints_page,
@@ -204,7 +208,7 @@ class DebugPages:
 
 
 def _index_row(standing: IndexStanding) -> Row:
-    """Return the row of an index; None means unknown or without bound."""
+    """Return the row of an index for /debug/indexes; None means unknown or without bound."""
     told = standing.measures
     return {
         "name": standing.name,
@@ -233,9 +237,8 @@ def _peer_row(peer: PeerRow) -> Row:
 
 
 def _question(request: web.Request) -> tuple[int, Wanted]:
-    """Parse the number of rows and the selection.
-
-    Raises `HTTPBadRequest` if a parameter is invalid.
+    """Parse the query parameters of /debug/decisions: the number of rows and the selection. Raises
+    `HTTPBadRequest` if one is invalid.
     """
     query = request.query
     known = ("n", "format", *Wanted.__struct_fields__)
@@ -254,9 +257,10 @@ def _question(request: web.Request) -> tuple[int, Wanted]:
 
 
 def _flat(row: Row, *, staged: bool) -> Row:
-    """Return the row of a decision or refusal for the table, with the same columns for all rows.
+    """Return a decision or refusal as a flat row for the table of /debug/decisions.
 
-    The route and the endpoints of the prefill and encode stages are columns if `staged` is true.
+    All rows have the same columns. The route and the endpoints of the prefill and encode stages are
+    columns if `staged` is true.
     """
     flat = {name: row.get(name) for name in _COLUMNS}
     if staged:
@@ -289,7 +293,7 @@ def _wants_json(request: web.Request) -> bool:
 
 
 async def _json_rows(name: str, rows: Iterable[Row]) -> web.Response:
-    """Return `{name: rows}` as JSON, encoded in turns of the event loop."""
+    """Encode `{name: rows}` as JSON; the event loop runs between groups of rows."""
     encoded = [msgspec.json.encode(row) async for row in in_turns(rows)]
     body = b'{"%b":[%b]}\n' % (name.encode(), b",".join(encoded))
     return web.Response(body=body, content_type="application/json")

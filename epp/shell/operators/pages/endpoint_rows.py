@@ -30,9 +30,9 @@ def endpoint_rows(
 ) -> list[_Row]:
     """Return one row per endpoint, by slot; None means unknown.
 
-    `first_tokens` has figures by endpoint id. `kv_events` and `pages` return the state of an
-    endpoint's events and the content of its other pages; their columns are missing if there are
-    none.
+    `first_tokens` has the engines' times to first token by endpoint id. `kv_events` returns the
+    state of an endpoint's KV-cache events, and `pages` the content of its model and GPU pages; the
+    columns of either are missing if no endpoint has them.
     """
     pool = scheduler.pool
     states.look(now)
@@ -101,12 +101,12 @@ def endpoint_rows(
 
 
 def _named(shares: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the shares that are not 0, or None if all are."""
+    """Return the shares of the pairs that are not 0, by name, or None if all are 0."""
     return {name: round(share, _DIGITS) for name, share in shares.items() if share} or None
 
 
 def _heard(source: SourceRow) -> str:
-    """Return the state of the KV events in one or two words."""
+    """Return the state of an endpoint's KV-cache events in one or two words."""
     if source.silent:
         return "silent"
     if source.state is StreamState.LIVE and not source.complete:

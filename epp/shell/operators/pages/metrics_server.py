@@ -1,4 +1,6 @@
-"""The HTTP server for operators: /metrics, /healthz, /readyz, and pages of other modules."""
+"""The HTTP server for operators: /metrics, /healthz, /readyz, and the pages that other modules
+add.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -14,10 +16,12 @@ from prometheus_client.samples import Sample
 from epp.shell.operators.pages.page_queue import PageQueue
 
 SAMPLES_PER_SLICE_MAX: Final = 250
-"""Maximum number of samples per slice, which block the event loop for about 1 ms."""
+"""Maximum number of samples that are encoded at once for a metrics page, which blocks the event
+loop for about 1 ms.
+"""
 KEEPALIVE_S: Final = 75.0
 SHUTDOWN_S: Final = 1.0
-"""Maximum time in seconds for which a page in progress delays the shutdown."""
+"""Maximum time in seconds for which an unfinished page delays the shutdown of the HTTP server."""
 _PAGES: Final = {
     "/metrics": "counters and measurements for Prometheus",
     "/healthz": "ok while the process runs",
@@ -27,7 +31,9 @@ _OPENMETRICS_END: Final = b"# EOF\n"
 
 
 class MetricsServer:
-    """An async context manager that listens while entered. It writes no access log."""
+    """The HTTP server for operators, an async context manager that listens while entered. It writes
+    no access log.
+    """
 
     def __init__(
         self,
@@ -40,11 +46,9 @@ class MetricsServer:
         pages: Mapping[str, str] | None = None,
         turn: asyncio.Lock | None = None,
     ) -> None:
-        """Configure the server.
-
-        `host` None means all interfaces, and `port` 0 any free port. `routes` are additional pages
-        such as /debug/..., and `pages` describes them by path for the list at /. `turn` is held
-        while a page is created.
+        """Create the server. If `host` is None, it listens on all interfaces; if `port` is 0, on
+        any free port. `routes` are additional pages such as /debug/..., and `pages` describes them
+        by path for the list at /. The lock `turn` is held while a page is created.
         """
         self._registry = registry
         self._ready = ready
@@ -57,12 +61,12 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port in use; valid only while the server is entered."""
+        """Port on which the HTTP server listens; valid only while the server is entered."""
         assert self._runner is not None, "the port is known once the server listens"
         return int(self._runner.addresses[0][1])
 
     async def __aenter__(self) -> Self:
-        """Start listening. Raises `OSError` if the port is in use."""
+        """Start to listen. Raises `OSError` if the port is in use."""
         application = web.Application(client_max_size=1024)
         application.add_routes(
             [
@@ -116,7 +120,8 @@ class MetricsServer:
 async def encode_in_slices(
     registry: Collector, encode: Callable[[Collector], bytes]
 ) -> AsyncIterator[bytes]:
-    """Yield the page that `encode` creates from `registry`, without the `_created` series.
+    """Yield the parts of the metrics page that `encode` creates from `registry`, without the
+    `_created` series.
 
     The event loop runs between slices of at most `SAMPLES_PER_SLICE_MAX` samples. A thread would
     compete with the loop for the interpreter while it creates the page.
@@ -143,7 +148,7 @@ def _with_samples(family: Metric, samples: list[Sample]) -> Metric:
 
 
 class _Only(Collector):
-    """A registry with one family."""
+    """A registry with a single metric family, so that families are encoded one at a time."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family

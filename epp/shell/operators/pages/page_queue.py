@@ -7,29 +7,27 @@ from typing import Final, TypeAlias, TypeVar
 from aiohttp import hdrs, web
 
 WAITING_MAX: Final = 8
-"""Maximum number of waiting requests; further ones get 503."""
+"""Maximum number of requests for pages that wait; further requests get status 503."""
 ROWS_PER_TURN: Final = 25
-"""Number of table rows per turn, which block the event loop for about 1 ms."""
+"""Number of table rows that are created at once, which blocks the event loop for about 1 ms."""
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
 class PageQueue:
-    """A queue of pages to create in a `turn`.
-
-    Queues may share the turn: their pages are created one at a time, but a full queue does not
-    block others.
+    """A queue of pages to create, each while holding the lock `turn`. Several queues may share
+    one lock: their pages are created one at a time, but a full queue does not block others.
     """
 
     def __init__(self, turn: asyncio.Lock) -> None:
         self._turn = turn
         self.waiting = 0
-        """Number of requests whose page is being created or waits."""
+        """Number of requests whose page is being created or waits for that."""
 
     def queued(self, handler: Handler) -> Handler:
-        """Wrap `handler` so that it runs in its turn; it must wait only for turns of the event
-        loop.
+        """Wrap the HTTP `handler` so that it runs when it is its turn. The handler may wait only
+        for turns of the event loop.
         """
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -51,7 +49,7 @@ class PageQueue:
 
 
 async def in_turns(rows: Iterable[T]) -> AsyncIterator[T]:
-    """Yield `rows`; the event loop runs after every `ROWS_PER_TURN`."""
+    """Yield `rows` of a table; the event loop runs after every `ROWS_PER_TURN` rows."""
     for number, row in enumerate(rows, 1):
         yield row
         if number % ROWS_PER_TURN == 0:

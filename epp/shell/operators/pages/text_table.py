@@ -8,7 +8,9 @@ from epp.shell.operators.pages.page_queue import in_turns
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return `rows` as aligned columns with the members' names; "-" stands for missing values."""
+    """Format `rows` as aligned columns, with the members' names as headings; "-" stands for missing
+    values.
+    """
     made = _Table()
     for row in rows:
         made.add(row)
@@ -16,7 +18,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 async def table_in_turns(rows: Iterable[Row]) -> str:
-    """Return the same as `table`; the event loop runs between some rows."""
+    """Format rows as `table` does, but let the event loop run after every few rows."""
     made = _Table()
     async for row in in_turns(rows):
         made.add(row)
@@ -24,7 +26,7 @@ async def table_in_turns(rows: Iterable[Row]) -> str:
 
 
 class _Table:
-    """Rows as text, and the width of each column."""
+    """The rows of a table as text, with the width of each column."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, str]] = []
@@ -46,7 +48,7 @@ class _Table:
 
 
 def cell(value: Any) -> str:
-    """Return a value as text without control characters or line breaks."""
+    """Return a table's value as text without control characters or line breaks."""
     if value is None or value == "":
         return "-"
     text = f"{value:g}" if isinstance(value, float) else str(value)

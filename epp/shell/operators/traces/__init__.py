@@ -1,1 +1,1 @@
-"""Create spans of requests and export them to a collector."""
+"""Create trace spans of requests and export them to a collector."""

@@ -18,11 +18,14 @@ NUMBER_MAX: Final = 1_000_000
 
 
 class OtelVariableError(Exception):
-    """A variable is invalid. The message is one sentence without possible credentials."""
+    """An `OTEL_*` environment variable is invalid. The message is one sentence without possible
+    credentials.
+    """
 
 
 def open_export(environment: Mapping[str, str]) -> SpanExport | None:
-    """Return the configured export, or None if the variables disable tracing.
+    """Return the export of spans that the `OTEL_*` variables configure, or None if they disable
+    tracing.
 
     The exporters read endpoint, headers, certificates, compression and timeout themselves from the
     environment of the process. Raises `OtelVariableError`.
@@ -91,8 +94,8 @@ def _over_http() -> SpanExporter:
     from requests import Response, Session  # noqa: PLC0415
 
     class HeadersOnly(Session):
-        """A session that discards bodies, because only the status is needed and a body may be
-        endless.
+        """An HTTP session for exporting spans that discards response bodies, because only the
+        status is needed and a body may be endless.
         """
 
         def request(self, *asked: Any, **more: Any) -> Response:

@@ -1,9 +1,9 @@
 """Export spans through a bounded queue and one thread.
 
 The exporters of OpenTelemetry wait for the network, and encoding a span takes as long as a
-decision. Therefore they run in a thread. It never delays a request: the event loop only appends to
-the queue. If the queue is full because the collector is unavailable or slow, the span is dropped
-and counted.
+decision. Therefore the exporters run in a thread. The export never delays a request: the event loop
+only appends to the queue. If the queue is full because the collector is unavailable or slow, the
+span is dropped and counted.
 """
 
 import asyncio
@@ -22,20 +22,23 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 QUEUE_SPANS_MAX: Final = 2_048
 BATCH_SPANS_MAX: Final = 512
 DELAY_S: Final = 5.0
-"""Defaults of the specification: `OTEL_BSP_MAX_QUEUE_SIZE` and related variables."""
+"""Maximum delay in seconds of a span before its batch is exported. This and the limits beside it
+are the defaults of the OpenTelemetry specification for `OTEL_BSP_*` variables.
+"""
 CLOSE_S: Final = 2.0
-"""Maximum time in seconds to export queued spans at shutdown."""
+"""Maximum time in seconds to export the queued spans at shutdown."""
 SWITCH_INTERVAL_S: Final = 0.000_5
-"""Interval in seconds after which the thread yields the interpreter to the event loop.
+"""Interval in seconds after which the exporting thread yields the interpreter to the event loop.
 
-Python's default of 5 ms would delay every turn of the loop while a batch is written."""
+Python's default of 5 ms would delay every turn of the loop while a batch is written.
+"""
 EXPORTERS_LOG: Final = "opentelemetry.exporter"
 
 _log: Final = structlog.get_logger(__name__)
 
 
 class SpanExport(SpanProcessor):
-    """An async context manager that exports spans while entered.
+    """An async context manager that exports spans to a collector while entered.
 
     Only the thread of the event loop may call `on_end`.
     """
@@ -49,7 +52,9 @@ class SpanExport(SpanProcessor):
         delay_s: float = DELAY_S,
         close_s: float = CLOSE_S,
     ) -> None:
-        """A batch is exported when it is complete, and after `delay_s` at the latest."""
+        """Create the export. A batch of spans is exported when it is complete, and after `delay_s`
+        seconds at the latest.
+        """
         assert 1 <= batch_spans_max <= queue_spans_max, "a batch must fit in the queue"
         self._exporter = exporter
         self._queue: deque[ReadableSpan] = deque()
@@ -60,7 +65,7 @@ class SpanExport(SpanProcessor):
         self._wake = threading.Event()
         self._closing = False
         self._abandoned = False
-        """True if the shutdown no longer waits for the thread."""
+        """True if the shutdown no longer waits for the exporting thread."""
         self._emptied = asyncio.Event()
         self._ended: Callable[[], object] = lambda: None
         self._problem = _LastProblem()
@@ -69,9 +74,9 @@ class SpanExport(SpanProcessor):
         self._failing = False
         self.exported = 0
         self.failed = 0
-        """Number of spans that the collector did not accept."""
+        """Number of spans whose export to the collector failed."""
         self.dropped = 0
-        """Number of spans dropped because the queue was full."""
+        """Number of spans that were dropped because the export queue was full."""
 
     async def __aenter__(self) -> Self:
         logger = logging.getLogger(EXPORTERS_LOG)
@@ -86,7 +91,7 @@ class SpanExport(SpanProcessor):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Export queued spans within the time limit."""
+        """Export the queued spans within `CLOSE_S` seconds, then stop."""
         self._closing = True
         self._wake.set()
         try:
@@ -108,7 +113,7 @@ class SpanExport(SpanProcessor):
         return len(self._queue) >= self._queue_spans_max
 
     def drop(self) -> None:
-        """Count a span that is not created because the queue is full."""
+        """Count a span that is not created because the export queue is full."""
         self.dropped += 1
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -120,11 +125,11 @@ class SpanExport(SpanProcessor):
             self._wake.set()
 
     def totals(self) -> dict[str, int]:
-        """Return the number of spans by result."""
+        """Return the number of spans by result of their export."""
         return {"exported": self.exported, "failed": self.failed, "dropped": self.dropped}
 
     def report(self) -> None:
-        """Log when spans start or stop being lost. Call it periodically."""
+        """Log when spans start to be lost or are no longer lost. Call it periodically."""
         before, self._reported = self._reported, (self.exported, self.failed + self.dropped)
         exported, lost = (now - then for now, then in zip(self._reported, before, strict=True))
         if lost and not self._failing:
@@ -167,7 +172,9 @@ class SpanExport(SpanProcessor):
 
 
 class _LastProblem(logging.Handler):
-    """A handler that keeps an exporter's last message, without text of the collector or addresses."""
+    """A log handler that keeps the last message of an exporter, without text from the collector or
+    addresses.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -44,31 +44,33 @@ SERVICE: Final = "homing-epp"
 PARENT_HEADER: Final = "traceparent"
 STATE_HEADER: Final = "tracestate"
 PARENT_CHARACTERS_MAX: Final = 256
-"""Maximum length of a `traceparent`, which has 55 characters today."""
+"""Maximum number of characters of a `traceparent` header, which has 55 today."""
 TEXT_CHARACTERS_MAX: Final = 128
 DRAWN_AHEAD: Final = 64
-"""Number of trace ids without parent that are generated together.
-
-Single ones take three times as long, because the sampler's data is no longer in the processor's
-cache."""
+"""Number of trace ids that are generated together for requests without a parent span. Generating
+single ids takes three times as long, because the sampler's data is no longer in the processor's
+cache.
+"""
 _NS: Final = 1_000_000_000
 _CONTEXT: Final = TraceContextTextMapPropagator()
 _NO_CONTEXT: Final = Context()
 
 
 class UnsampledTrace(Struct, gc=False):
-    """The trace of an exchange that is not sampled."""
+    """The trace of a request that is not sampled, so that it has no span."""
 
     own_header: tuple[str, str]
     remove_headers: tuple[str, ...] = ()
 
 
 class RequestTrace(Struct):
-    """The span of one exchange, with headers for the gateway to set and remove."""
+    """The span of one request, with the headers that the gateway must set and remove."""
 
     span: Span
     origin_ns: int
-    """Unix time in ns when the monotonic clock was 0, so that clock changes do not affect a span."""
+    """Unix time in ns at which the monotonic clock was 0. Times of the span are based on it, so
+    that changes of the clock do not affect them.
+    """
     decided_at_s: Seconds
     own_header: tuple[str, str]
     remove_headers: tuple[str, ...] = ()
@@ -78,17 +80,17 @@ class RequestTrace(Struct):
 
     @property
     def trace_id(self) -> str:
-        """Trace id in hexadecimal."""
+        """Trace id of the span in hexadecimal."""
         return f"{self.span.get_span_context().trace_id:032x}"
 
 
 class _Ids(IdGenerator):
-    """A generator of random ids; the trace id is chosen before the span is created."""
+    """A generator of random span and trace ids. A trace id is chosen before its span is created."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
         self.next_trace_id = 0
-        """Trace id of the next span without parent."""
+        """Trace id of the next span that has no parent."""
 
     def draw_trace_id(self) -> int:
         return self._random.generate_trace_id()
@@ -101,10 +103,11 @@ class _Ids(IdGenerator):
 
 
 class Tracer:
-    """A factory of spans."""
+    """A factory of spans for requests."""
 
     def __init__(self, export: SpanExport, *, instance: str, namespace: str) -> None:
-        """`instance` and `namespace` describe the picker's pod; "" omits them.
+        """Create the factory. `instance` and `namespace` describe the picker's pod in the spans; ""
+        omits them.
 
         `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER` and the limits of
         spans are respected. Raises `OtelVariableError`.
@@ -131,10 +134,14 @@ class Tracer:
         self._sampler = provider.sampler
         self._tracer = provider.get_tracer("homing", __version__)
         self._ahead: list[tuple[int, tuple[str, str] | None]] = []
-        """Ids of traces without parent, with the result of `_unsampled`."""
+        """Trace ids generated in advance for requests without parent span, each with the result of
+        `_unsampled` for it.
+        """
 
     def begin(self, exchange: Exchange, now: Seconds) -> RequestTrace | UnsampledTrace:
-        """Return the trace of `exchange`, which was decided or refused at `now`."""
+        """Return the span of the request `exchange`, which was decided or refused at `now`, or the
+        trace of an unsampled request.
+        """
         headers = exchange.headers
         said = headers.get(PARENT_HEADER, "")
         parent = _NO_CONTEXT
@@ -166,7 +173,9 @@ class Tracer:
         return RequestTrace(span, origin_ns, now, told, remove_headers)
 
     def _draw_ahead(self) -> None:
-        """Generate ids in advance; sampling without parent depends only on the id."""
+        """Generate trace ids in advance. The decision to sample a request without parent depends
+        only on the id.
+        """
         for _ in range(DRAWN_AHEAD):
             trace_id = self._ids.draw_trace_id()
             self._ahead.append((trace_id, self._unsampled(_NO_CONTEXT, trace_id)))
@@ -174,8 +183,8 @@ class Tracer:
     def _unsampled(self, parent: Context, trace_id: int) -> tuple[str, str] | None:
         """Return the header that marks the trace as unsampled, or None if it is sampled.
 
-        It is called before a span is created, because most requests are not sampled and creating a
-        span takes three times as long.
+        The sampler is asked before a span is created, because most requests are not sampled and
+        creating a span takes three times as long.
         """
         sampling = self._sampler.should_sample(parent, trace_id, SPAN, SpanKind.SERVER)
         if sampling.decision is not Sampling.DROP:
@@ -185,9 +194,10 @@ class Tracer:
     def end(
         self, exchange: Exchange, now: Seconds, attributes: Mapping[str, Any], error: str
     ) -> bool:
-        """End the span of `exchange`. Return True if it was sampled and queued.
+        """End the span of the request `exchange`. Return True if it was sampled and queued for
+        export.
 
-        `attributes` describe the end. `error` is the reason of a failure, or "".
+        `attributes` describe the end of the request. `error` is the reason of its failure, or "".
         """
         trace = exchange.trace
         if not isinstance(trace, RequestTrace):
@@ -220,10 +230,12 @@ class Tracer:
 
 
 class TracedObservation(Observation):
-    """An observation that also creates spans; it is used only if tracing is enabled."""
+    """An observer of sessions and streams that also creates spans; it is used only if tracing is
+    enabled.
+    """
 
     def __init__(self, tracer: Tracer, *told: Any, **more: Any) -> None:
-        """`told` and `more` are the arguments of `Observation`."""
+        """Create the observer. `told` and `more` are the arguments of `Observation`."""
         super().__init__(*told, **more)
         self._tracer = tracer
 
@@ -279,7 +291,9 @@ class TracedObservation(Observation):
             self._exemplify(exchange, trace, now)
 
     def _exemplify(self, exchange: Exchange, trace: RequestTrace, now: Seconds) -> None:
-        """Attach the trace to the histograms that counted the request."""
+        """Attach the trace id of a request, as exemplar, to the histograms that counted the
+        request.
+        """
         decision = exchange.decision
         assert decision is not None, "a completed request was decided"
         times = exchange.response_started_at_s, exchange.first_output_at_s
@@ -298,7 +312,7 @@ class TracedObservation(Observation):
 
 
 def _told(trace_id: int, span_id: int, flags: int) -> tuple[str, str]:
-    """Return the header that names this span (W3C Trace Context, version 00)."""
+    """Return the header `traceparent` with the ids of a span (W3C Trace Context, version 00)."""
     return PARENT_HEADER, f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"
 
 
@@ -338,7 +352,7 @@ def _destination(account: Account) -> dict[str, Any]:
 
 
 def _reasons(leg: Leg) -> dict[str, Any]:
-    """Return the reasons for the choice."""
+    """Return the span attributes that give the reasons for the choice of the endpoint."""
     found: dict[str, Any] = {
         "homing.ready": leg.ready,
         "homing.candidates": len(leg.candidates),

@@ -16,14 +16,14 @@ def test_a_result_is_known_until_its_inputs_change(tmp_path):
     """Another seed, or the same under other inputs, is not."""
     folder = CellFolder(tmp_path / "out", anew=False)
     one = cell()
-    assert folder.known(one) is None
+    assert folder.stored(one) is None
     result = CellResult(inputs=one.inputs, summary=filled(RunSummary, digest="1"))
-    folder.keep(one, result)
+    folder.store(one, result)
     again = CellFolder(tmp_path / "out", anew=False)
-    assert again.known(one) == result
-    assert again.known(cell(seed=2)) is None
-    assert again.known(replace(one, inputs="other")) is None
-    assert CellFolder(tmp_path / "out", anew=True).known(one) is None
+    assert again.stored(one) == result
+    assert again.stored(cell(seed=2)) is None
+    assert again.stored(replace(one, inputs="other")) is None
+    assert CellFolder(tmp_path / "out", anew=True).stored(one) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"inputs": 1}', b"\xff"])
@@ -32,7 +32,7 @@ def test_a_file_that_is_no_result_is_none(tmp_path, content):
     folder = CellFolder(tmp_path, anew=False)
     one = cell()
     folder._file(one).write_bytes(content)
-    assert folder.known(one) is None
+    assert folder.stored(one) is None
 
 
 def test_names_of_users_stay_inside_the_folder(tmp_path):

@@ -1,6 +1,7 @@
 """The pods of a cluster: running, starting and ending pods, and the notifications about them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from epp.core.types import Endpoint, Seconds
 from sim.caches.behaviour import Stores
@@ -8,15 +9,18 @@ from sim.cluster.loop import Loop
 from sim.cluster.pod_count import PodCount
 from sim.cluster.settings import TICK_S, ClusterSettings
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
-from sim.cluster.simulated_request import SimulatedRequest
 from sim.engine.engine import Step
+from sim.engine.request import EngineRequest
 
 
 class Pods:
     """All current and former pods, by their number.
 
-    `stepped` gets each step when it ends. `cut` gets each request that a dying pod had. `changed`
-    is called when discovery knows of a change, which is some time after it.
+    `stepped` gets each step when it ends. `cut` gets each request, or handover for a
+    prefill leg, that a dying pod had. `changed`
+    is called when discovery knows of a change, which is some time after it. `died` gets each dead
+    pod after its requests were cut. `reserved` gets each decode leg when its engine has reserved
+    blocks.
     """
 
     def __init__(
@@ -26,8 +30,10 @@ class Pods:
         *,
         seed: int,
         stepped: Callable[[SimulatedPod, Step], None],
-        cut: Callable[[SimulatedRequest], None],
+        cut: Callable[[Any], None],
         changed: Callable[[], None],
+        died: Callable[[SimulatedPod], None] | None = None,
+        reserved: Callable[[SimulatedPod, EngineRequest], None] | None = None,
     ) -> None:
         self.count = PodCount(loop)
         self._settings = settings
@@ -36,6 +42,8 @@ class Pods:
         self._stepped = stepped
         self._cut = cut
         self._changed = changed
+        self._died = died
+        self._reserved = reserved
         self._pods: list[SimulatedPod] = []
         self._by_endpoint: dict[str, SimulatedPod] = {}
         self._expected = 0
@@ -131,6 +139,8 @@ class Pods:
         pod.requests.clear()
         for request in cut:
             self._cut(request)
+        if self._died is not None:
+            self._died(pod)
         self._tell_later()
 
     def restart(self, pod: SimulatedPod) -> None:
@@ -150,7 +160,14 @@ class Pods:
         uid = f"pod-{number}.{self._seed}"
         tells = self._settings.kv_events is not None
         pod = SimulatedPod(
-            number, uid, kind, self._loop, self._stepped, tells=tells, stores=self._stores
+            number,
+            uid,
+            kind,
+            self._loop,
+            self._stepped,
+            tells=tells,
+            stores=self._stores,
+            reserved=self._reserved,
         )
         self._pods.append(pod)
         self._by_endpoint[pod.endpoint.endpoint_id] = pod

@@ -9,6 +9,8 @@ from sim.engine.features import Ranks, Speculative, WholePrompts
 
 EXPERTS: Final = "expert-curve"
 """Name of the feature `Profile.expert_s`."""
+CONNECTOR: Final = "kv-connector"
+"""Name of legs of disaggregated requests, which need `EngineSettings.kv_connector`."""
 SHARED: Final = f"{Offload.type_name}-shared"
 """Name of the tier that all pods with `Offload` share."""
 
@@ -42,6 +44,10 @@ EVIDENCE: Final[Mapping[str, str]] = {
         "unchecked: hits follow from sizes, and transfers from bytes and speed; no recording is "
         "available; vLLM loads while other requests compute, in the simulator they wait"
     ),
+    CONNECTOR: (
+        "checked in sign only: with an estimated profile, disaggregation changes E2E, ITL and TTFT "
+        "in the published directions (llm-d's guide pd-disaggregation), by smaller factors"
+    ),
     SHARED: "unchecked: stored blocks are available at once, and readers do not slow each other down",
 }
 """Evidence by name of the feature. The text begins with "unchecked" if nothing was checked."""
@@ -52,6 +58,8 @@ def features_used(kind: PodKind) -> list[str]:
     used = {feature.type_name for feature in kind.features}
     if any(isinstance(one, Speculative) and one.speculation().longer for one in kind.features):
         used.add(BY_CONTEXT)
+    if kind.engine.kv_connector is not None:
+        used.add(CONNECTOR)
     if kind.profile.expert_s:
         used.add(EXPERTS)
     if isinstance(kind.cache, Offload):

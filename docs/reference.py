@@ -33,7 +33,16 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches, estimate_tables, estimates, exact, inventory, ladders, leaderboard
+from docs import (
+    caches,
+    disaggregation,
+    estimate_tables,
+    estimates,
+    exact,
+    inventory,
+    ladders,
+    leaderboard,
+)
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -192,6 +201,10 @@ def refreshed(page: str) -> str:
         "estimate-judged": lambda: estimate_tables.judged_table(estimates.read()),
         "estimate-gpus": lambda: estimate_tables.gpu_table(estimates.read()),
         "estimate-efficiencies": lambda: estimate_tables.efficiency_table(estimates.read()),
+        "disaggregation-signs": lambda: disaggregation.sign_table(disaggregation.read()),
+        "disaggregation-guide": lambda: disaggregation.guide_table(disaggregation.read()),
+        "disaggregation-links": lambda: disaggregation.link_table(disaggregation.read()),
+        "disaggregation-parts": lambda: disaggregation.part_table(disaggregation.read()),
         "ladders-means": lambda: ladders.mean_table(ladders.read()),
         "ladders-order": lambda: ladders.order_table(ladders.read()),
         "ladders-steps": lambda: ladders.step_table(ladders.read()),

@@ -35,7 +35,7 @@ from msgspec.inspect import (
 
 from docs import (
     caches,
-    disaggregation,
+    disaggregation_figures,
     estimate_tables,
     estimates,
     exact,
@@ -201,10 +201,18 @@ def refreshed(page: str) -> str:
         "estimate-judged": lambda: estimate_tables.judged_table(estimates.read()),
         "estimate-gpus": lambda: estimate_tables.gpu_table(estimates.read()),
         "estimate-efficiencies": lambda: estimate_tables.efficiency_table(estimates.read()),
-        "disaggregation-signs": lambda: disaggregation.sign_table(disaggregation.read()),
-        "disaggregation-guide": lambda: disaggregation.guide_table(disaggregation.read()),
-        "disaggregation-links": lambda: disaggregation.link_table(disaggregation.read()),
-        "disaggregation-parts": lambda: disaggregation.part_table(disaggregation.read()),
+        "disaggregation-signs": lambda: disaggregation_figures.sign_table(
+            disaggregation_figures.read()
+        ),
+        "disaggregation-guide": lambda: disaggregation_figures.guide_table(
+            disaggregation_figures.read()
+        ),
+        "disaggregation-links": lambda: disaggregation_figures.link_table(
+            disaggregation_figures.read()
+        ),
+        "disaggregation-parts": lambda: disaggregation_figures.part_table(
+            disaggregation_figures.read()
+        ),
         "ladders-means": lambda: ladders.mean_table(ladders.read()),
         "ladders-order": lambda: ladders.order_table(ladders.read()),
         "ladders-steps": lambda: ladders.step_table(ladders.read()),

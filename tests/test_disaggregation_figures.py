@@ -1,11 +1,11 @@
-"""What docs/disaggregation.md is measured by."""
+"""What docs/disaggregation-figures.md is measured by."""
 
 from itertools import pairwise
 
 import pytest
 
-from docs import disaggregation
-from docs.disaggregation import (
+from docs import disaggregation_figures
+from docs.disaggregation_figures import (
     AGGREGATED,
     ESTIMATED,
     LINK,
@@ -50,7 +50,9 @@ def test_all_that_the_page_shows_was_measured():
     }
     for row in read().rows:
         requests = (
-            disaggregation.LONG_REQUESTS if row.comparison == "long" else row.rate_per_s * 120
+            disaggregation_figures.LONG_REQUESTS
+            if row.comparison == "long"
+            else row.rate_per_s * 120
         )
         assert row.completed == requests
 
@@ -111,8 +113,12 @@ def test_requests_come_as_inference_perf_sends_them():
 
 def test_tables_put_what_was_published_first():
     measured = read()
-    assert disaggregation.guide_table(measured).splitlines()[2].startswith("| aggregated, 45 | **p")
-    signs = disaggregation.sign_table(measured).splitlines()
+    assert (
+        disaggregation_figures.guide_table(measured)
+        .splitlines()[2]
+        .startswith("| aggregated, 45 | **p")
+    )
+    signs = disaggregation_figures.sign_table(measured).splitlines()
     assert "| 0.41 x | 5.1 x | 2.17 x |" in signs[2]
     assert len(signs) == 2 + 1 + 2 * 2 * len(RATES)
     assert set(PUBLISHED) == {AGGREGATED, "8P2D"}

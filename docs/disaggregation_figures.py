@@ -1,7 +1,7 @@
-"""Measure disaggregated serving beside published figures: `python -m docs.disaggregation`.
+"""Measure disaggregated serving beside published figures: `python -m docs.disaggregation_figures`.
 
-Three comparisons are simulated. The figures go to docs/disaggregation.json, and `python -m
-docs.reference` makes the tables of docs/disaggregation.md.
+Three comparisons are simulated. The figures go to docs/disaggregation-figures.json, and `python -m
+docs.reference` makes the tables of docs/disaggregation-figures.md.
 
 1. The guide `pd-disaggregation` of llm-d: gpt-oss-120b on 16 H200s, prompts of 5,000 tokens and
    answers of 250 tokens. Aggregated serving has 16 pods of one GPU behind a
@@ -51,7 +51,7 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes, request_of
 
 FOLDER: Final = Path(__file__).parent
-RESULTS: Final = FOLDER / "disaggregation.json"
+RESULTS: Final = FOLDER / "disaggregation-figures.json"
 MODELS: Final = FOLDER / "examples" / "models"
 SEED: Final = 1
 LINK: Final = "roce200"
@@ -125,7 +125,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """The content of docs/disaggregation.json."""
+    """The content of docs/disaggregation-figures.json."""
 
     rows: list[Row]
 
@@ -359,7 +359,7 @@ def measure() -> Iterator[Row]:
 
 
 def read() -> Measured:
-    """Return docs/disaggregation.json. Raise `OSError` if it does not exist."""
+    """Return docs/disaggregation-figures.json. Raise `OSError` if it does not exist."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Measured)
 
 
@@ -469,8 +469,10 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> int:
-    """Measure everything, and write docs/disaggregation.json after each run."""
-    parser = argparse.ArgumentParser(prog="python -m docs.disaggregation", description=__doc__)
+    """Measure everything, and write docs/disaggregation-figures.json after each run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.disaggregation_figures", description=__doc__
+    )
     parser.parse_args()
     rows: list[Row] = []
     for row in measure():

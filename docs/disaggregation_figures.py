@@ -1,25 +1,23 @@
 """Measure disaggregated serving beside published figures: `python -m docs.disaggregation_figures`.
 
 Three comparisons are simulated. The figures go to docs/disaggregation-figures.json, and `python -m
-docs.reference` makes the tables of docs/disaggregation-figures.md.
+docs.reference` makes the tables of docs/disaggregation-figures.md. `--only guide` measures one
+comparison again and keeps the figures of the others.
 
-1. The guide `pd-disaggregation` of llm-d: gpt-oss-120b on 16 H200s, prompts of 5,000 tokens and
-   answers of 250 tokens. Aggregated serving has 16 pods of one GPU behind a
+1. `guide`: the guide `pd-disaggregation` of llm-d. It serves gpt-oss-120b on 16 H200s, with prompts
+   of 5,000 tokens and answers of 250 tokens. Aggregated serving has 16 pods of one GPU behind a
    Kubernetes Service. 8P2D has 8 prefill pods of one GPU and 2 decode pods of four. 6P4D has 6
-   prefill pods of one GPU and 4 decode pods of two, which is 14 GPUs; the guide does not say how
-   its GPUs are divided.
-2. The same 8P2D on each network.
-3. Long prompts on 8 GPUs, 6P2D and 4P4D: which part of the time to first token is spent where.
+   prefill pods of one GPU and 4 decode pods of two; the guide does not say how its GPUs are divided.
+2. `links`: the same 8P2D on each network.
+3. `long`: long prompts on 8 GPUs, 6P2D and 4P4D. It shows the parts of the time to first token.
 
-No constant is fitted to a latency. The first comparison has two profiles. `estimated` is that of
-`sim profile estimate`, without any measurement of this model on this GPU. `published prefill` takes
-the prefill speed from the guide, which publishes it apart from the latencies.
+No constant is fitted to a latency. The first comparison has several profiles (`GUIDE_PROFILES`).
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -29,13 +27,14 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from docs.disaggregation_kernels import estimated, kernel_profile
 from docs.row_lines import row_lines
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Seconds
+from epp.core.types import Endpoint, Seconds
 from sim.cluster.cluster import Cluster
 from sim.cluster.links import LINKS, KVTransferSettings
 from sim.cluster.policies import PolicySource
-from sim.cluster.prefill_rules import DECODE, PREFILL, RoundRobinPrefill
+from sim.cluster.prefill_rules import DECODE, PREFILL, PrefillRule, RoundRobinPrefill
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.simulated_request import Fate, SimulatedRequest
@@ -59,9 +58,8 @@ LINK: Final = "roce200"
 
 PROMPT_TOKENS: Final = 5_000
 OUTPUT_TOKENS: Final = 250
-RATES: Final = (15.0, 30.0, 45.0)
-"""Requests per second. The guide publishes 45."""
 GUIDE_RATE: Final = 45.0
+"""Requests per second of the guide."""
 DURATION_S: Final[Seconds] = 120.0
 PREFILL_TOKENS_PER_S: Final = 33_821
 """`peakPrefillThroughput` of the guide's router configuration: one GPU, measured by its authors."""
@@ -79,25 +77,43 @@ LONG_REQUESTS: Final = 600
 LONG_RATES: Final = (0.5, 1.0, 1.5, 2.0)
 
 ESTIMATED: Final = "estimated"
+KERNEL_TIMES: Final = "kernel times"
 PUBLISHED_PREFILL: Final = "published prefill"
+NO_HOST_TIME: Final = "no host time"
 AGGREGATED: Final = "aggregated"
 SPLITS: Final = ("8P2D", "6P4D")
+RANDOM_PREFILL: Final = "8P2D, random prefill pod"
+GUIDE_PROFILES: Final = (PUBLISHED_PREFILL, KERNEL_TIMES, NO_HOST_TIME, ESTIMATED)
+"""Profiles of the first comparison, which `guide_profile` makes."""
+LINK_DURATION_S: Final[Seconds] = 30.0
+"""Length of the traffic of the second comparison: the first part of the guide's."""
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """Published means of the guide at 45 requests/s in seconds, and the 95th percentile of TTFT."""
+    """Means and 95th percentiles that llm-d publishes for 45 requests/s, in seconds."""
 
+    setup: str
+    name: str
     e2e_s: Seconds
-    itl_s: Seconds
     ttft_s: Seconds
     ttft_p95_s: Seconds
 
+    @property
+    def tpot_s(self) -> Seconds:
+        """Time per output token after the first one. It does not depend on how a client counts
+        gaps between tokens.
+        """
+        return (self.e2e_s - self.ttft_s) / (OUTPUT_TOKENS - 1)
 
-PUBLISHED: Final = {
-    AGGREGATED: Published(e2e_s=6.7, itl_s=25e-3, ttft_s=0.532, ttft_p95_s=1.574),
-    "8P2D": Published(e2e_s=2.775, itl_s=4.89e-3, ttft_s=1.157, ttft_p95_s=1.703),
-}
-"""The guide's report at 45 requests/s, and its comparison with 16 pods of one GPU."""
+
+PUBLISHED: Final = (
+    Published(setup=AGGREGATED, name="April", e2e_s=6.7, ttft_s=0.532, ttft_p95_s=1.574),
+    Published(setup="8P2D", name="April", e2e_s=3.538, ttft_s=1.444, ttft_p95_s=2.982),
+    Published(setup="8P2D", name="August", e2e_s=2.775, ttft_s=1.157, ttft_p95_s=1.703),
+    Published(setup="8P2D", name="vLLM 0.27.1", e2e_s=2.355, ttft_s=0.518, ttft_p95_s=1.052),
+)
+"""The published runs of the guide's traffic, the oldest first: two versions of the guide's README,
+and the arm `PD NIXL` of its report vllm-gpt-oss-120b-h200-multi-tier."""
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -131,11 +147,25 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 class Setup(Struct, frozen=True, kw_only=True):
-    """The pods of a run."""
+    """The pods of a run, and the rule that chooses their prefill pods."""
 
     name: str
     kinds: tuple[PodKind, ...]
-    split: bool
+    open_rule: Callable[[], PrefillRule] | None = None
+    """Function that creates the rule; None for aggregated serving."""
+
+
+class RandomPrefill:
+    """A rule that takes a random prefill endpoint."""
+
+    def __init__(self) -> None:
+        """Create a rule that makes the same choices in every run."""
+        self._random = Random(f"{SEED}:prefill")
+
+    def choose(
+        self, request: InferenceRequest, decode: Endpoint, prefill: Sequence[Endpoint]
+    ) -> Endpoint | None:
+        return self._random.choice(prefill) if prefill else None
 
 
 # --- profiles and pods ----------------------------------------------------------------------------
@@ -150,19 +180,29 @@ def profile_of(model: str, gpu: str, degree: int, *, context_tokens: int) -> Pro
     return estimated_profile(shape, settings)
 
 
-def guide_profile(degree: int) -> Profile:
-    """Return the estimated profile of the guide's model on `degree` GPUs."""
-    return profile_of("gpt-oss-120b", "h200", degree, context_tokens=PROMPT_TOKENS)
+def guide_profile(name: str, degree: int) -> Profile:
+    """Return a profile of the guide's model on `degree` GPUs; `name` is one of `GUIDE_PROFILES`.
+
+    `estimated` is that of `sim profile estimate`. `kernel times` has kernel times published for
+    this model. `published prefill` is that with the prefill speed which the guide publishes.
+    `no host time` is `kernel times` without the time for scheduling and launching a step.
+    """
+    if name == ESTIMATED:
+        return estimated(degree, PROMPT_TOKENS)
+    profile = kernel_profile(degree, PROMPT_TOKENS)
+    if name == NO_HOST_TIME:
+        return replace(profile, host_s=0.0)
+    return profile if name == KERNEL_TIMES else with_published_prefill(profile, degree)
 
 
 def with_published_prefill(profile: Profile, degree: int) -> Profile:
-    """Return `profile` with the published prefill speed.
+    """Return `profile`, which has kernel times, with the published prefill speed.
 
     A constant time per token is added to the linear layers, so that one prompt of `PROMPT_TOKENS` on
     one GPU has `PREFILL_TOKENS_PER_S`. `degree` GPUs add that time divided by `degree`.
     """
-    estimated_tokens_per_s = guide_profile(1).prefill_tokens_per_s(PROMPT_TOKENS)
-    per_token_s = (1 / PREFILL_TOKENS_PER_S - 1 / estimated_tokens_per_s) / degree
+    tokens_per_s = kernel_profile(1, PROMPT_TOKENS).prefill_tokens_per_s(PROMPT_TOKENS)
+    per_token_s = (1 / PREFILL_TOKENS_PER_S - 1 / tokens_per_s) / degree
     return replace(
         profile,
         linear_s=tuple(
@@ -173,20 +213,19 @@ def with_published_prefill(profile: Profile, degree: int) -> Profile:
     )
 
 
-def guide_kind(degree: int, speed: str) -> PodKind:
-    """Return a pod of the guide with `degree` GPUs."""
-    profile = guide_profile(degree)
-    if speed == PUBLISHED_PREFILL:
-        profile = with_published_prefill(profile, degree)
-    return PodKind.of(profile, block_size_tokens=BLOCK_TOKENS)
-
-
-def guide_setups(speed: str) -> list[Setup]:
-    """Return the three setups of the guide."""
-    one, two, four = (guide_kind(degree, speed) for degree in (1, 2, 4))
+def guide_setups(profile: str) -> list[Setup]:
+    """Return the three setups of the guide, and 8P2D with random prefill pods; `profile` is one
+    of `GUIDE_PROFILES`.
+    """
+    one, two, four = (
+        PodKind.of(guide_profile(profile, degree), block_size_tokens=BLOCK_TOKENS)
+        for degree in (1, 2, 4)
+    )
+    split = _split("8P2D", one, 8, four, 2, decode_nics=4)
     return [
-        Setup(name=AGGREGATED, kinds=(one,) * 16, split=False),
-        _split("8P2D", one, 8, four, 2, decode_nics=4),
+        Setup(name=AGGREGATED, kinds=(one,) * 16),
+        split,
+        replace(split, name=RANDOM_PREFILL, open_rule=RandomPrefill),
         _split("6P4D", one, 6, two, 4, decode_nics=2),
     ]
 
@@ -206,7 +245,7 @@ def long_setups() -> list[Setup]:
     """Return the setups of the study on 8 GPUs."""
     kind = long_kind()
     return [
-        Setup(name=AGGREGATED, kinds=(kind,) * 8, split=False),
+        Setup(name=AGGREGATED, kinds=(kind,) * 8),
         _split("6P2D", kind, 6, kind, 2, decode_nics=1),
         _split("4P4D", kind, 4, kind, 4, decode_nics=1),
     ]
@@ -221,7 +260,7 @@ def _split(
             *(prefill.with_role(PREFILL),) * prefills,
             *(decode.with_role(DECODE, nics=decode_nics),) * decodes,
         ),
-        split=True,
+        open_rule=RoundRobinPrefill,
     )
 
 
@@ -271,16 +310,15 @@ def run(
     """Return the figures of one run.
 
     Aggregated requests go to a random pod, as behind a Kubernetes Service. Decode pods are chosen
-    by their requests in flight and prefill pods in turn, like the guide's scorers do with equal
-    prompts.
+    by their requests in flight, like the guide's scorers do with equal prompts.
     """
     ended: list[SimulatedRequest] = []
     gaps = TokenGaps()
     settings = ClusterSettings(
         pods=setup.kinds,
-        kv_transfer=KVTransferSettings(link=LINKS[link]) if setup.split else None,
+        kv_transfer=KVTransferSettings(link=LINKS[link]) if setup.open_rule else None,
     )
-    policy = PolicySource(name="least-requests" if setup.split else "random")
+    policy = PolicySource(name="least-requests" if setup.open_rule else "random")
     Cluster(
         settings,
         settings.opener(policy),
@@ -289,7 +327,7 @@ def run(
         seed=SEED,
         ended=ended.append,
         stepped=gaps.add,
-        prefill_rule=RoundRobinPrefill() if setup.split else None,
+        prefill_rule=setup.open_rule() if setup.open_rule else None,
     ).run()
     done = [request for request in ended if request.fate is Fate.COMPLETE]
     parts = _parts([request for request in done if request.handover is not None])
@@ -298,7 +336,7 @@ def run(
         comparison=comparison,
         profile=profile,
         setup=setup.name,
-        link=link if setup.split else "",
+        link=link if setup.open_rule else "",
         rate_per_s=rate_per_s,
         completed=len(done),
         e2e_s=_mean([(one.ended_at or math.nan) - one.arrived_at for one in done]),
@@ -343,19 +381,38 @@ def _mean(values: list[float]) -> float:
     return rounded(float(np.mean(values))) or 0.0
 
 
-def measure() -> Iterator[Row]:
-    """Yield the figures of all runs, in the order of the tables."""
-    for speed in (ESTIMATED, PUBLISHED_PREFILL):
-        for setup in guide_setups(speed):
-            for rate_per_s in RATES:
-                yield run("guide", speed, setup, LINK, rate_per_s, list(steady(rate_per_s)))
+def measure_guide() -> Iterator[Row]:
+    """Yield the figures of the first comparison. Only `published prefill` has random prefill
+    pods.
+    """
+    given = list(steady(GUIDE_RATE))
+    for profile in GUIDE_PROFILES:
+        for setup in guide_setups(profile):
+            if setup.name != RANDOM_PREFILL or profile == PUBLISHED_PREFILL:
+                yield run("guide", profile, setup, LINK, GUIDE_RATE, given)
+
+
+def measure_links() -> Iterator[Row]:
+    """Yield the figures of 8P2D by network."""
     split = guide_setups(PUBLISHED_PREFILL)[1]
+    given = [one for one in steady(GUIDE_RATE) if one.time_s < LINK_DURATION_S]
     for link in LINKS:
-        given = list(steady(GUIDE_RATE))
         yield run("links", PUBLISHED_PREFILL, split, link, GUIDE_RATE, given)
+
+
+def measure_long() -> Iterator[Row]:
+    """Yield the figures of long prompts."""
     for setup in long_setups():
         for rate_per_s in LONG_RATES:
             yield run("long", ESTIMATED, setup, LINK, rate_per_s, list(long(rate_per_s)))
+
+
+COMPARISONS: Final[Mapping[str, Callable[[], Iterator[Row]]]] = {
+    "guide": measure_guide,
+    "links": measure_links,
+    "long": measure_long,
+}
+"""Functions that yield the figures of each comparison, in the order of the tables."""
 
 
 def read() -> Measured:
@@ -368,60 +425,55 @@ def read() -> Measured:
 
 def guide_table(measured: Measured) -> str:
     """Return the table of the guide's means, published and simulated."""
-    rows = [["setup, requests/s", "profile", "E2E", "ITL", "TTFT", "TTFT p95"]]
-    for name, published in PUBLISHED.items():
-        rows.append(
-            [
-                f"{name}, {GUIDE_RATE:g}",
-                "**published**",
-                _s(published.e2e_s),
-                _ms(published.itl_s),
-                _s(published.ttft_s),
-                _s(published.ttft_p95_s),
-            ]
-        )
+    rows = [["setup", "profile", "E2E", "time per token", "TTFT", "TTFT p95"]]
     rows += [
         [
-            f"{row.setup}, {row.rate_per_s:g}",
-            row.profile,
-            _s(row.e2e_s),
-            _ms(row.itl_s),
-            _s(row.ttft_s),
-            _s(row.ttft_p95_s),
+            one.setup,
+            f"**published, {one.name}**",
+            *_levels(one),
         ]
-        for row in _rows(measured, "guide")
+        for one in PUBLISHED
     ]
+    rows += [[row.setup, row.profile, *_levels(row)] for row in _rows(measured, "guide")]
     return markdown_table(rows)
+
+
+def _levels(row: Published | Row) -> list[str]:
+    return [_s(row.e2e_s), _ms(row.tpot_s), _s(row.ttft_s), _s(row.ttft_p95_s)]
 
 
 def sign_table(measured: Measured) -> str:
     """Return the table of ratios to aggregated serving, published and simulated."""
-    rows = [["setup, requests/s", "profile", "E2E", "ITL falls by", "TTFT rises by"]]
-    whole, split = PUBLISHED[AGGREGATED], PUBLISHED["8P2D"]
-    rows.append(
+    rows = [["setup", "profile", "E2E", "time per token falls by", "TTFT rises by"]]
+    base, *others = PUBLISHED
+    rows += [
         [
-            f"8P2D, {GUIDE_RATE:g}",
-            "**published**",
-            f"{split.e2e_s / whole.e2e_s:.2f} x",
-            f"{whole.itl_s / split.itl_s:.1f} x",
-            f"{split.ttft_s / whole.ttft_s:.2f} x",
+            one.setup,
+            f"**published, {one.name}**",
+            *_ratios(one, base),
         ]
-    )
+        for one in others
+    ]
     guide = _rows(measured, "guide")
-    base = {(row.profile, row.rate_per_s): row for row in guide if row.setup == AGGREGATED}
-    for row in guide:
-        if row.setup != AGGREGATED:
-            against = base[row.profile, row.rate_per_s]
-            rows.append(
-                [
-                    f"{row.setup}, {row.rate_per_s:g}",
-                    row.profile,
-                    f"{row.e2e_s / against.e2e_s:.2f} x",
-                    f"{against.itl_s / row.itl_s:.1f} x",
-                    f"{row.ttft_s / against.ttft_s:.2f} x",
-                ]
-            )
+    bases = {row.profile: row for row in guide if row.setup == AGGREGATED}
+    rows += [
+        [
+            row.setup,
+            row.profile,
+            *_ratios(row, bases[row.profile]),
+        ]
+        for row in guide
+        if row.setup != AGGREGATED
+    ]
     return markdown_table(rows)
+
+
+def _ratios(row: Published | Row, base: Published | Row) -> list[str]:
+    return [
+        f"{row.e2e_s / base.e2e_s:.2f} x",
+        f"{base.tpot_s / row.tpot_s:.1f} x",
+        f"{row.ttft_s / base.ttft_s:.2f} x",
+    ]
 
 
 def link_table(measured: Measured) -> str:
@@ -469,21 +521,34 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> int:
-    """Measure everything, and write docs/disaggregation-figures.json after each run."""
+    """Measure the comparisons, and write docs/disaggregation-figures.json at the end."""
     parser = argparse.ArgumentParser(
-        prog="python -m docs.disaggregation_figures", description=__doc__
+        prog="python -m docs.disaggregation_figures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.parse_args()
+    only = "measure this comparison and keep the figures of the others"
+    parser.add_argument("--only", choices=COMPARISONS, help=only)
+    options = parser.parse_args()
     rows: list[Row] = []
-    for row in measure():
-        rows.append(row)
-        print(
-            f"{row.comparison}: {row.profile}, {row.setup}, {row.link}, {row.rate_per_s:g}/s: "
-            f"E2E {_s(row.e2e_s)}, ITL {_ms(row.itl_s)}, TTFT {_s(row.ttft_s)}",
-            file=sys.stderr,
-        )
+    for comparison, measure in COMPARISONS.items():
+        if options.only in {None, comparison}:
+            rows += map(_shown, measure())
+        else:
+            rows += _rows(read(), comparison)
     write_whole(RESULTS, row_lines(msgspec.to_builtins(Measured(rows=rows))).encode())
     return 0
+
+
+def _shown(row: Row) -> Row:
+    """Return `row` after writing its figures to stderr, as progress."""
+    print(
+        f"{row.comparison}: {row.profile}, {row.setup}, {row.link}, {row.rate_per_s:g}/s: "
+        f"E2E {_s(row.e2e_s)}, time per token {_ms(row.tpot_s)}, TTFT {_s(row.ttft_s)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return row
 
 
 if __name__ == "__main__":

@@ -191,7 +191,9 @@ class Gateway:
             self.handovers.begin(request.handover)
 
     def _submit(self, request: SimulatedRequest) -> None:
-        """Give `request` to the engine of its pod. If it has a handover, its sidecar does so."""
+        """Give `request` to the engine of its pod. The sidecar of the decode pod calls this for a
+        disaggregated request.
+        """
         if request.fate is not None:
             return
         handover = request.handover

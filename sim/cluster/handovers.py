@@ -79,7 +79,7 @@ class Gate(Protocol):
         ...
 
     def fail(self, request: SimulatedRequest, failure: Failure, status: int) -> None:
-        """End `request` with this status."""
+        """End `request` for the reason `failure`; `status` is its HTTP status."""
         ...
 
 
@@ -97,6 +97,8 @@ class Handover:
         self.pod = pod
         """Prefill pod."""
         self.life = pod.life
+        """Value of the prefill pod's `life` at the decision. The pod's engine was lost since then
+        if it differs."""
         self.engine: EngineRequest | None = None
         """Prefill leg in the prefill pod's engine; None before it arrives."""
         self.prefilled_at: Seconds | None = None
@@ -183,7 +185,7 @@ class Handovers:
             self._gate.decode(handover)
 
     def decoding(self, handover: Handover, engine: EngineRequest) -> None:
-        """Report that the decode engine gets `engine`, the decode leg, now."""
+        """Report that the decode engine now gets `engine`, the decode leg of this handover."""
         handover.decode = engine
         handover.decode_since = self._loop.now
 
@@ -373,7 +375,7 @@ class Handovers:
             pod.give_up(leg)
 
     def _fail(self, handover: Handover, failure: Failure, status: int) -> None:
-        """Fail the request unless it has ended, and remove its decode leg."""
+        """Fail the request of a handover unless it has ended, and remove its decode leg."""
         self._open.pop(handover, None)
         if handover.cancelled:
             return

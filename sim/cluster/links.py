@@ -16,7 +16,9 @@ from sim.cluster.loop import Loop
 
 
 class Link(Struct, frozen=True, kw_only=True):
-    """One kind of network between pods. Sizes are effective, without protocol overhead."""
+    """One kind of network between pods. Its bandwidth is what payloads get, without protocol
+    overhead.
+    """
 
     name: str
     bytes_per_s: float
@@ -96,7 +98,7 @@ class KVTransferSettings(Struct, frozen=True, kw_only=True):
     because the decode engine must have reserved its blocks before."""
     first_contact_s: Seconds = 0.0
     """Additional time of the first transfer between two engine processes; about 5 s are reported
-    for NIXL. 0 if they have met before the run."""
+    for NIXL. 0 if all processes have connected to each other before the run."""
 
 
 class Nics:
@@ -109,7 +111,7 @@ class Nics:
         assert bytes_per_s > 0
         self.bytes_per_s = bytes_per_s
         self.active: dict[Transfer, None] = {}
-        """Transfers whose bytes flow, the oldest first."""
+        """Transfers over these NICs whose set-up has ended, the oldest first."""
 
     @property
     def share_bytes_per_s(self) -> float:
@@ -132,9 +134,9 @@ class Transfer:
         self.source = source
         self.target = target
         self.bytes_left = bytes_left
-        """Bytes that had not arrived at `settled_at`."""
+        """Bytes of this transfer that had not arrived at the time `settled_at`."""
         self.bytes_per_s = 0.0
-        """Present bandwidth; 0 during the set-up and after the end."""
+        """Present bandwidth of this transfer; 0 during its set-up and after its end."""
         self.settled_at: Seconds = 0.0
         self._done = done
         self._version = 0

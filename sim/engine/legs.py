@@ -48,7 +48,7 @@ class KVConnector(Struct, frozen=True, kw_only=True):
 
 
 class Legs:
-    """The legs of one engine that have blocks and do not run."""
+    """The prefill and decode legs of one engine that have KV blocks and do not run."""
 
     def __init__(self, pool: BlockPool, block_size_tokens: int) -> None:
         self._pool = pool
@@ -121,12 +121,14 @@ class Legs:
         self.fetched.append(request)
 
     def give_up(self, request: EngineRequest) -> None:
-        """Remove a leg in `fetching`, and release its blocks."""
+        """Remove a decode leg in `fetching`, and release the blocks reserved for it."""
         del self.fetching[request]
         self._free(request)
 
     def continued(self, request: EngineRequest) -> None:
-        """Report that a leg taken from `fetched` runs now."""
+        """Stop counting the shared blocks of a decode leg that was taken from `fetched` and runs
+        now.
+        """
         self.shared_blocks -= request.shared_blocks
 
     def hold(self, request: EngineRequest) -> None:
@@ -135,7 +137,7 @@ class Legs:
         self.shared_blocks += request.shared_blocks
 
     def release(self, request: EngineRequest) -> None:
-        """Release the blocks of a leg in `held`. They stay cached."""
+        """Release the blocks of a prefill leg in `held`. The blocks stay cached."""
         del self.held[request]
         self._free(request)
 
@@ -157,7 +159,7 @@ class Legs:
         return False
 
     def check(self) -> None:
-        """Raise AssertionError if a count is wrong."""
+        """Raise AssertionError if the count of shared blocks or the blocks of a leg are wrong."""
         shared = sum(request.shared_blocks for request in self)
         assert shared == self.shared_blocks, "shared blocks of legs are counted"
         size = self._block_size_tokens

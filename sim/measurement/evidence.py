@@ -45,8 +45,9 @@ EVIDENCE: Final[Mapping[str, str]] = {
         "available; vLLM loads while other requests compute, in the simulator they wait"
     ),
     CONNECTOR: (
-        "checked in sign only: with an estimated profile, disaggregation changes E2E, ITL and TTFT "
-        "in the published directions (llm-d's guide pd-disaggregation), by smaller factors"
+        "checked against llm-d's guide pd-disaggregation: times per token are within 20 % of the "
+        "first published run, disaggregation shortens them by 2.1 times instead of 2.9, and "
+        "first tokens come up to 3 times sooner than published"
     ),
     SHARED: "unchecked: stored blocks are available at once, and readers do not slow each other down",
 }

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from epp.core.types import Seconds
 from sim.engine.engine import EngineSnapshot
 
+# Bucket bounds of histograms as in vLLM, in seconds, bytes, and descriptors per transfer.
 _XFER_S: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _POST_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 _BYTES: Final = tuple(float(2 ** (10 + power)) for power in range(1, 25, 2))
@@ -81,7 +82,7 @@ class TransferSeries:
         self._fetched = stages.labels(**labels, stage="completed_waiting")
 
     def show(self, after: EngineSnapshot) -> None:
-        """Set the gauges."""
+        """Set the numbers of requests that fetch KV blocks, by stage, to those in `after`."""
         self._to_fetch.set(after.to_fetch)
         self._fetching.set(after.fetching)
         self._fetched.set(after.fetched)

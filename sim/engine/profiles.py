@@ -89,10 +89,13 @@ class StepWork(Struct):
     drafts: int = 0
     """Number of draft tokens that the step verifies; they are included in `tokens`."""
     received: int = 0
-    """Requests among `decodes` whose prompt another engine computed. Their token is their first, so
-    it follows no other one."""
+    """Number of the requests in `decodes` whose prompt another engine computed. The token that the
+    step gives them is the first of the answer.
+    """
     handed_over: int = 0
-    """Requests among `sequences` whose token is discarded, because another engine continues."""
+    """Number of the requests in `sequences` that only compute a prompt for another engine, which
+    continues them. Their token is discarded.
+    """
     drafts_accepted: int = 0
     """Number of accepted draft tokens. Requests get them in addition to the one token of each in
     `sequences`.

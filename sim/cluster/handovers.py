@@ -46,7 +46,7 @@ LOAD_FAILED_STATUS: Final = 500
 
 
 class HandoverTotals(Struct):
-    """What happened to the handovers of a run."""
+    """Totals of the handovers of a run."""
 
     transfers: int = 0
     """Number of transfers that ended."""

@@ -166,7 +166,7 @@ def test_concurrent_legs_reserve_while_the_prefill_pod_computes(concurrent):
 
 
 def test_push_hides_the_transfer_behind_the_prefill():
-    """Of a transfer that is shorter than the prefill, only the last layer remains."""
+    """Only the last layer remains of a transfer that is shorter than the prefill."""
     took = {}
     for push in (False, True):
         transfer = KVTransferSettings(link=LINK, concurrent=True, push=push)
@@ -240,7 +240,7 @@ STAGES = {
 @pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_client_that_leaves_frees_all_blocks_in_the_end(stage, concurrent):
-    """Those of the prefill pod at the end of the lease, unless they were or are being read."""
+    """The prefill pod frees its blocks at the end of the lease, unless they were or are being read."""
     transfer = structs.replace(SLOW, concurrent=concurrent)
     later = arrival(1, time_s=100.0)
     one, ends = made([arrival(prompt_tokens=8_000, output_tokens=500), later], transfer=transfer)

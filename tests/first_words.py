@@ -64,19 +64,6 @@ def sentences(path: Path) -> Iterator[Text]:
                 yield Text(f"{path}:{number}", sentence)
 
 
-_INTRODUCED = re.compile(
-    r"[^,:]+, (?!(?:as|and|or|but|which|who|whose|that|where|when)\b)\S+(?: \S+){2,}"
-)
-
-
-def introduced(text: Text) -> bool:
-    """Return whether a sentence begins with a phrase that a comma ends, as in "In a cluster, the picker
-    waits", so that its subject follows the comma.
-    """
-    begin = re.sub(r"`[^`]*`|\([^)]*\)", "`", text.begin)
-    return bool(_INTRODUCED.match(begin))
-
-
 def beginning_with(texts: Sequence[Text], words: frozenset[str]) -> list[Text]:
     """Return the texts whose first word is one of `words`."""
     return [text for text in texts if text.word in words]

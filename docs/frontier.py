@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from docs.row_lines import row_lines
+from epp.plugins.strategy import config_of, step
 from sim.experiments.leaderboard.cases import CASES, FURTHER_CASES
 from sim.measurement.ranking import WITHOUT_ADAPTERS
 from sim.measurement.summaries import LeaderboardSummary
@@ -57,18 +58,6 @@ STYLE: Final = (
     "text{font:12px sans-serif;fill:#4c5866}.page{fill:#fff}.frame{fill:none;stroke:#c5ccd3}"
     "@media(prefers-color-scheme:dark){text{fill:#c5ccd3}.page{fill:#1c2128}}"
 )
-_DOCUMENT: Final = """apiVersion: llm-d.ai/v1alpha1
-kind: EndpointPickerConfig
-plugins:
-- type: added-time-scorer
-  parameters:
-    firstTokenWeight: {weight}
-    decodeTokens: {answers}
-schedulingProfiles:
-- name: default
-  plugins:
-  - pluginRef: added-time-scorer
-"""
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -238,20 +227,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for answers, weights in VARIANTS.items():
         for weight in weights:
-            text = _DOCUMENT.format(weight=weight, answers=answers)
-            (folder / f"{_name(weight, answers)}.yaml").write_text(text, encoding="utf-8")
+            scorer = step("added-time-scorer", firstTokenWeight=weight, decodeTokens=answers)
+            file = folder / f"{_name(weight, answers)}.yaml"
+            file.write_text(config_of(scorer), encoding="utf-8")
     found: Comparisons = {}
     for name, (strategies, cases, requests) in plan().items():
+        told = [f"./{one}.yaml" if one.startswith("w") else one for one in strategies]
+        # `sim leaderboard` runs only the cells that its folder lacks.
+        subprocess.run(  # noqa: S603  our own command
+            [sys.executable, "-m", "sim", "leaderboard", "--strategies", ",".join(told),
+             "--cases", ",".join(cases), "--seeds", str(SEEDS), "--seed", str(FIRST_SEED),
+             "--requests", str(requests), "--out", name],
+            cwd=folder,
+            check=True,
+        )  # fmt: skip
         board = folder / name / "summary.json"
-        if not board.exists():
-            told = [f"./{one}.yaml" if one.startswith("w") else one for one in strategies]
-            subprocess.run(  # noqa: S603  our own command
-                [sys.executable, "-m", "sim", "leaderboard", "--strategies", ",".join(told),
-                 "--cases", ",".join(cases), "--seeds", str(SEEDS), "--seed", str(FIRST_SEED),
-                 "--requests", str(requests), "--out", name],
-                cwd=folder,
-                check=True,
-            )  # fmt: skip
         summary = msgspec.json.decode(board.read_bytes(), type=LeaderboardSummary, strict=False)
         found[name] = comparison_of(summary)
     write_whole(RESULTS, row_lines(msgspec.to_builtins(found)).encode())

@@ -73,7 +73,7 @@ CASES: Final = (
 
 
 class Sized(Struct, frozen=True, kw_only=True):
-    """Those parts of a sizing's summary.json that the tables need."""
+    """The parts of a sizing's summary.json that the tables need."""
 
     conditions: dict[str, Any]
     warm_up: WarmUpSummary

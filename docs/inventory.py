@@ -254,7 +254,7 @@ class _CodeComparison:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._same: dict[tuple[str, str], bool] = {}
-        """Whether two blobs, named by their git ids, contain the same code."""
+        """(git id, git id) of two blobs -> True if they contain the same code."""
 
     def differs(self, commit: str, source: str) -> bool:
         """Return whether the code of `source`, a file or a folder, differs between `commit` and HEAD."""

@@ -145,6 +145,22 @@ def _of_aiconfigurator(root: Path) -> Iterator[KernelTimes]:
                 )  # fmt: skip
 
 
+def times_of(root: Path, gpu: str, model: str, degree: int) -> KernelTimes:
+    """Return the kernel times of one model with its own weights on `degree` GPUs.
+
+    `root` is the folder of aiconfigurator's tables, and `gpu` is a key of `SYSTEMS`. Raise
+    ValueError if the tables lack a kernel that the model needs.
+    """
+    folder, version, comm_version = SYSTEMS[gpu]
+    times = _whole_model(_Tables(root / folder, version, comm_version), shape_of(model), degree)
+    if times is None:
+        raise ValueError(
+            f"{root / folder}: the tables lack a kernel of {model} on {degree} x {gpu}."
+        )
+    source = f"ai-dynamo/aiconfigurator, {folder}, vLLM {version}"
+    return msgspec.structs.replace(times, gpu=gpu, model=model, source=source)
+
+
 def _whole_model(tables: "_Tables", shape: ModelShape, degree: int) -> KernelTimes | None:
     """Return the kernel times of a model in all layers, or None if the tables lack a part that it
     needs.

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from docs.row_lines import row_lines
 from epp.core.types import Seconds
 from epp.plugins.added_time import AddedTime
+from epp.plugins.strategy import config_of, step
 from sim.demo.arm import BLOCK_SIZE_TOKENS, HOMING, Arm, DemoError, DemoPods, find_envoy
 from sim.demo.client import RequestOutcome, drive
 from sim.demo.workload import WorkloadSettings, conversations
@@ -48,17 +49,6 @@ four pods after some minutes; the case has 400 requests, which end before.
 CHUNK_TOKENS: Final = 50
 """Tokens in each chunk of an answer to the chat, so that chunks do not fill the machine."""
 BEFORE: Final = 0.0
-_DOCUMENT: Final = """apiVersion: llm-d.ai/v1alpha1
-kind: EndpointPickerConfig
-plugins:
-- type: added-time-scorer
-  parameters:
-    firstTokenWeight: {weight:g}
-schedulingProfiles:
-- name: default
-  plugins:
-  - pluginRef: added-time-scorer
-"""
 
 
 class LiveRun(Struct, frozen=True, kw_only=True):
@@ -79,7 +69,7 @@ Latencies = list[tuple[Seconds, Seconds, str]]
 
 
 def read() -> list[LiveRun]:
-    """The runs that were measured last."""
+    """Return the runs that were measured last."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=list[LiveRun])
 
 
@@ -161,7 +151,8 @@ async def one_run(workload: str, weight: float, seed: int, chat_s: Seconds, envo
     with tempfile.TemporaryDirectory(prefix="homing-live-") as name:
         folder = Path(name)
         document = folder / "picker.yaml"
-        document.write_text(_DOCUMENT.format(weight=weight), encoding="utf-8")
+        scorer = step("added-time-scorer", firstTokenWeight=weight)
+        document.write_text(config_of(scorer), encoding="utf-8")
         arm = Arm(HOMING, envoy=envoy, seed=seed, folder=folder, pods=pods, document=document)
         told, _ = await arm.serve(load)
     whole = [(ttft_s, e2e_s) for ttft_s, e2e_s, error in told if not error]

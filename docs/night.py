@@ -338,15 +338,15 @@ async def _night(folder: Path, out: Path) -> None:
             "One command answers each of five questions about a pool in trouble.",
             "This page is for operators: find your question among the headings and type the command of its section.",
             "",
-            "On this page, pickers, Envoy, HTTP and time are real; the five pods are simulated. "
+            "Pickers, Envoy, HTTP and time are real on this page; the five pods are simulated. "
             f"Two replicas of the picker share {ORDINARY.rate_per_s:.0f} requests a second under the default configuration.",
             "`make night` writes this page from the output of the commands. "
             "It first verifies the effect of each fault at the broken part, "
             "and writes no page if a fault has no effect, or if a command does not name the culprit.",
         )
         await night.say(
-            "In a cluster, run the commands of this page in the picker's own pod ([where commands run](operate.md#where-commands-run)). "
-            "On this page, `$PICKERS` contains the addresses of the two pickers, and `$DECISIONS` is the folder of their decision history.",
+            "Run the commands of this page in the picker's own pod if the picker runs in a cluster ([where commands run](operate.md#where-commands-run)). "
+            "`$PICKERS` contains the addresses of the two pickers on this page, and `$DECISIONS` is the folder of their decision history.",
         )
         await play(night)
         (out / "night.md").write_text("\n".join(night.walk.page).rstrip() + "\n")

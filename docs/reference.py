@@ -35,6 +35,7 @@ from msgspec.inspect import (
 
 from docs import (
     caches,
+    disaggregation_figures,
     estimate_tables,
     estimates,
     exact,
@@ -206,6 +207,18 @@ def refreshed(page: str) -> str:
         "estimate-judged": lambda: estimate_tables.judged_table(estimates.read()),
         "estimate-gpus": lambda: estimate_tables.gpu_table(estimates.read()),
         "estimate-efficiencies": lambda: estimate_tables.efficiency_table(estimates.read()),
+        "disaggregation-signs": lambda: disaggregation_figures.sign_table(
+            disaggregation_figures.read()
+        ),
+        "disaggregation-guide": lambda: disaggregation_figures.guide_table(
+            disaggregation_figures.read()
+        ),
+        "disaggregation-links": lambda: disaggregation_figures.link_table(
+            disaggregation_figures.read()
+        ),
+        "disaggregation-parts": lambda: disaggregation_figures.part_table(
+            disaggregation_figures.read()
+        ),
         "frontier-chosen": lambda: frontier.table("chosen"),
         "frontier-confirmed": lambda: frontier.table("confirmed"),
         "frontier-further": lambda: frontier.table("further"),

@@ -35,7 +35,7 @@ SEEDS: Final = 5
 
 
 class Sized(Struct, frozen=True, kw_only=True):
-    """Those parts of a sizing's summary.json that the table and the picture need."""
+    """The parts of a sizing's summary.json that the table and the picture need."""
 
     conditions: dict[str, Any]
     sized_for: DemandSummary

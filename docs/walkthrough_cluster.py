@@ -101,7 +101,7 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
     walk.say(
         "# From nothing to tuned, in a cluster",
         "",
-        "This page repeats the [day with Homing](walkthrough.md) in a Kubernetes of one node ([`make cluster`](availability.md#seen-in-a-cluster)). "
+        "This page repeats the walkthrough [A day with Homing](walkthrough.md) in a Kubernetes of one node ([`make cluster`](availability.md#seen-in-a-cluster)). "
         "Follow it to install the chart, capture traffic and tune the weights in a cluster.",
         "The chart, its picker and its Envoy run in pods there.",
         f"The {PODS} model servers are on a node without a GPU that [kwok](https://kwok.sigs.k8s.io) plays; "

@@ -69,7 +69,7 @@ class Conversation:
     def answers(self, message: bytes) -> list[bytes]:
         """Return the answers to the next `message` of the stream.
 
-        Those to request headers wait for the end of the body.
+        Answers to request headers are returned at the end of the body.
         """
         kind = message[0]
         if kind == _RESPONSE_BODY:

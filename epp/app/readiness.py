@@ -70,7 +70,7 @@ class Readiness:
         """Return True if the first scrapes are over: every endpoint was scraped once and one is
         ready, or `FIRST_PASS_S_MAX` passed.
 
-        Once True, the result stays True, because later endpoints join a picker that is already
+        The result stays True from then on, because later endpoints join a picker that is already
         serving.
         """
         if self.scraped or self._known_since_s is None:

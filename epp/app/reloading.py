@@ -128,7 +128,9 @@ class Reloading:
             self._refuse("; ".join(error.problems))
             return
         except BaseException:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
-            _log.exception("configuration not applied, the last valid one stays in force")
+            _log.exception(
+                "applying a valid configuration failed, the last applied one stays in force"
+            )
             self._refuse("a plugin failed while the configuration was applied")
             return
         self._sources.kept_config.keep(content)

@@ -82,8 +82,8 @@ class InflightLoadProducer(Parameters, frozen=True):
 
     The tokens drain at the `peak_prefill_throughput` (tokens/s) of each endpoint. If labels of an
     endpoint match entries of `peak_prefill_throughputs`, the first of these applies. If neither is
-    set, the value of `prefix-cache-affinity-filter` applies, and without it 15,928. In the
-    simulator, the default is the speed of the pods' profile.
+    set, the value of `prefix-cache-affinity-filter` applies, and without it 15,928. The
+    default in the simulator is the speed of the pods' profile.
     """
 
     peak_prefill_throughput: Annotated[float, Meta(gt=0, le=1e9)] | None = None

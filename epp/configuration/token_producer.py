@@ -211,8 +211,8 @@ class TokenProducer(Parameters, frozen=True):
     """Source of prompts' token ids: an estimate of 4 bytes per token (`estimate`), the engine's
     renderer (`vllm`), or tokenizer files (`local`).
 
-    A request waits for its token ids at most `tokenize_timeout`. After that, or at once if the ids
-    are not available, it is routed by the bytes of its prompt.
+    A request waits for its token ids at most `tokenize_timeout`. It is routed by the bytes of
+    its prompt after that time, or at once if the ids are not available.
     """
 
     abilities: ClassVar[Abilities] = Abilities(warns=True)

@@ -107,11 +107,13 @@ def moment_of(text: str, now_s: float) -> float:
     """
     now = datetime.fromtimestamp(now_s, UTC)
     try:
-        if "-" in text[1:]:
+        if "-" in text.partition(":")[0][1:]:
             moment = datetime.fromisoformat(text)
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         if ":" in text:
-            moment = datetime.combine(now.date(), time.fromisoformat(text), UTC)
+            of_day = time.fromisoformat(text)
+            zone = of_day.tzinfo or UTC
+            moment = datetime.combine(now.astimezone(zone).date(), of_day, zone)
             return (moment if moment <= now else moment - _DAY).timestamp()
         return now_s - parse_duration(text)
     except ValueError as error:
@@ -163,7 +165,9 @@ class _Reader:
         self._since_s, self._until_s = since_s, until_s
         self._picker = ""
         self._now_s = 0.0
-        """Unix time of the journal record that was read last."""
+        """Lower bound of the present Unix time: the time of the last decision or opened journal that
+        was read.
+        """
         self._context = Context()
         self._changes: set[tuple[float, int]] = set()
         self._open: dict[int, bytes] = {}

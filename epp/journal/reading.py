@@ -134,7 +134,7 @@ def journals(folder: Path, *levels: Level) -> list[Segments]:
     """Return the journal files in `folder` and its subfolders, one `Segments` per picker process,
     oldest process first.
 
-    Of each process, the first of `levels` is returned of which it has files. Raises `JournalError`
+    A process may have files of several levels; the first of `levels` that it has is returned. Raises `JournalError`
     if the folder cannot be read or no process has files.
     """
     try:

@@ -19,10 +19,10 @@ class DataParallelRank(Parameters, frozen=True):
     serve it.
 
     This applies to an endpoint with several ranks behind one address whose engine sends KV-cache
-    events. The header `x-data-parallel-rank` names the rank with most of the prompt cached. That
-    rank must have at least `minCachedTokenDelta` tokens more than every other rank. If several
-    ranks have as much, or none has any, the engine's own balancer chooses. A client's header of
-    that name is removed.
+    events. The header `x-data-parallel-rank` names the rank with most of the prompt cached. The
+    named rank must have at least `minCachedTokenDelta` tokens more than every other rank. If
+    several ranks have as much, or none has any, the engine's own balancer chooses. A client's
+    header of that name is removed.
 
     A popular prompt does not overload its rank. A rank receives at most `maxRequestsAhead` more of
     this picker's running requests than the rank with the fewest. The rank that serves the next one

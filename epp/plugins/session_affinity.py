@@ -154,11 +154,11 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
     """Score 1 for the endpoint that served this session before, 0 for the others; all 0 if none
     did.
 
-    With the strategy `encoded_endpoint_header`, a response header carries a token, and the client
+    If the strategy is `encoded_endpoint_header`, a response header carries a token, and the client
     sends it back. The token is a keyed hash of the endpoint. It reveals nothing, and only pickers
     with the key can create it. An invalid token, or one of an endpoint that is not a candidate,
-    prefers no endpoint. With the strategy `session_id`, an affinity index remembers the endpoint of
-    each session.
+    prefers no endpoint. If the strategy is `session_id`, an affinity index remembers the endpoint
+    of each session.
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"

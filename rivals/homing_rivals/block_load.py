@@ -55,7 +55,7 @@ class BlockLoadSettings(contract.PrefixIndexSettings, frozen=True, kw_only=True)
 
 
 class _Load(Struct):
-    """What one `record` of a request added to the load of its endpoint."""
+    """The load that one `record` of a request added to its endpoint."""
 
     generation: int
     missed: int

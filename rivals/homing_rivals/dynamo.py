@@ -142,8 +142,8 @@ class Softmax(Parameters, frozen=True):
     """Draw an endpoint at random with weights exp(score / t), for scores stretched to [0, 1]; t is
     `temperature`.
 
-    At t = 0, it draws among the endpoints with the highest score. The weights equal exp(-cost /
-    ((max - min) * t)) of costs that were turned into scores by their range (Dynamo's
+    If t is 0, the picker draws among the endpoints with the highest score. The weights equal
+    exp(-cost / ((max - min) * t)) of costs that were turned into scores by their range (Dynamo's
     `router_temperature`). Several endpoints are drawn without replacement (Gumbel's largest keys).
     """
 

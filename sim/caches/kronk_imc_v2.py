@@ -33,13 +33,13 @@ class KronkImcV2(CacheBehaviour, frozen=True):
     """Kronk's incremental message cache with snapshots of whole prompts, by its manual, chapter 5,
     as of August 2026.
 
-    As many requests run as there are `slots`. Each reserves a session: the one with the longest
-    snapshot that is a complete head of its prompt, or else an empty one, or else the least recently
-    used one. Reserved sessions cannot be chosen. Without such a snapshot, the request may begin
-    with that of a system prompt; there are as many of these as sessions. A shorter common head is
-    never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is stored when it
-    is computed, which frees its session. If the session already has the prompt, it is freed when
-    the request is answered. Snapshots are in memory and take bytes / `bytes_per_s` in each
+    The engine runs as many requests as there are `slots`. Each reserves a session: the one with the
+    longest snapshot that is a complete head of its prompt, or else an empty one, or else the least
+    recently used one. Reserved sessions cannot be chosen. If there is no such snapshot, the request
+    may begin with that of a system prompt; there are as many of these as sessions. A shorter common
+    head is never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is stored
+    when it is computed, which frees its session. If the session already has the prompt, it is freed
+    when the request is answered. Snapshots are in memory and take bytes / `bytes_per_s` in each
     direction, for which the manual has no value.
 
     Not modelled are the alternate snapshot of a session, and media. Where Kronk would answer that

@@ -27,10 +27,10 @@ class MlxDisk(MlxParameters, frozen=True):
 
     A sequence in memory that is long enough is also written to the disk, once. If memory has no
     prefix of a prompt, the longest whole sequence on the disk with which the prompt begins is read
-    and stored in memory again. Beyond the budget, the least recently used file is deleted. Reading
-    and writing take the measured times (`MEASURED_TOKENS`), interpolated linearly from zero, for
-    every model. The size of a file follows the profile. A new process in the same pod finds the
-    disk as the previous one left it.
+    and stored in memory again. If the files exceed the budget, the least recently used one is
+    deleted. Reading and writing take the measured times (`MEASURED_TOKENS`), interpolated linearly
+    from zero, for every model. The size of a file follows the profile. A new process in the same
+    pod finds the disk as the previous one left it.
     """
 
     type_name: ClassVar[str] = "mlx-disk"

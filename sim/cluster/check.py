@@ -11,6 +11,8 @@ from typing import Final
 
 from epp.core.types import Seconds
 from sim.cluster.cluster import Cluster
+from sim.engine.engine import Engine
+from sim.engine.request import EngineRequest
 
 
 def no_block_used_twice(cluster: Cluster) -> None:
@@ -29,7 +31,7 @@ def free_and_used_are_all(cluster: Cluster) -> None:
         for rank in pod.ranks:
             pool = rank.pool
             assert pool.blocks_free >= 0, f"{pod.name}: {pool.blocks_free} free blocks"
-            holdings = [request.holding for request in rank.running]
+            holdings = [request.holding for request in rank.holders()]
             used = sum(holding.blocks for holding in holdings) - pool.duplicate_blocks
             both = pool.blocks_free + used
             assert both == pool.blocks_usable, f"{pod.name}: {both} of {pool.blocks_usable} blocks"
@@ -50,13 +52,26 @@ def no_request_lost(cluster: Cluster) -> None:
             assert not pod.requests, f"{pod.name} is dead and has {len(pod.requests)} requests"
             continue
         inside = Counter(
-            request.request_id for request in (*pod.engine.running, *pod.engine.waiting)
+            request.request_id
+            for rank in pod.ranks
+            for request in (*rank.running, *rank.waiting, *_decode_legs(rank))
+            if not request.gone
         )
         assert not inside or max(inside.values()) == 1, f"{pod.name} has a request twice"
         known = set(pod.requests)
         assert set(inside) <= known | pod.leaving, f"{pod.name} runs requests without a client"
-        finishing = {key for key, request in pod.requests.items() if request.engine.finished}
+        # A request without an engine is at the sidecar.
+        finishing = {
+            key
+            for key, request in pod.requests.items()
+            if request.engine is None or request.engine.finished
+        }
         assert known - finishing <= set(inside), f"{pod.name} has lost a request"
+
+
+def _decode_legs(rank: Engine) -> tuple[EngineRequest, ...]:
+    """Return the decode legs of a rank that have blocks and do not run."""
+    return () if rank.legs is None else (*rank.legs.fetching, *rank.legs.fetched)
 
 
 def leases_return_to_zero(cluster: Cluster) -> None:

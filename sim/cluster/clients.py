@@ -16,8 +16,10 @@ from sim.traces.arrival import Arrival
 RETRIED: Final = frozenset({429, 503})
 """HTTP statuses after which a client retries."""
 
-_ASKED_AGAIN: Final = frozenset({Failure.POD_DIED, Failure.NO_PICKER})
-"""Failures without an HTTP status in `RETRIED` after which a client also retries."""
+_ASKED_AGAIN: Final = frozenset(
+    {Failure.POD_DIED, Failure.PREFILL_POD_DIED, Failure.KV_TRANSFER, Failure.NO_PICKER}
+)
+"""Failures after which a client retries."""
 
 ENDED_MAX: Final = 65_536
 """Maximum number of ended requests whose end time is stored, for following turns that arrive

@@ -15,15 +15,18 @@ from epp.core.types import Seconds
 from sim.cluster.clients import Clients
 from sim.cluster.faults import Fault, Faults
 from sim.cluster.gateway import Gateway
+from sim.cluster.handovers import Handover
 from sim.cluster.loop import Loop
 from sim.cluster.pickers import Pickers
 from sim.cluster.pods import Pods
 from sim.cluster.policies import Policy
-from sim.cluster.settings import TICK_S, ClusterSettings
+from sim.cluster.prefill_rules import PrefillRule
+from sim.cluster.settings import TICK_S, ClusterSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import SimulatedPod
 from sim.cluster.simulated_request import Fate, SimulatedRequest
 from sim.cluster.tokenizing import SimulatedRenderer
 from sim.engine.engine import Step
+from sim.engine.request import EngineRequest
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
@@ -58,10 +61,14 @@ class Cluster:
         decided: Callable[[SimulatedRequest], None] | None = None,
         faults: Iterable[Fault] = (),
         resolver: Resolver | None = None,
+        prefill_rule: PrefillRule | None = None,
     ) -> None:
-        """Set up the cluster at time 0. `resolver` delays requests before pickers place them; None
-        to use the renderer of the settings, if they define one.
+        """Set up the cluster; `resolver` delays requests before pickers place them, None for no
+        delay. `prefill_rule` chooses prefill pods; None if all pods serve whole requests. Raises
+        `ClusterSettingsError` for a rule without `kv_transfer`.
         """
+        if prefill_rule is not None and settings.kv_transfer is None:
+            raise ClusterSettingsError("a prefill rule needs kv_transfer, got None")
         self.settings = settings
         self.loop = Loop()
         self._tell_stepped = stepped
@@ -72,8 +79,12 @@ class Cluster:
             stepped=self._stepped,
             cut=self._cut,
             changed=self._announce,
+            died=self._died,
+            reserved=self._reserved,
         )
-        self.pickers = Pickers(settings, self.loop, self.pods, open_policy, seed=seed)
+        self.pickers = Pickers(
+            settings, self.loop, self.pods, open_policy, seed=seed, prefill_rule=prefill_rule
+        )
         if resolver is None and settings.tokenize is not None:
             resolver = SimulatedRenderer(settings.tokenize, self.loop)
         self.gateway = Gateway(
@@ -109,8 +120,17 @@ class Cluster:
             self._tell_stepped(step)
         self.gateway.stepped(pod, step)
 
-    def _cut(self, request: SimulatedRequest) -> None:
-        self.gateway.cut(request)
+    def _cut(self, request: SimulatedRequest | Handover) -> None:
+        if isinstance(request, Handover):
+            self.gateway.handovers.prefill_failed(request)
+        else:
+            self.gateway.cut(request)
+
+    def _died(self, pod: SimulatedPod) -> None:
+        self.gateway.handovers.pod_died(pod)
+
+    def _reserved(self, pod: SimulatedPod, engine: EngineRequest) -> None:
+        self.gateway.handovers.reserved(pod, engine)
 
     def _announce(self) -> None:
         self.pickers.announce()

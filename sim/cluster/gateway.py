@@ -5,16 +5,22 @@ A request reaches a picker after the network delay. It reaches its pod after ano
 plus the time of the server's front end. The answer returns after the network delay. The picker sees
 the end of a request when the client does. With Homing's own Envoy configuration, response bodies do
 not pass through the picker. It therefore sees first outputs only with `response_chunks`.
+
+A request with a prefill pod reaches the sidecar of its decode pod first, and its prompt is computed
+elsewhere (`sim/cluster/handovers.py`). Without a prefill pod, the sidecar takes no time.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from msgspec import structs
+
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.waiting import Resolution, Resolver
 from epp.core.types import Endpoint, Refusal, Seconds
+from sim.cluster.handovers import Handover, Handovers
 from sim.cluster.loop import Loop
 from sim.cluster.pickers import Pickers
 from sim.cluster.pods import Pods
@@ -61,6 +67,8 @@ class Gateway:
         self._request_of = request_of
         self._resolver = resolver
         self._ended = ended
+        self.handovers = Handovers(settings.kv_transfer, loop, pods, self)
+        """Prefill legs and KV transfers of requests that have a prefill pod."""
         self.decided: Callable[[SimulatedRequest], None] | None = None
         """Function that is called with each request as soon as it is routed, before it is sent to
         its pod; None for none.
@@ -89,6 +97,8 @@ class Gateway:
         pod = request.pod
         if pod is not None and pod.requests.pop(request.request_id, None) is not None:
             pod.abort(request.request_id)
+        if request.handover is not None:
+            self.handovers.hang_up(request.handover)
         self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
         self._end(request, Fate.ABORTED)
 
@@ -169,6 +179,8 @@ class Gateway:
         if decision is not None:
             leg = decision.leg
             request.metrics_age_s = leg.candidates.metrics_age_s_of(leg.picked)
+        if routed.prefill is not None:
+            request.handover = self.handovers.plan(request, routed.prefill)
         self._ask(request, routed.endpoint, delay_s)
 
     # Calls to pods.
@@ -180,46 +192,69 @@ class Gateway:
         pod = self._pods.at(endpoint)
         request.pod = pod
         request.life = pod.life
+        if request.handover is not None:
+            self._loop.after(delay_s, self._reach_sidecar, request)
+            return
         frontend_s = pod.kind.profile.frontend_delay_s(request.arrival.prompt_tokens)
         self._loop.after(delay_s + frontend_s, self._submit, request)
 
+    def _reach_sidecar(self, request: SimulatedRequest) -> None:
+        """Let the sidecar of the decode pod send the prefill leg."""
+        if request.fate is None and self._connects(request):
+            assert request.pod is not None
+            assert request.handover is not None
+            request.pod.requests[request.request_id] = request
+            self.handovers.begin(request.handover)
+
     def _submit(self, request: SimulatedRequest) -> None:
+        """Give `request` to the engine of its pod. The sidecar of the decode pod calls this for a
+        disaggregated request.
+        """
         if request.fate is not None:
+            return
+        handover = request.handover
+        if handover is None and not self._connects(request):
             return
         pod, arrival = request.pod, request.arrival
         assert pod is not None
-        if not pod.alive or pod.life != request.life:
-            self._pass_over(request, Failure.POD_DIED)
-            return
-        if not self._gets_through(request, pod):
-            self._pass_over(request, Failure.UNREACHABLE)
-            return
-        if request.passed_over:
-            self.rescheduled += 1
-            self._loop.after(
-                self._settings.network_delay_s, self._reschedule, request, request.route
-            )
         decision = None if request.route is None else request.route.decision
         rank = None if decision is None else decision.rank
         failure = _unfit(pod.kind, arrival, rank)
         if failure is not None:
             # The server rejects it before it computes anything.
+            if handover is not None:
+                del pod.requests[request.request_id]
+                self.handovers.hang_up(handover)
             self._fail(request, failure, 400)
             return
         request.engine = _engine_request(request, pod.kind)
-        request.hashes = None
+        if handover is not None:
+            request.engine.fetches = True
+            self.handovers.decoding(handover, request.engine)
+        if handover is None or handover.engine is not None:
+            request.hashes = None
         request.submitted_at = self._loop.now
         pod.requests[request.request_id] = request
         pod.submit(request.engine, rank)
 
-    def _gets_through(self, request: SimulatedRequest, pod: SimulatedPod) -> bool:
-        """Return whether the gateway can connect to `pod`. Only connections to the endpoint that
-        the picker named first can fail.
+    def _connects(self, request: SimulatedRequest) -> bool:
+        """Return whether the pod of `request` accepts the connection. If it does not, the request
+        goes to the next endpoint or fails. Scenarios affect only the endpoint named first.
         """
-        if request.passed_over or not self._settings.reschedules:
-            return True
-        index = request.arrival.index
-        return not self._connections.fails(pod.number, index, request.retries, self._loop.now)
+        pod, settings = request.pod, self._settings
+        assert pod is not None
+        if not pod.alive or pod.life != request.life:
+            self._pass_over(request, Failure.POD_DIED)
+            return False
+        if request.passed_over:
+            self.rescheduled += 1
+            self._loop.after(settings.network_delay_s, self._reschedule, request, request.route)
+        elif settings.reschedules:
+            index = request.arrival.index
+            if self._connections.fails(pod.number, index, request.retries, self._loop.now):
+                self._pass_over(request, Failure.UNREACHABLE)
+                return False
+        return True
 
     def _pass_over(self, request: SimulatedRequest, failure: Failure) -> None:
         """Send `request` to the next fallback endpoint that the picker named, or fail it with 503
@@ -236,6 +271,46 @@ class Gateway:
         delay_s = 2 * self._settings.network_delay_s
         self._ask(request, others[request.passed_over - 1], delay_s)
 
+    # Calls from handovers.
+
+    def decode(self, handover: Handover) -> None:
+        """Give the request to the engine of its decode pod, after the time of its front end."""
+        request = handover.request
+        assert handover.decode_pod is not None
+        profile = handover.decode_pod.kind.profile
+        frontend_s = profile.frontend_delay_s(request.arrival.prompt_tokens)
+        self._loop.after(frontend_s, self._decode, handover)
+
+    def _decode(self, handover: Handover) -> None:
+        # The request may have ended, and its client may have sent it again.
+        if not handover.cancelled:
+            self._submit(handover.request)
+
+    def unfit(self, request: SimulatedRequest, pod: SimulatedPod) -> Failure | None:
+        """Return why the server of a prefill pod answers 400, or None."""
+        return _unfit(pod.kind, structs.replace(request.arrival, output_tokens=1), None)
+
+    def prefill_request(self, request: SimulatedRequest, pod: SimulatedPod) -> EngineRequest:
+        """Return the prefill leg of `request` for the engine of `pod`."""
+        assert request.hashes is not None
+        keys, ends = request.hashes.engine_pieces(pod.kind.engine.block_size_tokens)
+        if request.engine is not None:
+            request.hashes = None
+        leg = EngineRequest(
+            f"{request.request_id}-prefill",
+            prompt_tokens=request.arrival.prompt_tokens,
+            output_tokens=1,
+            chain=keys,
+            chain_ends=ends,
+            adapter=request.arrival.adapter,
+        )
+        leg.hands_over = True
+        return leg
+
+    def fail(self, request: SimulatedRequest, failure: Failure, status: int) -> None:
+        """Fail a request whose prefill or KV transfer failed."""
+        self._fail(request, failure, status)
+
     # Calls from pods.
 
     def stepped(self, pod: SimulatedPod, step: Step) -> None:
@@ -245,6 +320,9 @@ class Gateway:
         for engine in step.outputs:
             request = pod.requests.get(engine.request_id)
             if request is None or request.engine is not engine:
+                continue
+            if engine.hands_over:
+                self.handovers.prefilled(request)
                 continue
             if request.first_token_at is None:
                 request.first_token_at = self._loop.now
@@ -260,10 +338,12 @@ class Gateway:
                 self._loop.after(self._settings.network_delay_s, self._answer, request)
 
     def cut(self, request: SimulatedRequest) -> None:
-        """Fail a request whose pod died. The status is 200, because the client may already have
-        received the head of the response when the connection breaks.
+        """Fail a request whose pod died: the client has received the head of a response, then the
+        connection broke. A sidecar sends no head before the prefill has ended.
         """
-        self._fail(request, Failure.POD_DIED, 200)
+        if request.handover is not None:
+            self.handovers.decode_failed(request.handover)
+        self._fail(request, Failure.POD_DIED, 503 if request.submitted_at is None else 200)
 
     def _reschedule(self, request: SimulatedRequest, route: Route) -> None:
         if request.fate is None and request.route is route:

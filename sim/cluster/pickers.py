@@ -27,6 +27,7 @@ from sim.cluster.loop import Loop
 from sim.cluster.peering import Peering
 from sim.cluster.pods import Pods
 from sim.cluster.policies import Policy, PolicySource, Route, scheduler_of
+from sim.cluster.prefill_rules import PrefillRule, decodes, prefills
 from sim.cluster.scraping import Scraper
 from sim.cluster.settings import Absence, ClusterSettings
 from sim.cluster.simulated_pod import SimulatedPod
@@ -46,10 +47,17 @@ class Pickers:
         open_policy: Callable[[int], Policy],
         *,
         seed: int,
+        prefill_rule: PrefillRule | None = None,
     ) -> None:
+        """Create the pickers. With a `prefill_rule`, they choose among pods that decode, and the
+        rule chooses prefill pods.
+        """
         self._settings = settings
         self._loop = loop
         self._pods = pods
+        self._prefill_rule = prefill_rule
+        self._prefill: list[Endpoint] = []
+        """Announced endpoints with a prefill role; empty without a rule."""
         self._open_policy = open_policy
         self._seed = seed
         self.policies = [self._open(at) for at in range(settings.replicas)]
@@ -109,6 +117,10 @@ class Pickers:
         self.read_pages(replica)
         policy = request.policy = self.policies[replica]
         routed = resolution if isinstance(resolution, Refusal) else policy.route(resolution, now)
+        rule = self._prefill_rule
+        if rule is not None and isinstance(routed, Route):
+            assert not isinstance(resolution, Refusal)
+            routed.prefill = rule.choose(resolution, routed.endpoint, self._prefill)
         self.peering.touched(replica)
         return routed
 
@@ -173,7 +185,11 @@ class Pickers:
         """
         if self._resting:
             return
-        announced = self._pods.announced()
+        if self._prefill_rule is not None:
+            self._prefill = [
+                pod.endpoint for pod in self._pods.announced() if prefills(pod.kind.labels)
+            ]
+        announced = self._routable()
         endpoints = [pod.endpoint for pod in announced]
         for replica, policy in enumerate(self.policies):
             policy.replace(endpoints, self._loop.now)
@@ -275,7 +291,14 @@ class Pickers:
         """
         listener = self._listeners[replica]
         if listener is not None:
-            listener.replace(self._pods.announced(), self._loop.now)
+            listener.replace(self._routable(), self._loop.now)
+
+    def _routable(self) -> list[SimulatedPod]:
+        """Return the announced pods that pickers choose among."""
+        announced = self._pods.announced()
+        if self._prefill_rule is None:
+            return announced
+        return [pod for pod in announced if decodes(pod.kind.labels)]
 
     # Start and end of pickers.
 
@@ -303,7 +326,7 @@ class Pickers:
         self.assigner.leave(replica)
         self.peering.stop(replica)
         policy = self.policies[replica] = self._open(replica)
-        policy.replace([pod.endpoint for pod in self._pods.announced()], self._loop.now)
+        policy.replace([pod.endpoint for pod in self._routable()], self._loop.now)
         self._listeners[replica] = self._listener(replica)
         self._listen(replica)
         # The streams end with the picker, so all waiting requests are released.

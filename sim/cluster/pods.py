@@ -3,6 +3,7 @@ change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from epp.core.types import Endpoint, Seconds
 from sim.caches.behaviour import Stores
@@ -10,15 +11,18 @@ from sim.cluster.loop import Loop
 from sim.cluster.pod_count import PodCount
 from sim.cluster.settings import TICK_S, ClusterSettings
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
-from sim.cluster.simulated_request import SimulatedRequest
 from sim.engine.engine import Step
+from sim.engine.request import EngineRequest
 
 
 class Pods:
     """All pods of a simulated cluster, ended ones included, by their number.
 
-    `stepped` is called with each engine step when it ends, and `cut` with each request in a pod
-    that dies. `changed` is called when discovery notices a change, some time after it.
+    `stepped` gets each step when it ends. `cut` gets each request, or handover for a
+    prefill leg, that a dying pod had. `changed`
+    is called when discovery knows of a change, which is some time after it. `died` gets each dead
+    pod after its requests were cut. `reserved` gets each decode leg when its engine has reserved
+    blocks.
     """
 
     def __init__(
@@ -28,8 +32,10 @@ class Pods:
         *,
         seed: int,
         stepped: Callable[[SimulatedPod, Step], None],
-        cut: Callable[[SimulatedRequest], None],
+        cut: Callable[[Any], None],
         changed: Callable[[], None],
+        died: Callable[[SimulatedPod], None] | None = None,
+        reserved: Callable[[SimulatedPod, EngineRequest], None] | None = None,
     ) -> None:
         self.count = PodCount(loop)
         self._settings = settings
@@ -38,6 +44,8 @@ class Pods:
         self._stepped = stepped
         self._cut = cut
         self._changed = changed
+        self._died = died
+        self._reserved = reserved
         self._pods: list[SimulatedPod] = []
         self._by_endpoint: dict[str, SimulatedPod] = {}
         self._expected = 0
@@ -135,6 +143,8 @@ class Pods:
         pod.requests.clear()
         for request in cut:
             self._cut(request)
+        if self._died is not None:
+            self._died(pod)
         self._announce_later()
 
     def restart(self, pod: SimulatedPod) -> None:
@@ -154,7 +164,14 @@ class Pods:
         uid = f"pod-{number}.{self._seed}"
         tells = self._settings.kv_events is not None
         pod = SimulatedPod(
-            number, uid, kind, self._loop, self._stepped, tells=tells, stores=self._stores
+            number,
+            uid,
+            kind,
+            self._loop,
+            self._stepped,
+            tells=tells,
+            stores=self._stores,
+            reserved=self._reserved,
         )
         self._pods.append(pod)
         self._by_endpoint[pod.endpoint.endpoint_id] = pod

@@ -59,6 +59,8 @@ class Route(Struct, gc=False, eq=False):
     lease: Lease | None = None
     decision: Decision | None = None
     """Decision of the production scheduler for the request, or None for a baseline."""
+    prefill: Endpoint | None = None
+    """Endpoint that computes the prompt before `endpoint` decodes; None if `endpoint` does both."""
 
     @property
     def predicted_cached_tokens(self) -> int:

@@ -11,8 +11,10 @@ from msgspec import Meta, Struct
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.types import Seconds
 from epp.flags.serve import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
+from epp.plugins.filters import ROLE_LABEL
 from sim.cluster.assignment import Assignment
 from sim.cluster.kv_events import KVEventSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.peering import SNAPSHOT_S_MAX, PeerSettings
 from sim.cluster.policies import Policy, PolicySource
 from sim.cluster.rerouting import Reschedule
@@ -124,6 +126,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """
     kv_events: KVEventSettings | None = None
     """Settings of KV-cache events from engines to pickers, or None if pickers receive none."""
+    kv_transfer: KVTransferSettings | None = None
+    """Network and connector of disaggregated requests; None if all pods serve whole requests."""
 
     @property
     def refresh_interval_s(self) -> Seconds:
@@ -156,6 +160,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_pickers(self)
+        _check_transfers(self)
 
 
 def _check_pickers(settings: ClusterSettings) -> None:
@@ -195,3 +200,46 @@ def _check_pickers(settings: ClusterSettings) -> None:
                 f"picker {after.replica} dies at {after.from_s:g} s: expected this to be at least "
                 f"{SNAPSHOT_S_MAX:g} s after its restart at {before.to_s:g} s"
             )
+
+
+def _check_transfers(settings: ClusterSettings) -> None:
+    """Raise `ClusterSettingsError` if pods with a role cannot hand KV blocks over.
+
+    Without `kv_transfer` a role is only a label, which filters may read.
+    """
+    transfer = settings.kv_transfer
+    if transfer is None:
+        return
+    for number, kind in enumerate(settings.pods):
+        role = kind.labels.get(ROLE_LABEL)
+        if role is not None and kind.engine.kv_connector is None:
+            raise ClusterSettingsError(
+                f"pod {number} has the label {ROLE_LABEL}={role}: expected an engine with a "
+                "kv_connector"
+            )
+        _check_kind(number, kind, transfer)
+
+
+def _check_kind(number: int, kind: PodKind, transfer: KVTransferSettings) -> None:
+    """Raise `ClusterSettingsError` if the KV blocks of a pod cannot be transferred."""
+    if kind.engine.kv_connector is None:
+        return
+    profile = kind.profile
+    if not profile.kv_bytes_per_token and profile.kv_window is None:
+        raise ClusterSettingsError(
+            f"pod {number}: profile {profile.name} has no kv_bytes_per_token, which KV transfers "
+            "need"
+        )
+    if kind.cache is not None:
+        raise ClusterSettingsError(
+            f"pod {number}: KV transfers need vLLM's cache, got {kind.cache.type_name}"
+        )
+    if transfer.push and not transfer.concurrent:
+        raise ClusterSettingsError(
+            "kv_transfer: push needs concurrent legs, because the decode engine must have reserved "
+            "its blocks before the prefill"
+        )
+    if transfer.push and profile.layers is None:
+        raise ClusterSettingsError(
+            f"pod {number}: profile {profile.name} has no layers, which layer-wise transfers need"
+        )

@@ -8,12 +8,14 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
+from epp.plugins.filters import ROLE_LABEL
 from sim.caches.behaviour import CacheBehaviour, Stores
 from sim.caches.offload import OffloadedBlocks
 from sim.cluster.event_log import EventLog
 from sim.cluster.loop import Loop
 from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.features import Feature, WholePrompts, batched_tokens, open_engine, ranks_of
+from sim.engine.legs import KVConnector
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import PromptCache
 from sim.engine.ranks import RankedEngine
@@ -43,6 +45,8 @@ class PodKind(Struct, frozen=True, kw_only=True):
     """
     features: tuple[Feature, ...] = ()
     """Features that the pod's engine was started with. `engine` already contains their effects."""
+    nics: int = 1
+    """Number of NICs for KV transfers, usually one for each GPU."""
 
     @classmethod
     def of(
@@ -76,6 +80,20 @@ class PodKind(Struct, frozen=True, kw_only=True):
                 max_loras=max_loras,
                 chunked_prefill=WholePrompts() not in features,
             ),
+        )
+
+    def with_role(
+        self, role: str, *, nics: int = 1, connector: KVConnector | None = None
+    ) -> "PodKind":
+        """Return this kind with the label of a role, for disaggregated requests.
+
+        Its engine has `connector`, by default one with the usual lease.
+        """
+        return replace(
+            self,
+            labels={**self.labels, ROLE_LABEL: role},
+            engine=replace(self.engine, kv_connector=connector or KVConnector()),
+            nics=nics,
         )
 
     @property
@@ -139,10 +157,14 @@ class SimulatedPod:
         *,
         tells: bool = False,
         stores: Stores | None = None,
+        reserved: Callable[["SimulatedPod", EngineRequest], None] | None = None,
     ) -> None:
-        """Start the pod. If `tells` is true, its engine publishes KV-cache events. `stores` has the
-        caches that several pods share.
+        """Start the pod. With `tells` it publishes KV events; `stores` holds caches shared
+        by pods. `reserved` gets each decode leg when the engine has reserved its blocks; a pod with
+        a KV connector needs it.
         """
+        self._connected = kind.engine.kv_connector is not None
+        self._tell_reserved = reserved
         self.number = number
         self.events: tuple[EventLog, ...] = ()
         """Log of KV-cache events of each rank's present or last process; empty if the pod publishes
@@ -221,7 +243,8 @@ class SimulatedPod:
 
     @property
     def waiting(self) -> int:
-        return len(self.engine.waiting)
+        waiting = len(self.engine.waiting)
+        return waiting + self._in_transfer() if self._connected else waiting
 
     @property
     def tier_tokens(self) -> Mapping[str, float] | None:
@@ -252,6 +275,28 @@ class SimulatedPod:
         if self.engine.abort(request_id) and self.engine.passes:
             self.leaving.add(request_id)
         self._follow()
+
+    def received(self, request: EngineRequest) -> None:
+        """Let a decode leg continue, because its blocks have arrived."""
+        self._catch_up()
+        self._rank_with(request).received(request, self._loop.now)
+        self._changed()
+
+    def awaits(self, request: EngineRequest) -> bool:
+        """Return whether blocks are reserved for a decode leg and have not arrived."""
+        return any(rank.legs is not None and request in rank.legs.fetching for rank in self.ranks)
+
+    def give_up(self, request: EngineRequest) -> None:
+        """Remove a decode leg whose reserved blocks will not arrive."""
+        self._catch_up()
+        self._rank_with(request).give_up(request, self._loop.now)
+        self._changed()
+
+    def release(self, request: EngineRequest) -> None:
+        """Release the held blocks of a finished prefill leg."""
+        self._catch_up()
+        self._rank_with(request).release(request, self._loop.now)
+        self._changed()
 
     def page(self, at: Seconds) -> EndpointMetrics | None:
         """Return the metrics page that a scrape at the time `at` reads, or None if the pod does not
@@ -337,8 +382,11 @@ class SimulatedPod:
         if settings.max_loras:
             active = frozenset(engine.snapshot().adapters)
             adapters = AdapterReport(active=active, slots_max=settings.max_loras)
+        waiting = len(engine.waiting)
+        if self._connected:
+            waiting += self._in_transfer()
         self._shown = EndpointMetrics(
-            waiting_requests=len(engine.waiting),
+            waiting_requests=waiting,
             running_requests=len(engine.running),
             kv_cache_usage=engine.kv_cache_usage(),
             adapters=adapters,
@@ -371,10 +419,36 @@ class SimulatedPod:
             if ends_at is None:
                 self._due = None
                 self._show()
-                return
-        if ends_at != self._due:
+        if ends_at is not None and ends_at != self._due:
             self._due = ends_at
             self._loop.at(ends_at, self._end_step, ends_at, self.life)
+        if self._connected and self.alive:
+            # Last, because the owner may change the engine again.
+            self._announce_reserved()
+
+    def _changed(self) -> None:
+        """Continue after a change of the blocks, which the page shows at once if no step runs."""
+        if self.engine.ends_at is None:
+            self._show()
+        self._follow()
+
+    def _announce_reserved(self) -> None:
+        """Report the decode legs whose blocks were reserved since the last call."""
+        for rank in self.ranks:
+            assert rank.legs is not None
+            if rank.legs.reserved:
+                assert self._tell_reserved is not None, "a pod with a connector has an owner"
+                reserved, rank.legs.reserved = rank.legs.reserved, []
+                for request in reserved:
+                    self._tell_reserved(self, request)
+
+    def _rank_with(self, request: EngineRequest) -> Engine:
+        """Return the rank that reserved or holds blocks for `request`."""
+        return next(rank for rank in self.ranks if rank.legs is not None and rank.legs.has(request))
+
+    def _in_transfer(self) -> int:
+        """Return how many decode legs have blocks and are not computed yet."""
+        return sum(rank.legs.waiting for rank in self.ranks if rank.legs is not None)
 
     def _end_step(self, due: Seconds, life: int) -> None:
         if life != self.life or due != self._due:

@@ -2,6 +2,7 @@
 
 import math
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from epp.core.protocol.waiting import Wait
 from epp.core.types import Refusal, Seconds
@@ -10,6 +11,9 @@ from sim.cluster.simulated_pod import SimulatedPod
 from sim.engine.request import EngineRequest
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
+
+if TYPE_CHECKING:
+    from sim.cluster.handovers import Handover
 
 
 class Fate(StrEnum):
@@ -32,6 +36,8 @@ class Failure(StrEnum):
     ADAPTER = "for an adapter, without adapter slots"
     RANK = "for a data-parallel rank that the engine has not"
     POD_DIED = "the pod died"
+    PREFILL_POD_DIED = "the prefill pod died"
+    KV_TRANSFER = "the prefill pod died before its KV blocks were read"
     UNREACHABLE = "the gateway did not get through"
     NO_PICKER = "no picker was there"
 
@@ -40,7 +46,7 @@ class SimulatedRequest:
     """A simulated request and what happened to it. Times are in simulated seconds."""
 
     __slots__ = (
-        "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
+        "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "handover", "hashes",
         "life", "metrics_age_s", "passed_over", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries",
         "route", "routed_at", "sequence", "status", "submitted_at", "wait",
     )  # fmt: skip
@@ -84,6 +90,8 @@ class SimulatedRequest:
         self.submitted_at: Seconds | None = None
         self.hashes: PromptHashes | None = None
         """Hashes of the prompt, stored from routing until the engine receives the request."""
+        self.handover: Handover | None = None
+        """Prefill leg and KV transfer, or None if its pod computes the prompt."""
         self.engine: EngineRequest | None = None
         self.first_token_at: Seconds | None = None
         self.finished_at: Seconds | None = None
@@ -92,6 +100,15 @@ class SimulatedRequest:
         self.failure: Failure | None = None
         self.status = 0
         """HTTP status of the answer; 0 before there is an answer."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were cached, as `usage` reports them: those of the pod that computed
+        the prompt.
+        """
+        if self.handover is not None:
+            return self.handover.cached_tokens
+        return 0 if self.engine is None else self.engine.cached_tokens
 
     @property
     def request_id(self) -> str:

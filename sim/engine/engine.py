@@ -26,10 +26,12 @@ Both ways give the same times (up to rounding), hits, evictions and preemptions.
 Decoding requests move in lockstep, one token per pass. Therefore one count, `_passes_done`,
 describes the progress of all of them. It determines when a new block, a full block or the last
 token is due.
+
+With a `KVConnector`, the engine also serves legs of disaggregated requests (`legs.py`).
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, chain
 from math import sqrt
@@ -40,6 +42,7 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.engine.blocks import BlockPool
+from sim.engine.legs import KVConnector, Legs
 from sim.engine.profiles import Profile, StepWork
 from sim.engine.prompt_cache import PromptCache
 from sim.engine.request import EngineRequest
@@ -70,6 +73,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """False if each prompt is computed in one pass. It then waits for a pass with room for all of
     it, and the requests behind it wait too.
     """
+    kv_connector: KVConnector | None = None
+    """Connector for disaggregated requests, or None if the engine serves only whole requests."""
 
     def __post_init__(self) -> None:
         if self.blocks_total < 2:
@@ -101,13 +106,22 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
 
     running: int
     waiting: int
+    """Number of requests that have no computed token yet, or were preempted; includes decode legs
+    in transfer."""
     deferred: int
-    """Number of requests in `waiting` that lack nothing but an adapter slot."""
+    """Number of requests in `waiting` that only lack an adapter slot, or whose KV blocks are in
+    transfer or have just arrived."""
     kv_cache_usage: float
     adapters: tuple[str, ...]
     """Names of the LoRA adapters with a running or waiting request, sorted."""
     preemptions: int
     """Number of preemptions since the engine started."""
+    fetching: int = 0
+    """Number of decode legs in `deferred` whose blocks are reserved and not received."""
+    fetched: int = 0
+    """Number of decode legs in `deferred` whose blocks are received."""
+    to_fetch: int = 0
+    """Number of decode legs in `waiting` without blocks."""
 
 
 class Step(Struct, kw_only=True):
@@ -185,11 +199,12 @@ class Engine:
         self.profile = profile
         self._pass_s: Callable[[StepWork], Seconds] = profile.step_s
         self.cache = cache
-        blocks_total = settings.blocks_total
-        self.pool = BlockPool(blocks_total) if cache is None else cache.pool(blocks_total)
+        self.pool = (BlockPool if cache is None else cache.pool)(settings.blocks_total)
         self.running: dict[EngineRequest, None] = {}
         """Requests that are being computed, the one with the oldest admission first."""
         self.waiting: deque[EngineRequest] = deque()
+        # None without a connector.
+        self.legs = Legs(self.pool, settings.block_size_tokens) if settings.kv_connector else None
         self.preemptions = 0
         self.first_tokens = 0
         """Number of requests whose first token has been generated, since the engine started."""
@@ -290,18 +305,50 @@ class Engine:
                 f"Request {request.request_id} names adapter {request.adapter!r}, the engine has "
                 "no adapter slots."
             )
+        if (request.fetches or request.hands_over) and self.legs is None:
+            raise ValueError(
+                f"Request {request.request_id} is a leg of a disaggregated request, the engine has "
+                "no KV connector."
+            )
         request.queued_at = now
         if request.arrived_at is None:
             request.arrived_at = now
         self.waiting.append(request)
+        if self.legs is not None:
+            self.legs.stalled = False
         self.cut(now)
+
+    def received(self, request: EngineRequest, now: Seconds) -> None:
+        """Report that the blocks of a decode leg have arrived.
+
+        The leg gets its first token in a pass that begins from now on. An aborted leg leaves.
+        """
+        self._legs_at(now).received(request)
+
+    def give_up(self, request: EngineRequest, now: Seconds) -> None:
+        """Remove a decode leg whose reserved blocks will not arrive."""
+        self._legs_at(now).give_up(request)
+
+    def release(self, request: EngineRequest, now: Seconds) -> None:
+        """Release the held blocks of a finished prefill leg."""
+        self._legs_at(now).release(request)
+
+    def _legs_at(self, now: Seconds) -> Legs:
+        """Return the legs, which are about to change."""
+        assert self.legs is not None, "an engine with legs has a connector"
+        self.cut(now)
+        self.legs.stalled = False
+        return self.legs
 
     def abort(self, request_id: str) -> bool:
         """Remove a request and release its blocks; return False if the engine does not have it.
 
-        A request in a running step leaves at the end of the step, unless it finishes by then. Call
-        `cut` first, so that the step ends early.
+        A request in a running step leaves at the end of the step, unless it ends by then. Call
+        `cut` first. The blocks of an aborted prefill leg are not held; a finished one is not
+        aborted. A decode leg in transfer keeps its blocks until `received` or `give_up`.
         """
+        if self.legs is not None:
+            self.legs.stalled = False
         for request in self.running:
             if request.request_id == request_id:
                 if self._pending is None:
@@ -315,7 +362,7 @@ class Engine:
             if request.request_id == request_id:
                 self.waiting.remove(request)
                 return True
-        return False
+        return self.legs is not None and self.legs.abort(request_id)
 
     def forget_adapter(self, adapter: str) -> None:
         """Free the slot of a LoRA adapter, because it was unloaded; its next use loads it again."""
@@ -414,13 +461,23 @@ class Engine:
         if self.settings.max_loras:
             named = {request.adapter for request in (*self.running, *self.waiting)}
             adapters = tuple(sorted(named - {""}))
+        waiting, deferred = len(self.waiting), min(self._deferred, len(self.waiting))
+        fetching = fetched = to_fetch = 0
+        if self.legs is not None:
+            fetching, fetched = self.legs.fetching_now, len(self.legs.fetched)
+            to_fetch = sum(request.fetches for request in self.waiting)
+            waiting += fetching + fetched
+            deferred += fetching + fetched
         return EngineSnapshot(
             running=len(self.running),
-            waiting=len(self.waiting),
-            deferred=min(self._deferred, len(self.waiting)),
+            waiting=waiting,
+            deferred=deferred,
             kv_cache_usage=self.kv_cache_usage(now),
             adapters=adapters,
             preemptions=self.preemptions,
+            fetching=fetching,
+            fetched=fetched,
+            to_fetch=to_fetch,
         )
 
     def kv_cache_usage(self, now: Seconds | None = None) -> float:
@@ -444,8 +501,16 @@ class Engine:
         assert not any(request.holding.blocks for request in self.waiting), (
             "a waiting request holds no blocks"
         )
-        held = sum(request.holding.blocks for request in self.running)
-        assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders run"
+        if self.legs is not None:
+            self.legs.check()
+        held = sum(request.holding.blocks for request in self.holders())
+        assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders are known"
+
+    def holders(self) -> Iterator[EngineRequest]:
+        """Yield the requests that hold blocks: running ones, and legs."""
+        yield from self.running
+        if self.legs is not None:
+            yield from self.legs
 
     def _check_decoding(self, decoding: list[EngineRequest]) -> None:
         """Check the context and the blocks of decoding requests between two passes. Raises
@@ -461,19 +526,26 @@ class Engine:
 
     def _begin_pass(self, now: Seconds) -> _Pending | None:
         assert self._pending is None, "the last step has ended"
-        if not self.running and not self.waiting:
+        legs = self.legs
+        if not self.running and not self.waiting and not (legs is not None and legs.fetched):
             return None
         work = StepWork()
         admitted: list[EngineRequest] = []
         chunks: list[EngineRequest] = []
         budget, preempted = self._continue_running(work, chunks)
         self._blocked_on = None
-        if not preempted:
+        # A pass in which the last running request was preempted takes no time.
+        if not preempted or not work.tokens:
             self._admit(work, chunks, budget, admitted, now)
         if self._saved_at > now:
             work.restore_s += self._saved_at - now
-        assert work.tokens, "an engine with requests always makes progress"
+        if not work.tokens:
+            assert legs is not None, "an engine with whole requests always makes progress"
+            legs.stalled = True
+            return None
         shared = self.pool.duplicate_blocks
+        if legs is not None:
+            shared -= legs.shared_blocks
         for request in chunks:
             shared -= request.shared_blocks
         work.shared_tokens = max(0, shared) * self.settings.block_size_tokens
@@ -547,6 +619,9 @@ class Engine:
         active = self._adapters_running
         whole_prompts = not self.settings.chunked_prefill
         passed_over: list[EngineRequest] = []
+        legs = self.legs
+        if legs is not None and legs.fetched:
+            budget = self._admit_fetched(legs, work, chunks, budget, admitted, now)
         while self.waiting and budget and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
             no_slot = request.adapter not in active and len(active) >= self.settings.max_loras
@@ -563,6 +638,9 @@ class Engine:
                     (key for key, end in zip(chain, ends, strict=True) if end > hit), None
                 )
                 break
+            if request.fetches and legs is not None:
+                legs.reserve(self.waiting.popleft(), hit, hit_free)
+                continue
             computed = hit * size
             if self.cache is not None:
                 found = self.cache.fetch(request, computed, now)
@@ -582,9 +660,7 @@ class Engine:
             request.admission = self._admissions
             self.running[request] = None
             if request.adapter:
-                active[request.adapter] = active.get(request.adapter, 0) + 1
-                work.adapters_loaded += self._occupy_slot(request.adapter)
-                work.with_adapter = True
+                self._occupy_slot(request.adapter, work)
             tokens = min(known - request.computed_tokens, budget)
             grown = self._grow(request, tokens)
             assert grown, "blocks for the whole prompt were counted"
@@ -593,6 +669,42 @@ class Engine:
             budget -= tokens
         self._deferred = len(passed_over)
         self.waiting.extendleft(reversed(passed_over))
+
+    def _admit_fetched(
+        self,
+        legs: Legs,
+        work: StepWork,
+        chunks: list[EngineRequest],
+        budget: int,
+        admitted: list[EngineRequest],
+        now: Seconds,
+    ) -> int:
+        """Let decode legs whose blocks have arrived compute the last tokens of their prompts, in
+        the order of arrival; return the remaining budget.
+        """
+        settings, active = self.settings, self._adapters_running
+        left: deque[EngineRequest] = deque()
+        while legs.fetched:
+            request = legs.fetched.popleft()
+            no_slot = request.adapter not in active and len(active) >= settings.max_loras
+            no_room = not budget or len(self.running) >= settings.max_num_seqs
+            if no_room or (request.adapter and no_slot):
+                left.append(request)
+                continue
+            legs.continued(request)
+            request.scheduled_at = now
+            admitted.append(request)
+            self._admissions += 1
+            request.admission = self._admissions
+            self.running[request] = None
+            if request.adapter:
+                self._occupy_slot(request.adapter, work)
+            work.received += 1
+            self._schedule(request, 1, work)
+            chunks.append(request)
+            budget -= 1
+        legs.fetched = left
+        return budget
 
     def _grow(self, request: EngineRequest, tokens: int) -> bool:
         """Allocate blocks for the next `tokens` tokens of a request. Return False without a change
@@ -613,7 +725,7 @@ class Engine:
         """
         context = request.computed_tokens
         work.tokens += tokens
-        if tokens == 1 and request.generated_tokens:
+        if tokens == 1 and (request.generated_tokens or request.fetched_tokens):
             work.decodes += 1
             work.decode_context_tokens += context + 1
             work.longest_context_tokens = max(work.longest_context_tokens, context + 1)
@@ -623,22 +735,26 @@ class Engine:
         request.computed_tokens = context + tokens
         whole = request.computed_tokens == request.known_tokens
         work.sequences += whole
+        if whole and request.hands_over:
+            work.handed_over += 1
         self._partial = None if whole else request
         full = request.computed_tokens // self.settings.block_size_tokens
         self.pool.register(request.holding, request.chain, request.chain_ends, full)
 
-    def _occupy_slot(self, adapter: str) -> int:
-        """Put a LoRA adapter into a slot. Return 1 if it had to be loaded, in place of an idle one
-        if necessary, else 0.
+    def _occupy_slot(self, adapter: str, work: StepWork) -> None:
+        """Count one more running request of `adapter`, and load the adapter in place of an idle one
+        if it is not resident.
         """
-        resident = self._resident
+        active, resident = self._adapters_running, self._resident
+        active[adapter] = active.get(adapter, 0) + 1
         loaded = adapter not in resident
         resident.pop(adapter, None)
         if loaded and len(resident) >= self.settings.max_loras:
-            idle = next(name for name in resident if name not in self._adapters_running)
+            idle = next(name for name in resident if name not in active)
             del resident[idle]
         resident[adapter] = None
-        return int(loaded)
+        work.adapters_loaded += loaded
+        work.with_adapter = True
 
     def _passes_alike(self) -> int:
         """Return how many passes with the same requests the running step may have: at least one."""
@@ -796,7 +912,11 @@ class Engine:
             self._adapters_running[request.adapter] -= 1
             if not self._adapters_running[request.adapter]:
                 del self._adapters_running[request.adapter]
-        self.pool.release(request.holding)
+        if request.hands_over and request.finished and request not in self._aborted:
+            assert self.legs is not None, "`submit` refuses it otherwise"
+            self.legs.hold(request)
+        else:
+            self.pool.release(request.holding)
         if self.cache is not None:
             self._save(self.cache.left(request, self._ended_at))
 

@@ -88,6 +88,14 @@ class StepWork(Struct):
     """Number of requests that get a token at the end of the step."""
     drafts: int = 0
     """Number of draft tokens that the step verifies; they are included in `tokens`."""
+    received: int = 0
+    """Number of the requests in `decodes` whose prompt another engine computed. The token that the
+    step gives them is the first of the answer.
+    """
+    handed_over: int = 0
+    """Number of the requests in `sequences` that only compute a prompt for another engine, which
+    continues them. Their token is discarded.
+    """
     drafts_accepted: int = 0
     """Number of accepted draft tokens. Requests get them in addition to the one token of each in
     `sequences`.
@@ -123,6 +131,17 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
 
+class KVWindow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The KV cache of a model in which some layers have a sliding window."""
+
+    tokens: _Count
+    """Length of the window."""
+    bytes_per_token: _Count
+    """KV-cache bytes per token of all layers with the window."""
+    other_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)]
+    """KV-cache bytes per token of all other layers."""
+
+
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The speed and the limits of one model on one kind of GPU, as constants in seconds and
     tokens.
@@ -134,9 +153,12 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_model_len_tokens: _Count
     """Maximum number of tokens in prompt and answer together that the model allows."""
     kv_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Size in bytes of one token in the KV cache of the whole model: 2 * layers * KV heads * head
-    size * bytes of a number. 0 if unknown.
-    """
+    """KV-cache bytes per token of the whole model: 2 * layers * KV heads * head size * bytes of a
+    number. 0 if unknown. With a `kv_window`, it is the mean at the usual context length."""
+    kv_window: KVWindow | None = None
+    """Sizes of layers with a sliding window; None if all layers keep all tokens."""
+    layers: _Count | None = None
+    """Number of layers; None if unknown. Only layer-wise KV transfers need it."""
     decode_s: _StepTime
     decode_s_per_context_token: _TokenTime
     pair_s: _TokenTime
@@ -224,6 +246,18 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             total += self.prefill_s + self.pair_s * work.attention_pairs
         total += self.head_s + self.head_s_per_sequence * work.sequences + self.host_s
         return total + self.adapter_load_s * work.adapters_loaded + work.restore_s
+
+    def kv_bytes(self, tokens: int) -> float:
+        """Return the size of the KV cache of the last `tokens` tokens of a prompt in bytes; 0 if
+        unknown.
+
+        Layers with a sliding window only keep the window, as in vLLM's hybrid KV-cache manager.
+        """
+        window = self.kv_window
+        if window is None:
+            return float(tokens * self.kv_bytes_per_token)
+        kept = min(tokens, window.tokens)
+        return float(tokens * window.other_bytes_per_token + kept * window.bytes_per_token)
 
     def prefill_tokens_per_s(self, tokens: int) -> float:
         """Return the peak prefill throughput in tokens per second: that of a step that computes

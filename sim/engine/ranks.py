@@ -160,6 +160,9 @@ class RankedEngine:
             kv_cache_usage=self.kv_cache_usage(now),
             adapters=tuple(sorted(adapters)),
             preemptions=sum(one.preemptions for one in told),
+            fetching=sum(one.fetching for one in told),
+            fetched=sum(one.fetched for one in told),
+            to_fetch=sum(one.to_fetch for one in told),
         )
 
     def kv_cache_usage(self, now: Seconds | None = None) -> float:
@@ -194,10 +197,15 @@ class RankedEngine:
 
 
 def _load(rank: Engine) -> int:
-    return _WAITING_WEIGHT * len(rank.waiting) + len(rank.running)
+    waiting = len(rank.waiting)
+    if rank.legs is not None:
+        waiting += rank.legs.waiting
+    return _WAITING_WEIGHT * waiting + len(rank.running)
 
 
 def _has_work(rank: Engine) -> bool:
+    if rank.legs is not None and (rank.legs.stalled or rank.legs.fetched):
+        return not rank.legs.stalled
     return bool(rank.running or rank.waiting)
 
 
@@ -218,6 +226,8 @@ def _joined(steps: Sequence[Step]) -> Step:
         work.sequences += one.sequences
         work.drafts += one.drafts
         work.drafts_accepted += one.drafts_accepted
+        work.received += one.received
+        work.handed_over += one.handed_over
         work.with_adapter |= one.with_adapter
         work.adapters_loaded += one.adapters_loaded
         work.restore_s = max(work.restore_s, one.restore_s)

@@ -50,8 +50,12 @@ class EngineRequest:
         "chain_ends",
         "computed_tokens",
         "due",
+        "fetched_tokens",
+        "fetches",
         "first_token_at",
         "generated_tokens",
+        "gone",
+        "hands_over",
         "holding",
         "last_token_at",
         "lead",
@@ -108,12 +112,21 @@ class EngineRequest:
         `usage` reports them.
         """
         self.preemptions = 0
+        self.hands_over = False
+        """True for the prefill leg of a disaggregated request. The creator sets it before `submit`,
+        and gives the leg one output token."""
+        self.fetches = False
+        """True for a decode leg whose prompt's blocks have not arrived from another engine. The
+        creator sets it before `submit`."""
+        self.fetched_tokens = 0
+        """Prompt tokens that another engine computed, set when their blocks are reserved."""
         # Fields for the engine only.
         self.holding = Holding()
         self.admission = 0
         self.shared_blocks = 0
         self.lead = 0
         self.due = -1
+        self.gone = False
 
     @property
     def known_tokens(self) -> int:

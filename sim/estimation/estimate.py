@@ -5,7 +5,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sim.engine.profiles import KV_TOKENS_MIN, EstimateError, Profile, ProfileError
+from sim.engine.profiles import KV_TOKENS_MIN, EstimateError, KVWindow, Profile, ProfileError
 from sim.estimation.gpus import Gpu
 from sim.estimation.model_config import ModelShape
 from sim.estimation.roofline import (
@@ -98,6 +98,8 @@ def estimated_profile(
         kv_tokens=fit.kv_tokens,
         max_model_len_tokens=settings.max_model_len_tokens or shape.max_model_len_tokens,
         kv_bytes_per_token=round(kv_bytes * (1 if shape.latent else degree)),
+        kv_window=_window(at),
+        layers=shape.layers,
         linear_tokens=tuple(tokens for tokens, _ in table),
         linear_s=tuple(seconds for _, seconds in table),
         linear_s_per_token=(last[1] - before[1]) / (last[0] - before[0]),
@@ -114,6 +116,19 @@ def estimated_profile(
         max_num_seqs=sequences,
         max_num_batched_tokens=batched,
         estimated=_error(at, settings, fit, memory) if known is not None else None,
+    )
+
+
+def _window(at: Roofline) -> KVWindow | None:
+    """Return the sizes of the layers with a sliding window, or None if there are none."""
+    shape = at.shape
+    if not shape.windowed_layers:
+        return None
+    layer_bytes = at.kv_bytes_a_layer * (1 if shape.latent else at.tensor_parallel)
+    return KVWindow(
+        tokens=shape.window_tokens,
+        bytes_per_token=round(layer_bytes * shape.windowed_layers),
+        other_bytes_per_token=round(layer_bytes * (shape.layers - shape.windowed_layers)),
     )
 
 

@@ -78,7 +78,7 @@ class RequestTable:
             arrival.prompt_tokens,
             arrival.output_tokens if engine is None else engine.generated_tokens,
             request.predicted_cached_tokens,
-            0 if engine is None else engine.cached_tokens,
+            request.cached_tokens,
             _known(queue_of(request)),
             _known(ttft_of(request)),
             _known(tpot_of(request)),
@@ -157,7 +157,7 @@ class DecisionFile:
             **asked,
             "candidates": candidates,
             "predicted_cached_tokens": request.predicted_cached_tokens,
-            "cached_tokens": 0 if request.engine is None else request.engine.cached_tokens,
+            "cached_tokens": request.cached_tokens,
         }
         self._waiting[request.sequence] = _ENCODE(line)
         while (waiting := self._waiting.pop(self._next, None)) is not None:

@@ -12,33 +12,44 @@ from sim.measurement.summaries import AssumptionSummary
 
 NOT_MODELLED: Final = (
     (
-        "Speculative decoding, unless `--engine` enables it. Acceptance then depends neither on "
-        "the text nor on the load, and on the context length only as configured. Drafters use no "
-        "KV cache."
+        "The simulator models speculative decoding only if `--engine` enables it. With that "
+        "feature, acceptance of drafted tokens depends neither on the text nor on the load, and "
+        "on the context length only as configured. Simulated drafters use no KV cache."
     ),
     (
-        "Mixtures of experts: a layer costs the same for all experts, and no expert is "
-        "overloaded. A profile's expert curve depends on the number of tokens only."
+        "The simulator does not model single experts of a mixture of experts: a layer takes "
+        "equally long for all experts, and no expert is overloaded. A profile's expert curve "
+        "depends on the number of tokens only."
     ),
     (
-        "KV cache outside the GPU, unless `--cache` enables it. No other data is offloaded, and "
-        "no blocks are fetched from other pods."
+        "The simulator models KV cache outside the GPU only if `--cache` enables it. Simulated "
+        "engines offload no other data, and fetch no blocks from other pods."
     ),
     (
-        "Prefill and decode on different pods, pipeline parallelism inside a pod, data "
-        "parallelism unless `--engine` enables it, and CUDA graphs for only some batch sizes."
-    ),
-    "Images, audio and video; structured output; several answers to one prompt.",
-    (
-        "The CPUs of a pod: tokenising many prompts at once slows nothing down, and the front end "
-        "takes the same time under any load."
+        "The simulator does not model prefill and decode on different pods, pipeline "
+        "parallelism inside a pod, data parallelism unless `--engine` enables it, and CUDA "
+        "graphs for only some batch sizes."
     ),
     (
-        "Network bandwidth, lost packets, queues in gateways, and retries beyond the endpoints "
-        "that the picker named."
+        "The simulator does not model images, audio and video, structured output, and several "
+        "answers to one prompt."
     ),
-    "The tokenizer: the picker's token estimate from bytes is exact in the simulator, but not in production.",
-    "Stopping early: an answer is as long as the trace specifies, regardless of the limit that its client sent.",
+    (
+        "The simulator does not model the CPUs of a pod: tokenising many prompts at once slows "
+        "nothing down, and the engine's front end takes equally long under any load."
+    ),
+    (
+        "The simulator does not model network bandwidth, lost packets, queues in gateways, and "
+        "retries at endpoints that the picker did not name."
+    ),
+    (
+        "The simulator does not model a tokenizer: the picker's estimate of tokens from bytes "
+        "is exact in the simulator, but not in production."
+    ),
+    (
+        "The simulator does not apply limits of output tokens: a simulated answer is as long as "
+        "the trace specifies, whatever limit of output tokens the client sent."
+    ),
 )
 """Effects that the simulator does not model, one text each; reports list them."""
 

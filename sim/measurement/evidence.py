@@ -14,6 +14,8 @@ EXPERTS: Final = "expert-curve"
 """Name in `EVIDENCE` of the feature that `Profile.expert_s` enables: a cost curve for mixtures of
 experts.
 """
+CONNECTOR: Final = "kv-connector"
+"""Name of legs of disaggregated requests, which need `EngineSettings.kv_connector`."""
 SHARED: Final = f"{Offload.type_name}-shared"
 """Name in `EVIDENCE` of an offload tier that all pods share."""
 
@@ -47,6 +49,11 @@ EVIDENCE: Final[Mapping[str, str]] = {
         "unchecked: hits follow from sizes, and transfers from bytes and speed; no recording is "
         "available; vLLM loads while other requests compute, in the simulator they wait"
     ),
+    CONNECTOR: (
+        "checked against llm-d's guide pd-disaggregation: times per token are within 20 % of the "
+        "first published run, disaggregation shortens them by 2.1 times instead of 2.9, and "
+        "first tokens come 1.9 to 4.3 times sooner"
+    ),
     SHARED: "unchecked: stored blocks are available at once, and readers do not slow each other down",
 }
 """Evidence for each optional engine feature, by its name. The text begins with "unchecked" if the
@@ -61,6 +68,8 @@ def features_used(kind: PodKind) -> list[str]:
     used = {feature.type_name for feature in kind.features}
     if any(isinstance(one, Speculative) and one.speculation().longer for one in kind.features):
         used.add(BY_CONTEXT)
+    if kind.engine.kv_connector is not None:
+        used.add(CONNECTOR)
     if kind.profile.expert_s:
         used.add(EXPERTS)
     if isinstance(kind.cache, Offload):

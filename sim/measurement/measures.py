@@ -285,7 +285,7 @@ class Measures:
         if fate is Fate.FAILED and request.failure is not None:
             failure = request.failure.value
             self.failures[failure] = self.failures.get(failure, 0) + 1
-        cached = engine.cached_tokens if engine else 0
+        cached = request.cached_tokens
         ttft_s = math.nan if request.first_token_at is None else ttft_of(request)
         pod = -1 if request.pod is None else request.pod.number
         self._digest.update(

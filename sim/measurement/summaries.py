@@ -206,7 +206,7 @@ class Resampled(Summary, frozen=True, kw_only=True):
 
 
 class Traffic(Summary, frozen=True, kw_only=True):
-    """Whether the requests of one repetition were generated, resampled or recorded."""
+    """The origin of the requests of one repetition: generated, resampled or recorded."""
 
     generated: bool
     resampled: Resampled | None
@@ -218,7 +218,7 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     bad_lines: int | UnsetType = UNSET
     requests_per_s: float | UnsetType | None = UNSET
     traffic: Traffic | UnsetType = UNSET
-    """Whether the requests were generated or resampled. `traffic` and `requests_per_s` are set only
+    """The origin of the requests: generated or resampled. `traffic` and `requests_per_s` are set only
     in repeated runs.
     """
     digest: str

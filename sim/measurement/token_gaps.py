@@ -101,9 +101,12 @@ class TokenGaps:
         work, passes = step.work, step.passes
         decodes = work.decodes
         stretch = self._at(step.ends_at)
-        stretch.output_tokens += decodes * (passes - 1) + work.sequences + work.drafts_accepted
-        if decodes and step.duration_s > 0:
-            stretch.count(step.duration_s / passes, decodes * passes)
+        stretch.output_tokens += (
+            decodes * (passes - 1) + work.sequences + work.drafts_accepted - work.handed_over
+        )
+        gaps = decodes * passes - work.received
+        if gaps and step.duration_s > 0:
+            stretch.count(step.duration_s / passes, gaps)
         if passes == 1:
             for request in step.outputs:
                 if request.token_gap_s > step.duration_s * _SAME_STEP:

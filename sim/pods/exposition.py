@@ -1,10 +1,10 @@
 """The /metrics page of a simulated engine, with the names, labels, types and buckets of vLLM 0.32.
 
-Each pod has its own prometheus_client registry. As in a real engine, the numbers are those at the
-end of the last step, not of the scrape. This also holds for the process metrics, so that the page
-of an idle engine costs nothing. Series of parts that are not simulated (speculative decoding, KV
-connectors, FLOP counters) exist and stay 0. `http_*`, which the real server's web framework adds,
-is omitted.
+Each pod has its own prometheus_client registry, like the real page. As in a real engine, the
+numbers are those at the end of the last step, not of the scrape. This also holds for the process
+metrics, so that the page of an idle engine costs nothing. Series of parts that are not simulated
+(speculative decoding, FLOP counters) exist and stay 0. `http_*`, which the real server's web
+framework adds, is omitted. Only engines with a KV connector have `transfers`.
 """
 
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ from prometheus_client import (
 from epp.core.types import Seconds
 from sim.engine.engine import EngineSettings, EngineSnapshot, Step
 from sim.engine.request import EngineRequest
+from sim.pods.transfer_series import TransferSeries
 
 _SECONDS_LONG: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -188,6 +189,10 @@ class MetricsPage:
                 ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
                 registry=self.registry,
             )
+        self.transfers: TransferSeries | None = None
+        """Series about KV transfers; None without a connector."""
+        if settings.kv_connector is not None:
+            self.transfers = TransferSeries(self.registry, self._labels)
         self._cache_config(settings, max_model_len_tokens, ranks)
         self._rendered: bytes | None = None
         """Text of the page, or None if a metric changed since it was rendered."""
@@ -201,10 +206,14 @@ class MetricsPage:
             self._add("prefix_cache_queries", request.prompt_tokens)
             self._add("prefix_cache_hits", request.cached_tokens)
             self._add("prompt_tokens_cached_by_source", request.cached_tokens, source="device")
+            if request.fetched_tokens:
+                self._count_fetched(request)
         computed_tokens = 0
         for request in step.outputs:
             if request.generated_tokens == 1:
-                computed_tokens += request.prompt_tokens - request.cached_tokens
+                computed_tokens += (
+                    request.prompt_tokens - request.cached_tokens - request.fetched_tokens
+                )
                 self._observe_first_token(request, step)
             else:
                 self._histograms["inter_token_latency_seconds"].observe(request.token_gap_s)
@@ -229,6 +238,8 @@ class MetricsPage:
         self._usage.set(after.kv_cache_usage)
         if self._adapters is not None:
             self._show_adapters(self._adapters, after.adapters, wall_s)
+        if self.transfers is not None:
+            self.transfers.show(after)
 
     def finish(self, request: EngineRequest, reason: str, tokens_max: int) -> None:
         """Count a request that has left the engine.
@@ -256,7 +267,7 @@ class MetricsPage:
         mean = (last - first) / max(1, request.generated_tokens - 1)
         observe["request_time_per_output_token_seconds"].observe(mean)
         observe["request_prefill_kv_computed_tokens"].observe(
-            request.prompt_tokens - request.cached_tokens
+            request.prompt_tokens - request.cached_tokens - request.fetched_tokens
         )
 
     def reject(self, reason: str) -> None:
@@ -270,15 +281,24 @@ class MetricsPage:
             self._rendered = generate_latest(self.registry)
         return self._rendered
 
+    def _count_fetched(self, request: EngineRequest) -> None:
+        """Count the part of a prompt that another engine computed."""
+        fetched = request.fetched_tokens
+        self._add("external_prefix_cache_queries", request.prompt_tokens - request.cached_tokens)
+        self._add("external_prefix_cache_hits", fetched)
+        self._add("prompt_tokens_cached_by_source", fetched, source="p2p")
+
     def _observe_first_token(self, request: EngineRequest, step: Step) -> None:
         self._add("prompt_tokens", request.prompt_tokens)
-        self._add("prompt_tokens_cached", request.cached_tokens)
-        self._add(
-            "prompt_tokens_by_source",
-            request.prompt_tokens - request.cached_tokens,
-            source="local_compute",
-        )
+        # vLLM counts the last token of a fetched prompt as fetched, although it computes it again.
+        known = request.cached_tokens + request.fetched_tokens
+        self._add("prompt_tokens_cached", known)
+        self._add("prompt_tokens_by_source", request.prompt_tokens - known, source="local_compute")
         self._add("prompt_tokens_by_source", request.cached_tokens, source="local_cache_hit")
+        if request.fetched_tokens:
+            self._add(
+                "prompt_tokens_by_source", request.fetched_tokens, source="external_kv_transfer"
+            )
         assert request.arrived_at is not None
         self._histograms["time_to_first_token_seconds"].observe(step.ends_at - request.arrived_at)
 

@@ -105,7 +105,7 @@ class LineFormat(Struct, frozen=True, kw_only=True):
     raise the exceptions in `MALFORMED`. None if requests of this format are always recorded.
     """
     takes: frozenset[str] = frozenset()
-    """Those of the options `columns`, `time_unit` and `tokenizer` that this format uses."""
+    """The options that this format uses, among `columns`, `time_unit` and `tokenizer`."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):

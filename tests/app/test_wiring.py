@@ -515,7 +515,7 @@ async def test_a_configuration_that_fails_to_apply_changes_nothing(kind, tmp_pat
 
         monkeypatch.setattr(running.scheduler, "take", broken)
         replace(tmp_path / "config.yaml", QUEUE_FIRST)
-        event = "configuration not applied, the last valid one stays in force"
+        event = "applying a valid configuration failed, the last applied one stays in force"
         await until(lambda: running.logged(event), "the failure")
         assert running.metric("config_last_reload_successful") == 0
         assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 1

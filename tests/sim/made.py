@@ -64,6 +64,7 @@ def cluster(
     stepped=None,
     faults=(),
     resolver=None,
+    prefill_rule=None,
     **settings,
 ):
     """A cluster that is about to run `given`; `pods`: how many, or their kinds.
@@ -91,6 +92,7 @@ def cluster(
         stepped=stepped,
         faults=faults,
         resolver=resolver,
+        prefill_rule=prefill_rule,
     )
 
 

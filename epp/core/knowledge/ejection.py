@@ -41,8 +41,8 @@ class OutlierEjection(Parameters, frozen=True):
     """Eject endpoints that are slow or fail, for a growing time; then probe them with single
     requests.
 
-    It applies with its defaults even if it is not declared, to every profile. With `enabled:
-    false`, slow and failing endpoints are only reported (`homing_per_endpoint_outlier`). An
+    It applies with its defaults even if it is not declared, to every profile. If `enabled` is
+    false, slow and failing endpoints are only reported (`homing_per_endpoint_outlier`). An
     endpoint is slow if its requests take a multiple of their expected time, compared with the
     median of the pool. It is failing if several answers in a row were errors, or a large share of
     recent ones. Each replica judges by the answers that it sees.

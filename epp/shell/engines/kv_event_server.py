@@ -33,8 +33,8 @@ STRANGERS_MAX: Final = 256
 closed at once.
 """
 UNKNOWN_MESSAGES_MAX: Final = 64
-"""Maximum number of messages that a connection may send for no endpoint at its address before it is
-closed.
+"""Maximum number of messages that the picker rejects from one connection before it closes the
+connection. It rejects messages that name no endpoint at the address of the connection.
 """
 UNHEARD_S: Final[Seconds] = 30.0
 """Time in seconds for which an IP address that sent events for other endpoints is ignored."""

@@ -85,7 +85,9 @@ class LastGood:
             self._due.set()
 
     async def run(self) -> None:
-        """Write the scheduled contents to the copy until cancelled. Failed writes are retried."""
+        """Write each new content of the watched file to its last-good copy until cancelled. Failed
+        writes are retried.
+        """
         while self._path is not None:
             await self._due.wait()
             self._due.clear()

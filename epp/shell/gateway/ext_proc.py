@@ -265,7 +265,7 @@ class _ExtProcCall:
 
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
         """Send the answers that `step` returns at the current time. `step` is a call of the session
-        that no message of the stream triggered.
+        that follows the end of a wait or of work in parts, and not a new message of the stream.
         """
         session, service = self.session, self._service
         try:

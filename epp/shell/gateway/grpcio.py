@@ -287,7 +287,7 @@ class GrpcioServer:
             elif status is CANCELLED and self._connections.abandoned(peer) and cut(peer):
                 self._cut(Cut.RESETS)
                 _log.warning(
-                    "connection of a gateway cut: it only opens streams and resets them", peer=peer
+                    "connection cut: the gateway only opens streams and resets them", peer=peer
                 )
         if status.code:
             context.set_code(_CODES[status.code])

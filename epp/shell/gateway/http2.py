@@ -773,7 +773,7 @@ class _Connection(asyncio.Protocol):
             self._resets = 0
             self._server.cut(Cut.RESETS)
             _log.warning(
-                "connection of a gateway cut: it only opens streams and resets them",
+                "connection cut: the gateway only opens streams and resets them",
                 peer=self._peer,
             )
             self._engine.terminate_connection(ErrorCode.ENHANCE_YOUR_CALM)
@@ -829,7 +829,7 @@ class _Connection(asyncio.Protocol):
             elif self._window_left() < WINDOW_LEFT_SHARE_MIN:
                 self._server.cut(Cut.WINDOW)
                 _log.warning(
-                    "connection of a gateway retired: its received bytes are not acknowledged",
+                    "connection retired: bytes received from the gateway are not acknowledged",
                     peer=self._peer,
                     streams=len(self._streams),
                     unacknowledged_bytes=self.unacknowledged_bytes,

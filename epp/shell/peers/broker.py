@@ -284,7 +284,7 @@ class Broker:
                 # missed.
                 content = await self._fetch(client)
             self.connected = True
-            _log.info("connected to the broker", host=self._where)
+            _log.info("connected to the broker between replicas", host=self._where)
             await self._alive(client, subscription, content)
         finally:
             with contextlib.suppress(self._errors, OSError, TimeoutError):

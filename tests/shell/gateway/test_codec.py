@@ -259,8 +259,8 @@ def test_a_gateway_may_not_tell_who_served(context):
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (b"", "no phase"),
-        (bytes(v3.ProcessingRequest(protocol_config=gw.protocol())), "no phase"),
+        (b"", "no known phase"),
+        (bytes(v3.ProcessingRequest(protocol_config=gw.protocol())), "no known phase"),
         (b"\xff", "not an ext_proc ProcessingRequest"),
         (b"GET / HTTP/1.1\r\n\r\n", "not an ext_proc ProcessingRequest"),
         (gw.request_headers()[:-1], "not an ext_proc ProcessingRequest"),

@@ -362,7 +362,10 @@ async def test_a_defect_at_either_end_of_a_stream_is_not_told_to_the_gateway(
             assert await call.end() is grpc.StatusCode.OK
         await until(lambda: rig.told.events, "what is told of it")
     (line,) = lines
-    assert line["event"] == f"a stream was not {'opened' if method == '__init__' else 'closed'}"
+    assert (
+        line["event"]
+        == f"{'opening' if method == '__init__' else 'closing'} an ext_proc stream failed"
+    )
     assert rig.told.events == ["stream failed"]
     assert rig.ext_proc.open_streams == 0
     assert rig.told.opened == len(rig.told.codes)
@@ -663,7 +666,7 @@ async def test_a_wrong_use_of_grpc_is_a_defect():
     with structlog.testing.capture_logs() as lines:
         await GrpcioServer({}, receive_bytes_max=1)._serve(rig.ext_proc.open, context)
     assert context.code is grpc.StatusCode.INTERNAL
-    assert [line["event"] for line in lines] == ["an ext_proc stream failed"]
+    assert [line["event"] for line in lines] == ["a gRPC stream failed"]
     assert rig.ext_proc.open_streams == 0
 
 

@@ -186,7 +186,7 @@ async def test_a_broker_that_is_away_leaves_us_alone_and_is_read_again_when_it_i
             await until(lambda: b"found" in other.exchange.received, "a frame")
     told = [line["event"] for line in lines]
     assert told.count("broker unavailable, the picker decides without its peers") == 2
-    assert told.count("connected to the broker") == 4
+    assert told.count("connected to the broker between replicas") == 4
     assert PASSWORD not in str(lines)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sim.engine.profiles import (
     DEFAULT_PROFILE,
+    KVWindow,
     Memory,
     Profile,
     ProfileError,
@@ -293,3 +294,20 @@ def test_a_curve_of_experts_that_cannot_be_is_refused(tmp_path, lines, told):
     file.write_text(f'[mine]\nlike = "{DEFAULT_PROFILE}"\n{lines}\n')
     with pytest.raises(ProfileError, match=rf"mine\.toml: mine: {told}"):
         profiles_in(file)
+
+
+def test_layers_with_a_window_move_at_most_their_window():
+    """The KV cache of a part of a prompt, as far as layers keep it."""
+    profile = find_profile(DEFAULT_PROFILE)
+    assert profile.kv_bytes(1_000) == 1_000 * profile.kv_bytes_per_token
+    window = KVWindow(tokens=128, bytes_per_token=10, other_bytes_per_token=1_000)
+    windowed = msgspec.structs.replace(profile, kv_window=window)
+    assert windowed.kv_bytes(100) == 100 * 1_010
+    assert windowed.kv_bytes(1_000) == 1_000 * 1_000 + 128 * 10
+
+
+def test_built_in_profiles_know_their_layers():
+    """Layer-wise transfers need them; a head of 128 with 8 KV heads in 16 bits explains the size."""
+    for profile in built_in_profiles().values():
+        if profile.kv_bytes_per_token:
+            assert profile.kv_bytes_per_token == profile.layers * 2 * 8 * 128 * 2

@@ -125,3 +125,20 @@ def test_limits_of_the_engine_are_taken():
     assert estimate("llama-3.1-8b", "h100", kv_format="fp8").kv_tokens == pytest.approx(
         2 * usual.kv_tokens, rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "degree", "gigabytes"),
+    [
+        ("llama-3.1-8b", "h100", 1, 1.07),
+        ("qwen3-32b", "h100", 2, 2.15),
+        ("llama-3.3-70b", "h100", 4, 2.68),
+        ("deepseek-v3", "b200", 8, 0.58),
+        ("gpt-oss-120b", "h200", 4, 0.31),
+    ],
+)
+def test_the_kv_cache_of_8k_tokens_has_the_size_of_the_model(model, gpu, degree, gigabytes):
+    """Grouped heads, a latent vector, and windows in half of the layers; for all GPUs together."""
+    profile = estimate(model, gpu, degree)
+    assert profile.kv_bytes(8_192) / 1e9 == pytest.approx(gigabytes, abs=0.005)
+    assert profile.layers == shape_of(model).layers

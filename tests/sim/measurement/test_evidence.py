@@ -9,7 +9,14 @@ from sim.caches.names import cache_named
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.features import FEATURES, features_named
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
-from sim.measurement.evidence import BY_CONTEXT, EVIDENCE, EXPERTS, SHARED, features_used
+from sim.measurement.evidence import (
+    BY_CONTEXT,
+    CONNECTOR,
+    EVIDENCE,
+    EXPERTS,
+    SHARED,
+    features_used,
+)
 
 PROFILE = find_profile(DEFAULT_PROFILE)
 ALL = ("whole-prompts", "speculative:acceptance=0:0.7/0.4+9000:0.5/0.2", "ranks:count=2")
@@ -21,7 +28,7 @@ TRACE = (
 
 def test_each_feature_has_an_entry():
     """One sentence, without a full stop, for a list."""
-    assert {*FEATURES, BY_CONTEXT, EXPERTS, SHARED, "offload"} == set(EVIDENCE)
+    assert {*FEATURES, BY_CONTEXT, EXPERTS, CONNECTOR, SHARED, "offload"} == set(EVIDENCE)
     for told in EVIDENCE.values():
         assert "checked" in told
         assert not told.endswith(".")
@@ -38,7 +45,7 @@ def test_a_pod_uses_what_it_is_told():
         features=features_named(ALL),
         cache=cache_named("offload:shared_bytes=1000000000"),
     )
-    assert features_used(everything) == list(EVIDENCE)
+    assert features_used(everything.with_role("decode")) == list(EVIDENCE)
 
 
 def test_reports_say_what_was_used_and_what_it_was_checked_against(tmp_path):

@@ -201,7 +201,7 @@ class LiveView:
         capture: Callable[[], JournalSnapshot | None] = lambda: None,
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     ) -> None:
-        """Create the collector. `pool` is the pool's name, or "". `first_tokens` returns the
+        """Create the collector of the figures that `epp top` and `/live` show. `pool` is the pool's name, or "". `first_tokens` returns the
         engines' times to first token by endpoint id.
         """
         self._first_tokens = first_tokens

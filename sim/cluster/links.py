@@ -1,0 +1,223 @@
+"""Network links that carry KV blocks between pods, and the fair shares of their bandwidth.
+
+A transfer first takes its set-up time, during which no bytes flow. Then it gets the smaller of two
+shares: an equal share of what the source sends, and an equal share of what the target receives.
+Shares are computed again whenever a transfer with the same source or target starts or ends. Unused
+bandwidth is not given to other transfers, so a transfer can be slower than in reality.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.cluster.loop import Loop
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """One kind of network between pods. Its bandwidth is what payloads get, without protocol
+    overhead.
+    """
+
+    name: str
+    bytes_per_s: float
+    """Bandwidth of one NIC in one direction."""
+    setup_s_min: Seconds
+    setup_s_max: Seconds
+    source: str
+
+    @property
+    def setup_s(self) -> Seconds:
+        """Time from the start of a transfer to its first byte: the middle of the published
+        range.
+        """
+        return (self.setup_s_min + self.setup_s_max) / 2
+
+
+_PUBLISHED: Final = "latency profiles of llm-d/llm-d-inference-sim (docs/latency-profiles.md)"
+
+LINKS: Final[Mapping[str, Link]] = {
+    link.name: link
+    for link in (
+        Link(
+            name="nvlink",
+            bytes_per_s=600e9,
+            setup_s_min=0.1e-3,
+            setup_s_max=0.5e-3,
+            source=f"{_PUBLISHED}; the mocker of ai-dynamo/dynamo has about 450 GB/s",
+        ),
+        Link(
+            name="ib-ndr400",
+            bytes_per_s=40e9,
+            setup_s_min=0.5e-3,
+            setup_s_max=2e-3,
+            source=_PUBLISHED,
+        ),
+        Link(
+            name="roce200",
+            bytes_per_s=20e9,
+            setup_s_min=0.5e-3,
+            setup_s_max=2e-3,
+            source=_PUBLISHED,
+        ),
+        Link(
+            name="tcp-100gbe",
+            bytes_per_s=10e9,
+            setup_s_min=2e-3,
+            setup_s_max=10e-3,
+            source=_PUBLISHED,
+        ),
+        Link(
+            name="tcp-25gbe",
+            bytes_per_s=2.5e9,
+            setup_s_min=2e-3,
+            setup_s_max=10e-3,
+            source=_PUBLISHED,
+        ),
+    )
+}
+"""Known links by name."""
+
+ACROSS_ZONES_S_MIN: Final[Seconds] = 10e-3
+ACROSS_ZONES_S_MAX: Final[Seconds] = 50e-3
+"""Range of the additional set-up time of a transfer between two zones, from the same source."""
+ACROSS_ZONES_S: Final[Seconds] = (ACROSS_ZONES_S_MIN + ACROSS_ZONES_S_MAX) / 2
+
+
+class KVTransferSettings(Struct, frozen=True, kw_only=True):
+    """The network and the connector that disaggregated requests use."""
+
+    link: Link
+    hop_s: Seconds = 0.001
+    """Time of one message between the sidecar of the decode pod and the prefill pod."""
+    concurrent: bool = False
+    """True if both legs are sent at once, as by the connectors for SGLang and Mooncake."""
+    push: bool = False
+    """True if the prefill engine writes each layer when it is computed. It needs concurrent legs,
+    because the decode engine must have reserved its blocks before."""
+    first_contact_s: Seconds = 0.0
+    """Additional time of the first transfer between two engine processes; about 5 s are reported
+    for NIXL. 0 if all processes have connected to each other before the run."""
+
+
+class Nics:
+    """All NICs of a pod in one direction. Tensor-parallel shards move in parallel over them."""
+
+    __slots__ = ("active", "bytes_per_s")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        """Create idle NICs with a total bandwidth of `bytes_per_s`, which must be above 0."""
+        assert bytes_per_s > 0
+        self.bytes_per_s = bytes_per_s
+        self.active: dict[Transfer, None] = {}
+        """Transfers over these NICs whose set-up has ended, the oldest first."""
+
+    @property
+    def share_bytes_per_s(self) -> float:
+        """Bandwidth of each active transfer, or of the next one if none is active."""
+        return self.bytes_per_s / max(1, len(self.active))
+
+    def share_with_another_bytes_per_s(self) -> float:
+        """Return the bandwidth of each transfer if one more becomes active."""
+        return self.bytes_per_s / (len(self.active) + 1)
+
+
+class Transfer:
+    """A transfer of bytes from one pod to another."""
+
+    __slots__ = ("_done", "_version", "bytes_left", "bytes_per_s", "settled_at", "source", "target")
+
+    def __init__(
+        self, source: Nics, target: Nics, bytes_left: float, done: Callable[[], None]
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.bytes_left = bytes_left
+        """Bytes of this transfer that had not arrived at the time `settled_at`."""
+        self.bytes_per_s = 0.0
+        """Present bandwidth of this transfer; 0 during its set-up and after its end."""
+        self.settled_at: Seconds = 0.0
+        self._done = done
+        self._version = 0
+
+
+class Network:
+    """All transfers of a cluster."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def start(
+        self,
+        source: Nics,
+        target: Nics,
+        *,
+        size_bytes: float,
+        setup_s: Seconds,
+        done: Callable[[], None],
+    ) -> Transfer:
+        """Start a transfer and return it; `done` is called when the last byte has arrived."""
+        transfer = Transfer(source, target, size_bytes, done)
+        self._loop.after(setup_s, self._flow, transfer, transfer._version)
+        return transfer
+
+    def cancel(self, transfer: Transfer) -> None:
+        """End a transfer before its last byte; `done` is not called. Do nothing if it has ended."""
+        transfer._version += 1
+        if transfer in transfer.source.active:
+            self._leave(transfer)
+
+    def _flow(self, transfer: Transfer, version: int) -> None:
+        """Let the bytes of a transfer flow, after its set-up."""
+        if version != transfer._version:
+            return
+        transfer.settled_at = self._loop.now
+        transfer.source.active[transfer] = None
+        transfer.target.active[transfer] = None
+        self._share(transfer)
+
+    def _end(self, transfer: Transfer, version: int) -> None:
+        if version != transfer._version:
+            return
+        transfer._version += 1
+        self._leave(transfer)
+        transfer._done()
+
+    def _leave(self, transfer: Transfer) -> None:
+        self._settle(transfer)
+        transfer.bytes_per_s = 0.0
+        del transfer.source.active[transfer]
+        del transfer.target.active[transfer]
+        self._share(transfer)
+
+    def _share(self, changed: Transfer) -> None:
+        """Compute the shares of all transfers at both ends of `changed` again."""
+        for transfer in {**changed.source.active, **changed.target.active}:
+            self._settle(transfer)
+            transfer.bytes_per_s = min(
+                transfer.source.share_bytes_per_s, transfer.target.share_bytes_per_s
+            )
+            transfer._version += 1
+            left_s = transfer.bytes_left / transfer.bytes_per_s
+            self._loop.after(left_s, self._end, transfer, transfer._version)
+
+    def _settle(self, transfer: Transfer) -> None:
+        """Subtract the bytes that have arrived since the last change of the share."""
+        now = self._loop.now
+        arrived = transfer.bytes_per_s * (now - transfer.settled_at)
+        transfer.bytes_left = max(0.0, transfer.bytes_left - arrived)
+        transfer.settled_at = now
+
+
+def exposed_share(*, transfer_s: Seconds, overlap_s: Seconds, layers: int) -> float:
+    """Return the share of a layer-wise transfer that remains when the prefill ends, from 0 to 1.
+
+    Each layer may move as soon as it is computed, so the last layer always remains. `transfer_s` is
+    the time of the whole transfer, and `overlap_s` that part of the prefill in which blocks could
+    already move. The exposed time is max(transfer/L, transfer - overlap*(L-1)/L) for L layers.
+    """
+    if not transfer_s:
+        return 1.0
+    exposed_s = max(transfer_s / layers, transfer_s - overlap_s * (layers - 1) / layers)
+    return exposed_s / transfer_s

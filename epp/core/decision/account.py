@@ -47,14 +47,18 @@ class _CachedProperty(Generic[_Found]):
 
 
 class Route(StrEnum):
-    """The stages that have an endpoint of their own; the values are those of llm-d-router."""
+    """The stages of a request that have an endpoint of their own: decode always, prefill and encode
+    only if they run elsewhere. The values are those of llm-d-router.
+    """
 
     DECODE_ONLY = "decode-only"
     PREFILL_DECODE = "prefill-decode"
     ENCODE_DECODE = "encode-decode"
     ENCODE_PREFILL_DECODE = "encode-prefill-decode"
     AGGREGATED_FALLBACK = "aggregated-fallback"
-    """One endpoint serves the whole request, because a stage that must run had no endpoint."""
+    """One endpoint serves the whole request, because no endpoint was left for a stage that had to
+    run.
+    """
 
 
 class Ranking(Struct, frozen=True, kw_only=True, dict=True):
@@ -205,8 +209,8 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def runner_up_of(scored: Scored, picked: int) -> int | None:
-    """Return the position of the candidate with the highest sum other than `picked`, or None if
-    there is no other.
+    """Return the position of the candidate with the highest weighted sum of scores, without the
+    candidate at `picked`. Return None if there is no other candidate.
     """
     if scored.total.size < 2:
         return None
@@ -226,8 +230,9 @@ def costs_to_keep(
     """Return the costs of the chosen endpoint and the runner-up, or None if they can be computed
     later from the stored numbers of these two endpoints.
 
-    A cost depends on more than these numbers if adapters matter, if peers do not share, or if a
-    scorer uses the median of other endpoints because a load report is missing or old.
+    A cost depends on more than these numbers if an endpoint reports LoRA adapters or a peer does
+    not share its decisions. It also does if a load report is missing or old, because a scorer then
+    uses the median of other endpoints.
     """
     load = columns.last_load
     if not (
@@ -265,5 +270,7 @@ def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int)
 
 
 def rounded_parts(scorers: Sequence[str], parts: Sequence[float]) -> dict[str, float]:
-    """Return the weighted score of each scorer, rounded to four digits, by name of the scorer."""
+    """Return `parts`, the weighted score of a candidate by each of `scorers`, rounded to four
+    digits, by name of the scorer.
+    """
     return {scorer: round(part, 4) for scorer, part in zip(scorers, parts, strict=True)}

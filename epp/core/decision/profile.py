@@ -41,11 +41,13 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 
 UNKNOWN: Final = 0.5
-"""Score of every candidate by a scorer that knows none of them, or that failed."""
+"""Score that every candidate gets from a scorer that failed, or whose value is unknown for all
+candidates.
+"""
 
 _TIE: Final = 1.0 - 1e-9
-"""Factor of the highest sum from which another sum counts as a tie, because the two differ only by
-rounding.
+"""Factor of the highest weighted sum. Another sum of at least this product counts as a tie, because
+the two differ only by rounding.
 """
 
 _LEAST: Final = np.zeros(())
@@ -176,7 +178,8 @@ def _headers(
 
 
 class FilterResult(Struct, frozen=True, gc=False):
-    """The candidates that the filters left, and the endpoints that each filter dropped."""
+    """The candidates that are left after the filters, and the endpoints that each filter dropped.
+    """
 
     candidates: Candidates
     dropped: dict[str, Ints]

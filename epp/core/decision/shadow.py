@@ -85,7 +85,7 @@ class ShadowTotals:
     def __init__(self) -> None:
         self.verdicts: Counter[str] = Counter({AGREED: 0, DIFFERED: 0, NOBODY: 0, FAILED: 0})
         self.picks: Counter[int] = Counter()
-        """Number of times that the shadow profile chose each slot."""
+        """Number of times that the shadow profile chose the endpoint in each slot, by slot."""
         self.uncached_tokens = 0.0
         self.live_uncached_tokens = 0.0
         self.inflight_requests = 0

@@ -1,5 +1,5 @@
-"""The line of one request in Homing's capture format, and the hashes that replace confidential
-values.
+"""The line of one request in Homing's capture format, and the keyed hashes that replace
+confidential values in it.
 
 See docs/capture-format.md. A capture shows the times and sizes of requests, and which prompts begin
 alike.

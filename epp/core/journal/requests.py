@@ -50,7 +50,7 @@ class _Lines:
         self._unix_s: Seconds = 0.0
         self._block_tokens = 64
         self._names: dict[int, str] = {}
-        """Name of the endpoint in each slot."""
+        """Name of the endpoint in each slot, by slot."""
         self._open: dict[int, tuple[Seconds, CaptureLine]] = {}
         """Arrival time and unfinished line of each request that has not ended, by number of the
         request, in ascending order.

@@ -1,5 +1,5 @@
-"""Conversion of a witness's notes to the events that a journal contains. It has no I/O and no
-thread.
+"""Conversion of the notes of a `CaptureWitness`, which may contain text of clients, to the events
+of a journal. The module has no I/O and no thread.
 """
 
 from msgspec import structs
@@ -39,8 +39,8 @@ class Transcript:
         """Number of the scheduler's last decision."""
 
     def block_tokens(self, note: Note | None = None) -> int:
-        """Return the block size in tokens that applies to requests after `note`, or now if `note`
-        is None.
+        """Return the number of tokens in a block of the requests that follow `note`; if `note` is
+        None, of the requests that come now.
         """
         configured = note if isinstance(note, Configured) else self._configured
         return 64 if configured is None else configured.block_tokens

@@ -164,9 +164,9 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
     """Number of data-parallel ranks behind each address. It has an effect if `socketPort` is set,
-    if engines connect to the picker, or if an endpoint does not answer where it publishes. The next
-    rank publishes at the next port, or names its rank in its messages if engines connect to the
-    picker.
+    if engines connect to the picker, or if an endpoint does not answer the request for its ports.
+    The next rank publishes at the next port, or names its rank in its messages if engines connect
+    to the picker.
     """
     pod_label_selector: str = ""
     """Accepted without effect, because the picker subscribes to the endpoints of its pool."""

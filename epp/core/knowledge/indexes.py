@@ -131,7 +131,9 @@ class Indexes(Mapping[str, AffinityIndex]):
         return tuple(restarted)
 
     def open(self, name: str) -> None:
-        """Open a new, empty index under `name`. If that fails, no index has this name."""
+        """Open a new, empty index under `name`, with the settings of that name. If that fails, no
+        index has this name.
+        """
         self._sizes.clear()
         settings = self._settings.by_name[name]
         try:
@@ -277,7 +279,7 @@ class Indexes(Mapping[str, AffinityIndex]):
 
     def correct(self, correction: Correction) -> None:
         """Pass a comparison of predicted and counted cache hits on to the index that made the
-        prediction.
+        prediction. Do nothing if several indexes made it jointly.
         """
         prefix = self._settings.prefix
         # A joint prediction of several indexes does not show which of them was wrong.
@@ -428,8 +430,8 @@ class Indexes(Mapping[str, AffinityIndex]):
     def hear(
         self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int
     ) -> EventResult | None:
-        """Apply KV-cache events of one engine. Return the result of the first index that receives
-        events, or None if all of these failed.
+        """Apply KV-cache events of one rank of the engine in `slot`. Return the result of the first
+        index that receives events and does not fail, or None if there is none.
         """
         heard: EventResult | None = None
         for name, hearing in self.hearing.items():
@@ -524,8 +526,7 @@ class Indexes(Mapping[str, AffinityIndex]):
 
 
 def affinity_fault(found: object, slots: int) -> str:
-    """Return a sentence that says why `found` is no `Affinity` of `slots` slots, or "" if it is
-    one.
+    """Return a phrase that says why `found` is no `Affinity` for `slots` slots, or "" if it is one.
     """
     if not isinstance(found, Affinity):
         return f"{kind_of(found)}, expected Affinity"

@@ -56,13 +56,14 @@ _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _END_BYTES: Final = 10
-"""Size in bytes of the end that a tail begins with, before the tokens."""
+"""Size in bytes of the value of `_end` with which a tail begins, before the tokens."""
 _TAIL_TOKENS_MAX: Final = 48
 """Number of tokens whose bytes take about as much memory as a block with its key."""
 
 
 class Changed(Struct, gc=False):
-    """Keys of one tier that an engine stored (`held` is True) or removed."""
+    """Block keys in one tier that an engine stored (`held` is True) or removed (`held` is False).
+    """
 
     held: bool
     tier: str
@@ -70,14 +71,16 @@ class Changed(Struct, gc=False):
 
 
 class MirrorCounts(Struct):
-    """The numbers of an engine's blocks that were stored, removed or ignored since the mirror was
-    made.
+    """The numbers of blocks that an engine stored or removed, or that the mirror ignored, since the
+    mirror was made.
     """
 
     stored: int = 0
     removed: int = 0
     orphans: int = 0
-    """Number of blocks with an unknown parent; the parents of some may have come since."""
+    """Number of stored blocks whose parent was unknown when they were stored. The parents of some
+    may have been stored since.
+    """
     unknown: int = 0
     """Number of removed blocks that were not known to be stored."""
     skipped: int = 0
@@ -92,9 +95,11 @@ class _Start(Struct, frozen=True, gc=False):
     begin after it.
     """
     steps: int
-    """Number of steps since the last key of this picker."""
+    """Number of steps between the run and the end of the last whole block of the picker's index
+    before it.
+    """
     rest: bytes = b""
-    """Tokens between the last step and the run, as bytes."""
+    """Token ids between the end of the last step and the run, as bytes; b"" if there are none."""
 
 
 class _Floating(Struct, gc=False):
@@ -102,7 +107,7 @@ class _Floating(Struct, gc=False):
 
     stored: Stored
     count: int
-    """Number of leading blocks of the run that are still cached."""
+    """Number of leading blocks of the run that the engine has not removed since."""
 
 
 class _Tier:
@@ -126,10 +131,10 @@ class _Tier:
         the engine's hash.
         """
         self.more_keys = 0
-        """Total number of keys in the tuples of `more`."""
+        """Total number of keys in `more`, over all blocks."""
         self.copies: dict[int, int] = {}
         """Number of copies of each block that the engine stored more than once, by the engine's
-        hash.
+        hash of the block.
         """
 
     def __len__(self) -> int:
@@ -148,11 +153,11 @@ class _Group:
         self.window = window
         """Number of tokens that the group looks back from the end of a prompt; 0 if not reported."""
         self.held: dict[int, int] = {}
-        """Number of cached copies of each block, by the engine's hash."""
+        """Number of cached copies of each block of the group, by the engine's hash of the block."""
 
     def blocks_needed(self, blocks: int, block_tokens: int) -> int:
-        """Return how many of the last `blocks` blocks of a prompt must be cached to continue after
-        them.
+        """Return how many blocks at the end of a prompt of `blocks` blocks must be cached in this
+        group so that the engine can continue after them.
         """
         if self.kind in _LOOKS_BACK_ONE:
             return min(1, blocks)
@@ -191,22 +196,24 @@ class Mirror:
         """
         self._steps_per_block: Final = block_tokens // self.step_tokens
         self._inside: Final = [-(steps << _KEY_BITS) for steps in range(self._steps_per_block)]
-        """Offset for each number of steps after a key. The offset minus the hash of a step is the
-        `_end` of a block that ends there.
+        """Offset for each number of steps since the last block of the picker's index ended. The
+        offset minus the hash of a step is the value of `_end` for a block that ends with that step.
         """
         self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
-        """Number of blocks that a block with a tail counts as, because of the memory of its tokens."""
+        """Number of blocks as which `len` counts a block with a tail, because of the memory of its
+        tokens.
+        """
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
         """Runs with an unknown parent, by the hash of the parent, oldest first."""
         self._floating_at: dict[int, _Floating] = {}
         """Run with an unknown parent that contains a block, by the engine's hash of the block."""
         self._floating_bytes = 0
         self.floating_runs = 0
-        """Number of runs whose parent is unknown."""
+        """Number of runs of blocks that wait because their parent is unknown."""
 
     def __len__(self) -> int:
-        """Return the number of stored blocks of all tiers and groups; a block with a tail counts as
-        `tail_blocks`.
+        """Return the number of stored blocks of all tiers and groups, by which memory is limited. A
+        block with a tail counts as `tail_blocks`.
         """
         return self._taken(self.tail_blocks)
 
@@ -584,7 +591,9 @@ class Mirror:
         return True
 
     def _ended(self, block: int, end: int, tier: _Tier, gone: list[int]) -> None:
-        """Complete the removal of `block`, which ended at `end` and had no tail."""
+        """Complete the removal of `block`, whose entry in the table was `end` and which had no
+        tail.
+        """
         if end >= 0:
             gone.append(end)
         self._dropped(block, end, tier, gone)
@@ -696,27 +705,30 @@ class Mirror:
                 group.held.pop(block, None)
 
     def _name_all(self) -> None:
-        """Begin to record which engine block ends at which step, for all stored blocks."""
+        """Begin to record which block of the engine ends with which step. Do so for all blocks that
+        are stored already.
+        """
         for tier in self.tiers.values():
             self._named.update((_step_of(end)[0], block) for block, end in tier.blocks.items())
 
 
 def _end(step: int, steps: int) -> int:
-    """Return one integer for the end of a block: `step` is its last hash, `steps` the number of
-    steps since the last key of the picker. It is the key itself if `steps` is 0, else below 0.
+    """Return one integer for the position at which a block ends. `step` is the hash of its last
+    step, `steps` the number of steps since the last block of the picker's index ended. It is `step`
+    itself, which is then a key, if `steps` is 0, else an integer below 0.
     """
     return -(steps << _KEY_BITS | step) if steps else step
 
 
 def _step_of(end: int) -> tuple[int, int]:
-    """Return the (step, steps) from which `_end` made `end`."""
+    """Return the pair (step, steps) from which `_end` made the integer `end`."""
     return (end, 0) if end >= 0 else (-end & _KEY_MASK, -end >> _KEY_BITS)
 
 
 def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:
-    """Return the media that begin in each step, as (block in the run, identifier), by step.
-
-    Steps count from the one that is unfinished before the run; `behind` is the number of its bytes.
+    """Return the identifiers of the media that begin in each step of a run, as (block in the run,
+    identifier), by the number of the step. Step 0 is the step that is unfinished before the run;
+    `behind` is the number of its bytes.
     """
     begins: dict[int, list[tuple[int, str]]] = {}
     for number, extra in enumerate(stored.extras):

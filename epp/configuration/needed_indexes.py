@@ -36,8 +36,8 @@ class _NeededIndex(Struct, frozen=True):
 
 
 class NeededIndexes:
-    """Determines the affinity indexes of a configuration, declared or needed by plugins, by the
-    name under which plugins look them up.
+    """The reader of the affinity indexes of a configuration: those that it declares and those that
+    its plugins need, by the name under which plugins look them up.
     """
 
     def __init__(self, declared: DeclaredPlugins) -> None:

@@ -44,8 +44,8 @@ class _ShadowSpec(Parameters, frozen=True):
 
 
 class ProfileSections:
-    """Reads the sections `schedulingProfiles` and `shadow` of a configuration document, and records
-    their problems.
+    """The reader of the sections `schedulingProfiles` and `shadow` of a configuration document. It
+    records their problems.
     """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
@@ -68,8 +68,8 @@ class ProfileSections:
         return found
 
     def acting(self, value: Any) -> SchedulingProfile | None:
-        """Return the only profile, which routes all requests, or None if it is invalid; a problem is recorded
-        then.
+        """Return the only profile of a document without a handler of stages, which routes all
+        requests. Return None if it is invalid; a problem is recorded then.
         """
         items = self.findings.items(value, "schedulingProfiles")
         if len(items) > 1:
@@ -87,9 +87,9 @@ class ProfileSections:
     def profile_of(
         self, where: str, spec: ProfileSpec, *, responds: bool
     ) -> SchedulingProfile | None:
-        """Return the profile that `spec` describes at the place `where`, or None after a problem.
-
-        If `responds` is true, the profile contains the plugins that set headers.
+        """Return the profile that `spec`, the item at the place `where` in the document, describes.
+        Return None after a problem. If `responds` is true, the profile contains the plugins that
+        set headers.
         """
         entries = self._entries(where, spec.plugins)
         return self._profile(spec.name, where, entries, self._responders() if responds else ())

@@ -75,7 +75,9 @@ class StageSections:
     def _profiles(
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, tuple[str, Any]]
     ) -> dict[str, SchedulingProfile]:
-        """Return the profile of each stage, and of `fallback`; two stages can share a profile."""
+        """Return the profile of each stage by its name, and that of `fallback`. Two stages can
+        share a profile.
+        """
         found: dict[str, SchedulingProfile] = {}
         for stage, name in names.profiles.items():
             if name not in places:

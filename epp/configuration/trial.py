@@ -126,7 +126,9 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
-    """End the test request in one of four ways, which alternate with the number of the decision."""
+    """End the test request of `decision` in one of four ways, which alternate with the number of
+    the decision.
+    """
     match decision.number % 4:
         case 0:
             decision.response_headers("")

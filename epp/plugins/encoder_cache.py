@@ -167,7 +167,7 @@ class EncoderCache:
         )
 
     signature: ClassVar[str] = "media"
-    """Name of the kind of keys that this index shares with peers, for `SharedIndex`."""
+    """Text that names the kind of keys that this index shares with peers, for `SharedIndex`."""
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
         """Return the media items of `request` as keys that peers record."""
@@ -230,7 +230,8 @@ class EncoderCacheAffinity(Parameters, frozen=True):
     producer_type: ClassVar[str] = EncoderCacheSettings.type_name
 
     producer_name: str = ""
-    """Name of the `mm-embeddings-cache-producer`; empty for the first one."""
+    """Name of the `mm-embeddings-cache-producer` to read; empty for the first one that is declared.
+    """
 
     @property
     def producer(self) -> str | None:

@@ -32,11 +32,11 @@ class PullSource(Parameters, frozen=True):
     """`p2p-source-producer`: the request names an endpoint from which the chosen one can pull
     cached blocks.
 
-    The possible sources are the ready endpoints, before filters, that have at most one block of the
-    prompt less than the endpoint with the most. The request's id selects one of them, with weight 1
-    / (1 + waiting requests). The header `x-kv-cache-source-host-port` holds its address if it has
-    at least `minCachedTokenDelta` tokens more than the chosen endpoint. A client's header of that
-    name is removed.
+    The possible sources are the ready endpoints, before filters, that are neither ejected nor full.
+    They have at most one block of the prompt less than the one with the most. The request's id
+    selects one of them, with weight 1 / (1 + waiting requests). The header
+    `x-kv-cache-source-host-port` holds its address if it has at least `minCachedTokenDelta` tokens
+    more than the chosen endpoint. A client's header of that name is removed.
 
     If engines send KV-cache events, a source offers the blocks in host memory (`cpu`), without a
     gap from the first block on. An endpoint without events offers nothing. An index of decisions
@@ -59,7 +59,9 @@ class PullSource(Parameters, frozen=True):
     With fewer, computing them is as fast as pulling them.
     """
     prefill_profile_name: str = _PREFILL
-    """No effect, because the endpoint that serves a request also computes its prompt."""
+    """No effect, because the source is always that of the endpoint to which the gateway sends the
+    request.
+    """
 
     @property
     def producer(self) -> str | None:

@@ -107,8 +107,8 @@ class PrefixCache(Parameters, frozen=True):
 
 
 def _least_first(load: Floats) -> Floats:
-    """Return a score for each value of `load`: 1 for the lowest, 0 for the highest, linear between;
-    all 1 if equal.
+    """Return a score for each value of `load`: 1 for the lowest, 0 for the highest, and linear
+    between. All scores are 1 if the values are equal.
 
     NaN stays NaN. `load` is changed in place.
     """
@@ -162,11 +162,11 @@ class RunningRequests(Parameters, frozen=True):
 
 
 class ActiveRequests(Parameters, frozen=True):
-    """Prefer endpoints with few requests in flight from this picker, which the picker counts
-    itself.
+    """Prefer endpoints with few requests in flight from this picker and its peers, as the pickers
+    count them.
 
     The score is 1 up to `idle_threshold` requests, else (most - own) / most * `max_busy_score`,
-    where most is the largest number at any candidate.
+    where own is the endpoint's number and most the largest number at any candidate.
     """
 
     type_name: ClassVar[str] = "active-request-scorer"
@@ -177,7 +177,7 @@ class ActiveRequests(Parameters, frozen=True):
     idle_threshold: Annotated[int, Meta(ge=0)] = 0
     max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer` to use; there is at most one."""
+    """Name of the `inflight-load-producer` that counts requests in flight; there is at most one."""
     request_timeout: str = ""
     """No effect, as in llm-d-router, because requests in flight are counted until they end."""
 
@@ -210,7 +210,7 @@ class TokenLoad(Parameters, frozen=True):
 
     queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer` to use; there is at most one."""
+    """Name of the `inflight-load-producer` that counts tokens in flight; there is at most one."""
 
     @property
     def producer(self) -> str | None:
@@ -305,7 +305,9 @@ class NoHitLru(Parameters, frozen=True):
     lru_size: Annotated[int, Meta(ge=1)] = 1024
     prefix_match_info_producer_name: str = ""
     prefix_plugin_type: str = ""
-    """No effect; accepted, like `prefix_plugin_name`, so that old configurations load."""
+    """No effect. The parameter is accepted, like `prefix_plugin_name`, so that old configurations
+    load.
+    """
     prefix_plugin_name: str = ""
 
     @property

@@ -35,13 +35,15 @@ class EncodedEndpointHeader(Parameters, frozen=True):
 
 
 class SessionIdSettings(Parameters, frozen=True):
-    """Settings of the strategy `session_id`: the source of session names and their lifetime."""
+    """Settings of the strategy `session_id`: the places where requests name their sessions, and the
+    lifetime of sessions.
+    """
 
     sources: SessionSources = ()
     eviction_ttl_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Lifetime of an unused session in seconds; 0 for 300."""
+    """Lifetime in seconds of a session without requests; 0 for 300."""
     eviction_sweep_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """No effect, because an expired session is never found."""
+    """No effect, because an expired session is never found, even before it is removed."""
 
 
 class _SessionAffinity(Parameters, frozen=True):
@@ -76,7 +78,9 @@ class _SessionAffinity(Parameters, frozen=True):
     `evictionSweepSeconds` has no effect.
     """
     profile_name: str = ""
-    """No effect, because there is only one profile."""
+    """No effect, because the session's endpoint is always the one to which the gateway sends the
+    request.
+    """
 
     def __post_init__(self) -> None:
         given = self.encoded_endpoint_header_config.header.strip().lower()
@@ -172,7 +176,7 @@ class SessionAffinityFilter(_SessionAffinity, frozen=True):
     keep all endpoints.
 
     The strategies are those of `session-affinity-scorer`. A session stays at its first endpoint
-    even if that is overloaded; the scorer with a weight is less strict.
+    even if that endpoint is overloaded; the scorer with a weight is less strict.
     """
 
     type_name: ClassVar[str] = "session-affinity-filter"

@@ -53,8 +53,8 @@ def producer(type_name: str, /, **parameters: object) -> Step:
 
 
 def named(name: str, plugin: Step) -> Step:
-    """Return `plugin` with the name `name`, so that a strategy can have two plugins of the same
-    type.
+    """Return `plugin`, a plugin of a routing strategy, with the name `name`, so that a strategy can
+    have two plugins of the same type.
     """
     return replace(plugin, name=name)
 

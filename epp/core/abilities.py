@@ -11,13 +11,15 @@ class Origin(StrEnum):
     """The source of an index's knowledge about what endpoints have cached."""
 
     TOLD = "told"
-    """The engines report which blocks they have cached."""
+    """The source is the engines, which report in KV-cache events which blocks they have cached."""
     DECIDED = "decided"
-    """The index estimates cached prompts by the decisions of this picker, and of peers that share
-    theirs.
+    """The source is the decisions of this picker and of peers that share theirs, from which the
+    index estimates the cached prompts.
     """
     PEERS = "peers"
-    """The index estimates cached prompts by the decisions of peers alone."""
+    """The source is the decisions of peers alone, from which the index estimates the cached
+    prompts.
+    """
 
 
 class Abilities(Struct, frozen=True, kw_only=True):

@@ -121,7 +121,7 @@ class _SessionAffinity(Parameters, frozen=True):
         """
         found = []
         if self.profile_name:
-            found.append("profileName has no effect, because there is only one profile")
+            found.append("profileName has no effect, because it cannot change the endpoint of a session")
         if self.session_id_config.eviction_sweep_seconds:
             found.append(
                 "evictionSweepSeconds has no effect, because an expired session is never found"

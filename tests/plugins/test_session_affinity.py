@@ -109,7 +109,7 @@ def test_what_has_no_effect_is_told(kind):
     """There is one profile, and a session that is too old needs no sweep."""
     given = {"profileName": "prefill", "sessionIdConfig": {"evictionSweepSeconds": 5}}
     assert convert(given, kind).warnings() == [
-        "profileName has no effect, because there is only one profile",
+        "profileName has no effect, because it cannot change the endpoint of a session",
         "evictionSweepSeconds has no effect, because an expired session is never found",
     ]
     assert kind().warnings() == []

@@ -120,13 +120,15 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     stage: Stage = Stage.DECODE
     endpoint: Endpoint
     fallbacks: tuple[Endpoint, ...]
-    """Fallback endpoints of the decode stage; further endpoints of the encode stage."""
+    """Endpoints that were chosen for the same stage besides `endpoint`. In the decode stage they
+    are fallback endpoints; in the encode stage they encode media as well.
+    """
     ready: int
     """Number of endpoints that were ready and in the gateway's subset, before filters."""
     dropped: Mapping[str, Ints]
-    """Slots of the endpoints that each filter dropped, by name of the filter."""
+    """Slots of the endpoints that each filter dropped in this decision, by name of the filter."""
     candidates: Candidates
-    """Candidates that were scored, which are those that no filter dropped."""
+    """Candidates that were scored in this decision, which are those that no filter dropped."""
     tellers: tuple[TellsCost | None, ...]
     lease: Lease
     matched_blocks: int
@@ -196,7 +198,7 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
     """
     shadow: ShadowVerdict | None
     route: Route | None = None
-    """Route of the request, or None if the configuration has only one stage."""
+    """Route of the request through the stages, or None if the configuration has only one stage."""
     uncached_tokens: int = 0
     """Number of prompt tokens that the decode endpoint is estimated not to have cached, if the
     configuration has several stages.

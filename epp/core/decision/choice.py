@@ -48,7 +48,7 @@ class Staleness(Struct, frozen=True):
     age_s_max: Seconds
     """Age in seconds above which an endpoint's metrics are stale."""
     unreachable: Bools
-    """True for each endpoint slot whose scrapes get no answer."""
+    """True for each endpoint, by slot, whose scrapes get no answer."""
 
 
 class Choice(Struct, frozen=True, gc=False):
@@ -57,9 +57,9 @@ class Choice(Struct, frozen=True, gc=False):
     """
 
     offered: Candidates
-    """Candidates from which the filters started."""
+    """Candidates of the decision before filters."""
     ranked: Candidates
-    """Candidates that the filters left, which were scored."""
+    """Candidates that the filters of the profile left, which were then scored."""
     dropped: dict[str, Ints]
     """Slots of the endpoints that were not scored, by the name of the filter that dropped them,
     "stale-metrics" or "unreachable".
@@ -73,7 +73,7 @@ class Choice(Struct, frozen=True, gc=False):
     sound: bool
     """True if none of the profile's plugins failed in this decision."""
     request: InferenceRequest
-    """Request as the scorers saw it."""
+    """Request as the scorers of the profile saw it."""
     slot: int
     """Slot of the chosen endpoint."""
 

@@ -136,9 +136,9 @@ class BlocksChanged(Struct, frozen=True, gc=False):
     slot: int
     changes: Sequence[Changed]
     cleared: bool = False
-    """True if all blocks of the rank were dropped before these changes."""
+    """True if all blocks of the engine's rank were dropped before these changes."""
     engine_block_tokens: int = 0
-    """Number of tokens in the largest block of the engine."""
+    """Number of tokens in the largest block of the engine; 0 if unknown."""
     rank: int = 0
 
 
@@ -165,7 +165,8 @@ class EventsVoided(Struct, frozen=True, gc=False):
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """A call for bounded housekeeping, sent about once a second."""
+    """A call for the scheduler's bounded housekeeping, which the caller sends about once a second.
+    """
 
 
 Input: TypeAlias = (
@@ -200,7 +201,7 @@ class Effects(Struct, frozen=True):
     """Names of the affinity indexes that start empty, because they cannot adopt the new settings.
     """
     moved: bool = False
-    """True if the request of this input now counts for another endpoint, or for none."""
+    """True if the request that this input is about now counts for another endpoint, or for none."""
     heard: EventResult | None = None
     """Result of applying KV-cache events in the first index that receives them. None for other
     inputs, if no index receives events, or if all that do failed.

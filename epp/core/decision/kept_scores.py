@@ -54,13 +54,16 @@ class _Set:
         reads, at the version in `seen`.
         """
         self.seen = [_OUTDATED] * scorers
-        """Version of the columns that each scorer reads when its row was computed, by row."""
+        """Version of the columns that each scorer reads, at which its row of scores was computed,
+        by row.
+        """
         self.version = _OUTDATED
         """Version of all columns at which every row with declared reads was found up to date; -1 if
         none was.
         """
         self.model = ""
-        """Name of the model for which the rows of scorers that read the model are valid."""
+        """Name of the model for which the current scores of scorers that read the model are valid.
+        """
         self.by_model: OrderedDict[tuple[int, str], tuple[int, Floats | float]] = OrderedDict()
         """Scores of scorers that read the model, with the version of the columns for which they
         were computed. They are stored by (row, model), least recently used first.

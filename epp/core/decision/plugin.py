@@ -103,7 +103,7 @@ class TellsCost(Protocol):
     """
 
     cost_unit: ClassVar[str]
-    """Unit of the cost and of all its parts, such as "s"."""
+    """Unit of the scorer's cost and of all its parts, such as "s"."""
 
     def cost_parts(
         self, request: InferenceRequest, candidates: Candidates, /

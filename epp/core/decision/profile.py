@@ -185,7 +185,9 @@ class FilterResult(Struct, frozen=True, gc=False):
     dropped: dict[str, Ints]
     """Slots of the endpoints that each filter dropped, by name of the filter."""
     shed_by: str = ""
-    """Name of the load-shedding filter that dropped the last candidate, or ""."""
+    """Name of the filter that dropped the last candidate, if it is one that sheds load; otherwise
+    "".
+    """
 
     @property
     def eliminated(self) -> dict[str, int]:
@@ -194,7 +196,7 @@ class FilterResult(Struct, frozen=True, gc=False):
 
 
 class Scored(Struct, frozen=True, gc=False):
-    """The scores of n candidates, and their weighted sums."""
+    """The scores of n candidates by the scorers of one profile, and their weighted sums."""
 
     total: Floats
     """Weighted sum of the scores of each candidate, float64[n]."""

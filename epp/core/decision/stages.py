@@ -153,7 +153,9 @@ class Stages(Struct, frozen=True, kw_only=True):
 
 
 def rotation_of(stage: Stage, rotation: int) -> int:
-    """Return the counter by which `stage` breaks ties in decision number `rotation`."""
+    """Return the number by which `stage` breaks ties between endpoints in decision number
+    `rotation`.
+    """
     factor = ROTATION_FACTORS.get(stage)
     return rotation if factor is None else rotation * factor >> ROTATION_SHIFT
 

@@ -119,7 +119,9 @@ class Opened(_Event, frozen=True, kw_only=True):
     picker: str = ""
     """Name of the picker's pod, or "" if there is none."""
     began_s: float = 0.0
-    """Unix time in seconds that is not after any record of the segment."""
+    """Unix time in seconds that is not after any record of the segment, such as the time at which
+    it began.
+    """
     unix_s: float = 0.0
     """Number of seconds to add to `at_s` of the segment's events to get Unix time."""
     context: int = 0
@@ -135,7 +137,7 @@ class Opened(_Event, frozen=True, kw_only=True):
     share: float = 1.0
     """Share of the sessions whose requests are recorded, 0 to 1."""
     decisions: int = 0
-    """Number of decisions that the picker process had made before this segment."""
+    """Number of decisions that the picker process had made before this segment of the journal."""
     block_tokens: int = 64
     """Number of tokens in a block of the requests in this segment."""
 
@@ -171,15 +173,17 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 class ScheduledLeg(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The endpoint that was chosen for the prefill or encode stage of a request."""
+    """The endpoint that was chosen for the prefill or encode stage of a request, as the journal
+    records it.
+    """
 
     stage: Stage
     slot: int
-    """Slot of the endpoint."""
+    """Slot of the endpoint that was chosen for the stage."""
     matched_blocks: int = 0
-    """Number of blocks that the endpoint was estimated to have cached."""
+    """Number of blocks of the prompt that the endpoint was estimated to have cached."""
     others: tuple[int, ...] = ()
-    """Slots of further endpoints that work on the stage."""
+    """Slots of further endpoints that work on the same stage of the request."""
 
 
 class Scheduled(_Event, frozen=True, kw_only=True):
@@ -197,7 +201,7 @@ class Scheduled(_Event, frozen=True, kw_only=True):
     """Number of blocks of the prompt that the chosen endpoint was estimated to have cached."""
     ready: int = 0
     refused: str = ""
-    """Reason of the refusal, or "" if the request was not refused."""
+    """Reason why the request was refused, or "" if it was not refused."""
     api: ApiKind = ApiKind.OPAQUE
     stream: bool = False
     subset: tuple[int, ...] | None = None

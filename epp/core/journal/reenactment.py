@@ -64,7 +64,7 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
 DIFFERENCES_SHOWN_MAX: Final = 10
 _NOWHERE: Final = ""
-"""Address that stands for an unknown endpoint; no endpoint has it."""
+"""Address that stands for an endpoint that is unknown here; no endpoint has it."""
 
 
 class Difference(StrEnum):
@@ -104,7 +104,7 @@ class Reenacted(Struct, kw_only=True):
     capture.
     """
     lost: int = 0
-    """Number of events that are missing in the capture."""
+    """Number of events that the capture should contain but does not."""
     gaps: int = 0
     """Number of segments of the capture that are missing between other segments."""
     learnt: int = 0

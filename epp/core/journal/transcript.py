@@ -32,11 +32,11 @@ class Transcript:
         self._configured: Configured | None = None
         self._replaced: Replaced | None = None
         self._observed: dict[int, Observed] = {}
-        """Last good scrape of each endpoint as an event with its values, by slot."""
+        """Last successful scrape of each endpoint, as an event with its values, by slot."""
         self._scraped: dict[int, EndpointMetrics] = {}
         """Last scraped values of each endpoint before adapter names are hashed, by slot."""
         self.decisions = 0
-        """Number of the scheduler's last decision."""
+        """Number of the last decision that was recorded."""
 
     def block_tokens(self, note: Note | None = None) -> int:
         """Return the number of tokens in a block of the requests that follow `note`; if `note` is

@@ -131,7 +131,7 @@ class CaptureWitness:
         """Number of each recorded request that has not ended, by its lease."""
         self._next_number = 0
         self._learnt = 0
-        """Number of records that peers shared since the last tick."""
+        """Number of records that peers shared with this picker since the last tick."""
         self._session: str | None = None
         """Session of the request that is being decided. It is "" if the request names none, and
         None if the request is not recorded.

@@ -288,7 +288,7 @@ class SessionIndex:
 
 
 def _cookie(header: str, name: str) -> str:
-    """Return the value of the first cookie `name`, or "" if there is none."""
+    """Return the value of the first cookie `name` in a cookie header, or "" if there is none."""
     if len(header) > _COOKIE_BYTES_MAX:
         return ""
     for pair in header.split(";"):

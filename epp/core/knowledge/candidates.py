@@ -366,7 +366,9 @@ class AdapterColumns:
 
     @property
     def active_count(self) -> Ints:
-        """Return int64[n]: the number of adapters with a running or waiting request."""
+        """Return int64[n]: the number of LoRA adapters with a running or waiting request at each
+        engine.
+        """
         return self._columns.adapters_active[self._slot]
 
     @property
@@ -479,7 +481,9 @@ class Candidates:
         )
 
     def near(self, peer: int) -> "Candidates":
-        """Return these candidates with the endpoint in slot `peer` as their peer."""
+        """Return these candidates with `peer`, the slot of the endpoint that was chosen for the
+        other stage.
+        """
         return Candidates(
             self._columns,
             self._slot,

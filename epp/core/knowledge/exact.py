@@ -150,10 +150,10 @@ class ExactStatistics(Struct):
 
 
 class _Placed(Struct, frozen=True, gc=False):
-    """The data that undoes the record of a decision for one rank."""
+    """The data that undoes the record of a decision that named a data-parallel rank."""
 
     anywhere: Any
-    """Data that undoes the record of the decision for the whole endpoint."""
+    """Data that undoes the record in the index of decisions for endpoints."""
     number: int
     """Internal number under which the rank is recorded in the index of decisions for ranks."""
     there: Any

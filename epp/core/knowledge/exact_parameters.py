@@ -73,14 +73,17 @@ class InMemoryConfig(Parameters, frozen=True):
 
 class CostAwareMemoryConfig(Parameters, frozen=True):
     size: str = ""
-    """Maximum size of the store in bytes, as text with a unit such as MB or GiB."""
+    """Maximum size of llm-d-router's memory store in bytes, as text with a unit such as MB or GiB.
+    """
 
     def __post_init__(self) -> None:
         self._read_size()
 
     @property
     def size_bytes(self) -> int | None:
-        """Return the maximum size of the store in bytes, or None if it is not given."""
+        """Return the maximum size of llm-d-router's memory store in bytes, or None if it is not
+        given.
+        """
         return self._read_size()
 
     def _read_size(self) -> int | None:

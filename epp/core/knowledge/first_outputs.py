@@ -53,7 +53,7 @@ _KEPT: Final = 1.0 - 1.0 / PAGES_AVERAGED
 
 
 class FirstOutputs:
-    """The counter of first outputs of one endpoint since it started."""
+    """The engine's counter of first outputs at one endpoint, since the endpoint started."""
 
     __slots__ = (
         *("_all", "_count", "_doubted", "_known", "_late", "_ours", "_rest", "_silent"),
@@ -96,12 +96,12 @@ class FirstOutputs:
         """
 
     def known(self) -> None:
-        """Count a request of this picker whose first output the picker saw."""
+        """Count a first output of one of this picker's requests that the picker saw."""
         self._known += 1
         self._silent += 1
 
     def assumed(self) -> None:
-        """Count a request of this picker that is assumed to have had its first output."""
+        """Count a first output of one of this picker's requests that is assumed to have come."""
         self._known += 1
 
     def scraped(self, metrics: EndpointMetrics, inflight_requests: int, *, since_s: Seconds) -> int:

@@ -47,13 +47,13 @@ class Full(Struct, kw_only=True):
     """The state of one full endpoint."""
 
     since_s: Seconds
-    """Time of the refusal after which the endpoint counted as full."""
+    """Time of the refusal at which the endpoint became full."""
     refused_at_s: Seconds
     """Time of the last refusal that started a pause. Results of requests that were sent to the
     endpoint before it are ignored.
     """
     until_s: Seconds
-    """Time at which the pause ends and the endpoint may receive requests again."""
+    """Time at which the pause of the full endpoint ends, so that it may receive requests again."""
     pause_s: Seconds = 0.0
     """Length in seconds of the last pause after a refusal without `retry-after`; 0 if there was
     none.

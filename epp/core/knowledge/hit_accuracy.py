@@ -95,7 +95,7 @@ class Verdict(StrEnum):
     FELL = "fell"
     """A counter of the engine was lower than before, although the engine did not restart."""
     IMPOSSIBLE = "impossible"
-    """The engine counted more tokens as found than as looked up."""
+    """The engine counted more tokens as found in the prefix cache than as looked up."""
 
 
 class Side(StrEnum):
@@ -298,7 +298,9 @@ class _Slot:
 
 
 class _TokenSize(Struct):
-    """Sums of the prompt bytes and the tokens of one model; older windows weigh less."""
+    """Sums of the bytes and of the tokens of the prompts for one model. Sums of older windows weigh
+    less.
+    """
 
     prompt_bytes: float = 0.0
     tokens: float = 0.0
@@ -543,7 +545,7 @@ def _added(older: Mapping[str, float], newer: Mapping[str, float]) -> dict[str, 
 
 
 def _rise(before: float, after: float) -> float:
-    """Return the increase of a counter, or 0 if one of its values is NaN."""
+    """Return the increase of a counter from `before` to `after`, or 0 if one of the two is NaN."""
     rise = after - before
     return 0.0 if isnan(rise) else rise
 

@@ -141,10 +141,14 @@ class CorrectedIndex(AffinityIndex, Protocol):
 
 
 class LimitsMemory(AffinityIndex, Protocol):
-    """An affinity index that drops its oldest content when memory is scarce."""
+    """An affinity index whose memory can be limited: it drops content when it has more than the
+    limit.
+    """
 
     def limit_memory(self, share: float) -> None:
-        """Use at most `share` of the settings' `memory_max_bytes`, from now on or soon."""
+        """Limit the memory of the index to `share` of the settings' `memory_max_bytes`, from now on
+        or soon.
+        """
         ...
 
 

@@ -50,7 +50,7 @@ class IndexesSettings(Struct, frozen=True):
     """
 
     by_name: Mapping[str, AffinityIndexSettings]
-    """Settings of each index by its name, in the order in which the indexes match."""
+    """Settings of each index by its name. The order is that in which the indexes match."""
     prefix: str = ""
     """Name of the index whose match becomes `matched_blocks`, or "" if there is none."""
     joined: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class Indexes(Mapping[str, AffinityIndex]):
             return False
 
     def _read_abilities(self) -> None:
-        """Sort the open indexes by the abilities that their settings declare."""
+        """Group the open indexes by the abilities that their settings declare."""
         self.shared = self._able(lambda abilities: abilities.shares)
         self.hearing = self._able(lambda abilities: abilities.hears_engines)
         self._measuring = self._able(lambda abilities: abilities.measures)

@@ -142,9 +142,10 @@ class Lease(Struct, eq=False, gc=False):
     this request's included. It is the number for an endpoint that prefills at its configured speed.
     """
     prefill_tokens: float = 0.0
-    """Estimate of this request's uncached prompt tokens that are still to be computed."""
+    """Estimate of how many of this request's uncached prompt tokens are still to be computed."""
     uncached_tokens: float = 0.0
-    """Number of all uncached prompt tokens of this request, at the decision."""
+    """Number of this request's prompt tokens that were estimated not to be cached when it was sent.
+    """
     prefilled: bool = False
     """True once the prompt of this request is known to be computed at the endpoint, or known never
     to be.
@@ -162,7 +163,7 @@ class Lease(Struct, eq=False, gc=False):
     probe: bool = False
     """True if the request is a probe of an ejected endpoint (module `ejection`)."""
     stage: Stage = Stage.DECODE
-    """Stage on which the endpoint in `slot` works."""
+    """Stage of the request on which the endpoint in `slot` works."""
     earlier: tuple["Lease", ...] = ()
     """Leases of the endpoints that prefill and encode for this request. It is () if the endpoint in
     `slot` does everything, and for these leases themselves.
@@ -545,7 +546,7 @@ class InflightLedger:
             self.close_later(earlier, now, at_most_s)
 
     def close_due(self, now: Seconds) -> None:
-        """Close the leases whose time, set by `close_later`, has come."""
+        """Close those leases whose time has come, as `close_later` set it."""
         while self._unseen and self._unseen[0][0] <= now:
             self.close(heapq.heappop(self._unseen)[2], now)
 
@@ -566,7 +567,9 @@ class InflightLedger:
         self._charge(lease, prefill_tokens, now)
 
     def set_speed(self, slot: int, prefill_tokens_per_s: float, now: Seconds) -> None:
-        """Set the configured prefill speed of `slot` from `now` on."""
+        """Set the configured prefill speed of the endpoint in `slot`, in tokens per second, from
+        `now` on.
+        """
         columns = self._columns
         if columns.prefill_tokens_per_s.item(slot) != prefill_tokens_per_s:
             self._drain(slot, now)

@@ -574,7 +574,7 @@ class Outliers:
 
 
 def _answered(outcome: Outcome) -> bool:
-    """Return whether the endpoint gave an answer that was no failure."""
+    """Return whether the endpoint gave an answer to the request that was no failure."""
     return outcome.status is not None and not outcome.failed and outcome.ending is not Ending.UNSEEN
 
 

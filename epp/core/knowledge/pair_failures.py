@@ -36,7 +36,7 @@ class PairFailures:
         return blamed
 
     def succeeded(self, slots: Sequence[int]) -> None:
-        """Record that a request succeeded that the endpoints in `slots` served."""
+        """Record that the endpoints in `slots` served a request together and that it succeeded."""
         for slot in slots:
             self._suspects.pop(slot, None)
 

@@ -54,7 +54,7 @@ class Standing(StrEnum):
 
 
 class _Member:
-    """The state of one endpoint that the pool keeps outside the columns."""
+    """The state of one endpoint of the pool that is not in the columns."""
 
     __slots__ = (
         "asleep",

@@ -13,7 +13,7 @@ PREFILL_TOKENS_PER_S: Final = 15_928.0
 llm-d-router's `peakPrefillThroughput`, which was measured with Qwen3-32B on two H100s.
 """
 BELIEVED_S: Final = 1.0
-"""Weight of the configured speed in the measured one, as seconds of prefill work."""
+"""Weight of the configured prefill speed in the measured one, in seconds of prefill work."""
 BUSY_REMEMBERED_S: Final = 20.0
 """Number of seconds of prefill work over which an endpoint's speed is measured. At least the last
 half of them count.

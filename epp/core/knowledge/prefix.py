@@ -72,9 +72,9 @@ _NODE_BYTES: Final = 430
 its row in the dict.
 """
 _HOLDING_BYTES: Final = 40
-"""Memory in bytes of one slot in a node's table of holders."""
+"""Memory in bytes of one entry in a tree node's table of the slots that have it cached."""
 _RECORD_BYTES: Final = 42
-"""Memory in bytes of one entry in a slot's queue of prompts, with its stamp."""
+"""Memory in bytes of one entry in an endpoint's queue of prompts, with its stamp."""
 
 _SHRINK_HOLDINGS_MAX: Final = 512
 """Maximum number of (node, slot) pairs that one `record` removes to meet the memory limit. One
@@ -199,12 +199,12 @@ class PrefixStatistics(Struct):
     partial_hits: int = 0
     no_hits: int = 0
     evicted_capacity: int = 0
-    """Number of blocks evicted because more was sent to the endpoint than it can cache."""
+    """Number of blocks evicted because an endpoint was sent more blocks than it can cache."""
     evicted_ttl: int = 0
     evicted_memory: int = 0
     """Number of blocks evicted because the memory of the index was above its limit."""
     evicted_forgotten: int = 0
-    """Number of blocks dropped because the endpoint left or restarted."""
+    """Number of blocks dropped because their endpoint left or restarted."""
     retracted: int = 0
     """Number of blocks removed again because the endpoint did not serve the request after all."""
     known_from_peers: int = 0
@@ -273,7 +273,7 @@ class _Slot:
         self.live = 0
         """Number of entries of the queue that were left when outdated entries were last removed."""
         self.queued = False
-        """True if the slot is in the heap of slots ordered by their oldest stamp."""
+        """True if this slot is in the heap that orders slots by their oldest stamp."""
 
     def uncorrected(self) -> None:
         """Reset the corrected capacity, TTL and bytes per token to their configured values."""

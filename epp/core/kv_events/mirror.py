@@ -58,7 +58,7 @@ _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _END_BYTES: Final = 10
 """Size in bytes of the value of `_end` with which a tail begins, before the tokens."""
 _TAIL_TOKENS_MAX: Final = 48
-"""Number of tokens whose bytes take about as much memory as a block with its key."""
+"""Number of tokens whose bytes take about as much memory as a block with its key takes."""
 
 
 class Changed(Struct, gc=False):
@@ -82,7 +82,7 @@ class MirrorCounts(Struct):
     may have been stored since.
     """
     unknown: int = 0
-    """Number of removed blocks that were not known to be stored."""
+    """Number of removed blocks that the mirror did not know as stored."""
     skipped: int = 0
     """Number of ignored blocks: not local, hashes without tokens, or above the memory limit."""
 
@@ -181,11 +181,13 @@ class Mirror:
         self.engine_block_tokens = 0
         """Number of tokens in the largest block of the engine; 0 before any event."""
         self.adapters: set[str] = set()
-        """Names of LoRA adapters that appeared in events."""
+        """Names of the LoRA adapters that appeared in the engine's events."""
         self.counting = True
         """True if the copies of each block are counted; False if a removal counts for all copies."""
         self.cut = False
-        """True if some cached blocks are missing in the mirror for lack of memory."""
+        """True if some blocks that the engine has cached are missing in the mirror for lack of
+        memory.
+        """
         self.tiers: dict[str, _Tier] = {DEVICE: _Tier()}
         self.groups: dict[int, _Group] = {}
         """Groups of a hybrid model by number, other than the first that needs every block."""
@@ -204,7 +206,8 @@ class Mirror:
         tokens.
         """
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
-        """Runs with an unknown parent, by the hash of the parent, oldest first."""
+        """Runs of blocks whose parent is unknown, by the engine's hash of the parent, oldest first.
+        """
         self._floating_at: dict[int, _Floating] = {}
         """Run with an unknown parent that contains a block, by the engine's hash of the block."""
         self._floating_bytes = 0

@@ -31,7 +31,7 @@ NAME_CHARACTERS_MAX: Final = 256
 a longer one is not stored.
 """
 DEVICE: Final = "gpu"
-"""Tier to which a block belongs if its event reports none."""
+"""Tier to which a block belongs if its event reports no tier."""
 GROUP_MAX: Final = 255
 _HASH_MASK: Final = 2**64 - 1
 
@@ -44,7 +44,8 @@ class Fault(StrEnum):
     """The payload is not msgpack, or does not consist of a time, a list of events and a rank."""
     TOO_MANY = "too many blocks"
     REMOVAL = "unreadable removal"
-    """A removal is unreadable, so its blocks are still recorded as cached."""
+    """An event that removes blocks is unreadable, so that its blocks are still recorded as cached.
+    """
     CLEARING = "unreadable clearing"
     STORE = "unreadable store"
     """An event that stores blocks has an invalid hash, token id or size."""
@@ -139,10 +140,12 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     events: tuple[Event, ...] = ()
     blocks: int = 0
-    """Number of blocks in all events of the payload."""
+    """Number of blocks that all events of the payload store or remove."""
     faults: tuple[Fault, ...] = ()
     at_s: float = 0.0
-    """Time of the payload by the engine's clock, in seconds since 1970."""
+    """Time at which the engine sent the payload, by its own clock, in seconds since 1970; 0 if
+    unknown.
+    """
     rank: int = 0
 
     @property

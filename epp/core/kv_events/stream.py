@@ -81,7 +81,7 @@ class StreamState(StrEnum):
     """The rank has no source of KV-cache events."""
     CONNECTING = "connecting"
     REPLAYING = "replaying"
-    """Frames are missing and have been requested from the source."""
+    """Frames of the stream are missing and have been requested from its source."""
     LIVE = "live"
     STALE = "stale"
     """The source of the stream is disconnected, or sends nothing while its engine works."""
@@ -94,7 +94,7 @@ class Apply(Struct, frozen=True, gc=False):
 
 
 class Forget(Struct, frozen=True, gc=False):
-    """An action: drop all blocks that the stream reported so far."""
+    """An action: drop all blocks that the KV event stream reported so far."""
 
 
 class AskReplay(Struct, frozen=True, gc=False):
@@ -106,7 +106,7 @@ class AskReplay(Struct, frozen=True, gc=False):
 
 
 class AskSnapshot(Struct, frozen=True, gc=False):
-    """An action: request a snapshot of all cached blocks."""
+    """An action: request a snapshot of all cached blocks from the source of the KV event stream."""
 
 
 Action: TypeAlias = Apply | Forget | AskReplay | AskSnapshot
@@ -157,13 +157,15 @@ class KVEventStream:
         connected.
         """
         self.silent = False
-        """True if the source sends nothing while its engine works."""
+        """True if the source of the stream sends nothing while its engine works."""
         self._replays = replays
         self._snapshots = snapshots
         self._connected = False
         self._disconnected_at_s: Seconds = now
         self._last: int | None = None
-        """Number of the last frame whose events were applied, or None if there is none."""
+        """Number of the last frame of the stream whose events were applied, or None if there is
+        none.
+        """
         self._newest: int | None = None
         """Number of the last live frame that came, even if it is only buffered; None if there is
         none.
@@ -173,7 +175,8 @@ class KVEventStream:
         self._epoch: str = ""
         self._heartbeat_s: Seconds = math.inf
         self._recent: deque[int] = deque(maxlen=RECENT_FRAMES)
-        """Digests of the last applied frames, each over the frame's content and number."""
+        """Digests of the frames that were applied last, each over the frame's content and number.
+        """
         self._actions: list[Action] = []
         self._held: list[_Frame] = []
         self._held_bytes = 0

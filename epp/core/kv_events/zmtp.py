@@ -53,8 +53,8 @@ class ZmtpConnection:
     """
 
     def __init__(self, socket_type: SocketType, *, topic: bytes = b"") -> None:
-        """Create one end of a connection with this socket type. `topic` is the prefix of the topics
-        to which a subscriber subscribes.
+        """Create one end of a connection with the socket type `socket_type`. `topic` is the prefix
+        of the topics to which a subscriber subscribes.
         """
         self._type = socket_type
         self._topic = topic

@@ -82,7 +82,7 @@ class ChainBook:
         self._bytes = 0
 
     def clear(self) -> None:
-        """Drop all chains from the book."""
+        """Drop all chains of hashes from the book."""
         self.age()
         self.age()
 

@@ -80,7 +80,7 @@ FRAMES_LOST_MAX: Final = 1_000
 is dropped after `SILENT_S_MAX`, in which an honest one sends far fewer.
 """
 WANTED_MAX: Final = 1_024
-"""Maximum number of requested frame ranges that are read in one frame of a peer."""
+"""Maximum number of frame ranges that a peer may request in one of its frames; more are ignored."""
 CHANGES_MAX: Final = 2 * ORIGINS_MAX
 BOOK_AGE_S: Final = 30.0
 """Time in seconds between two generations of the book of sent chains. After one to two of them, a
@@ -106,7 +106,7 @@ class Taken(StrEnum):
 
 
 class Peer(Struct):
-    """The state of one peer, which is identified by its origin."""
+    """The state of one other picker, which is identified by its origin, a random id."""
 
     origin: bytes
     inbox: Inbox
@@ -144,7 +144,7 @@ class Change(Struct, frozen=True):
     after a silence.
     """
     silent_s: Seconds = 0.0
-    """Time in seconds since the last frame of the peer."""
+    """Time in seconds since the last frame of the peer at the time of the event."""
 
 
 class PeerExchange:
@@ -465,7 +465,7 @@ class PeerExchange:
         del self.changes[:-CHANGES_MAX]
 
     def _leave(self, origin: bytes, now: Seconds) -> None:
-        """Remove a peer that sent a goodbye, and its load."""
+        """Remove a peer that sent a goodbye, and its load in flight."""
         peer = self.peers.get(origin) or self._silent.pop(origin, None)
         if peer is not None:
             self._forget(origin, now)
@@ -639,7 +639,7 @@ class PeerExchange:
 
 
 def _read(message: bytes) -> Frame | Taken:
-    """Return the decoded frame in `message`, or the reason why it cannot be read."""
+    """Return the decoded frame in `message` of a peer, or the reason why it cannot be read."""
     try:
         return decode(message)
     except OtherVersionError:

@@ -25,7 +25,7 @@ MAGIC: Final = b"HMP"
 VERSION: Final = 1
 ORIGIN_BYTES: Final = 8
 FRAME_BYTES_MAX: Final = 256 * 1024
-"""Maximum size of a frame in bytes; decoding 256 KB takes well below a millisecond."""
+"""Maximum size in bytes of a frame for peers. Decoding 256 KB takes well below a millisecond."""
 RECORD_BYTES_MAX: Final = 128 * 1024
 """Maximum size of a record in bytes; the end of a longer chain is not sent. It fits a million
 tokens in blocks of 64.
@@ -35,7 +35,7 @@ KEYS_MAX: Final = 256
 first.
 """
 LOADS_MAX: Final = 8_192
-"""Maximum number of endpoints whose load is in one frame."""
+"""Maximum number of endpoints whose load is in one frame for peers."""
 
 Key: TypeAlias = bytes | tuple[bytes, bytes]
 """A key of a shared index as it is sent: the whole key, or a pair of the last hash of a chain that
@@ -70,7 +70,7 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     """
     kind: int
     uptime_s: float
-    """Time in seconds since the sender started."""
+    """Number of seconds for which the sender had been running when it sent the frame."""
     indexes: tuple[int, ...] = ()
     """Hash of the signature of each shared index of the sender, in the order of the keys in
     records.

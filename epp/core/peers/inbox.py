@@ -26,7 +26,7 @@ CHAIN_BYTES_MAX: Final = 512 * 1024
 
 
 class Received(Struct):
-    """The numbers of received records and frames, by result."""
+    """The numbers of records and frames received from peers, by result."""
 
     applied: int = 0
     unknown_endpoint: int = 0
@@ -67,7 +67,9 @@ class Inbox:
         processing of the record here.
         """
         self.chain_lost = False
-        """True if a record continued an unknown chain; the reader of this field resets it."""
+        """True if a record continued a chain of hashes that is unknown here. The reader of this
+        field resets it.
+        """
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

@@ -101,7 +101,7 @@ class _Gap(Struct):
 
 
 class MissedFrames:
-    """The numbers of the frames of one peer that were missed here."""
+    """The numbers of those frames of one peer that were missed here."""
 
     def __init__(self) -> None:
         self._gaps: list[_Gap] = []
@@ -110,7 +110,9 @@ class MissedFrames:
         return bool(self._gaps)
 
     def add(self, first: int, last: int) -> None:
-        """Add the frame numbers from `first` to `last`, which the peer's frames skipped."""
+        """Add the frame numbers from `first` to `last` to those missed, because the peer's frames
+        skipped them.
+        """
         self._gaps.append(_Gap(max(first, last - RANGE_FRAMES_MAX + 1), last))
         del self._gaps[:-RANGES_MAX]
 

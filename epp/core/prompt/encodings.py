@@ -27,7 +27,7 @@ TURN_BYTES_MAX: Final = 512 * 1024
 ms at 250 MB/s, the speed of the slowest decoder.
 """
 CALL_BYTES_MAX: Final = 64 * 1024
-"""Maximum number of bytes that one call of a decoding library returns."""
+"""Maximum number of decoded bytes that one call of a decoding library may return."""
 CALL_BYTES_COUNTED_MIN: Final = 32 * 1024
 """Minimum number of bytes as which a call of a decoding library counts in its turn of the event
 loop, even if it returns fewer.

@@ -26,7 +26,7 @@ _ORDERS: Final[Mapping[str, Order]] = {
 _FALLBACK: Final = "fallback"
 STAGE_HANDLER: Final = "disagg-profile-handler"
 PD_DECIDER: Final = "prefix-based-pd-decider"
-"""Decider of a `pd-profile-handler` that names none."""
+"""Name of the decider that a `pd-profile-handler` has if the document names none."""
 STAGE_PARAMETERS: Final[Mapping[str, tuple[str, str]]] = {
     "decodeProfile": ("profiles", "decode"),
     "prefillProfile": ("profiles", "prefill"),
@@ -48,7 +48,7 @@ class StageNames(Struct, frozen=True, kw_only=True):
     profiles: Mapping[str, str]
     """Name of the profile of each stage and of `fallback`, by stage or "fallback"."""
     given: frozenset[str]
-    """Stages whose profile the document names, so that it must exist."""
+    """Stages whose profile the document names, so that a profile of that name must exist."""
     deciders: Mapping[Stage, str]
     """Name of the decider of each stage that has one, by stage."""
     order: Order = Order.DECODE_FIRST
@@ -59,14 +59,18 @@ class StageProfiles(Parameters, frozen=True):
     """The names of the profiles of the stages."""
 
     decode: _Name | None = None
-    """Profile of the decode stage; `decode` if not given."""
+    """Name of the profile of the decode stage; `decode` if not given."""
     prefill: _Name | None = None
-    """Profile of the prefill stage; `prefill` if not given, and no such stage if there is none."""
+    """Name of the profile of the prefill stage; `prefill` if not given. The stage does not exist if
+    no such profile is declared.
+    """
     encode: _Name | None = None
-    """Profile of the encode stage; `encode` if not given, and no such stage if there is none."""
+    """Name of the profile of the encode stage; `encode` if not given. The stage does not exist if
+    no such profile is declared.
+    """
     fallback: _Name | None = None
-    """Profile that chooses one endpoint for the whole request if a stage that must run has no
-    endpoint. Without it, such a request is refused.
+    """Name of the profile that chooses one endpoint for the whole request if a stage that must run
+    has no endpoint. If not given, such a request is refused.
     """
 
 
@@ -182,11 +186,11 @@ class PdHandler(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
     decode_profile: _Name | None = None
-    """Profile of the decode stage; `decode` if not given."""
+    """Name of the profile of the decode stage; `decode` if not given."""
     prefill_profile: _Name | None = None
-    """Profile of the prefill stage; `prefill` if not given."""
+    """Name of the profile of the prefill stage; `prefill` if not given."""
     decider_plugin_name: _Name = PD_DECIDER
-    """Decider of the prefill stage."""
+    """Name of the decider of the prefill stage."""
     primary_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     """No effect, because data-parallel ranks with a port each are separate endpoints."""
     prefix_plugin_type: str = ""

@@ -43,8 +43,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "answer_tokens": "length of answers",
     "unreported_requests": "requests that engines have not reported yet",
 }
-"""Description of the values that a plugin declares in `reads`, by name; other names are shown as
-they are.
+"""Description of the values that a plugin may declare in `reads`, by name. A name without a
+description is shown as it is.
 """
 
 RESPONSES: Final = (

@@ -86,7 +86,7 @@ class LiveConfiguration:
 
     @property
     def parsers(self) -> ParserSet:
-        """Return the request parsers that the configuration in force names."""
+        """Return the names of the request parsers that the configuration in force enables."""
         return parser_set(self.config)
 
     def sign_with(self, session_keys: Sequence[bytes]) -> None:
@@ -183,5 +183,5 @@ def _reads_tokens(plugin: Any) -> bool:
 
 
 def parser_set(config: PickerConfig) -> ParserSet:
-    """Return the request parsers that `config` names."""
+    """Return the names of the request parsers that `config` enables."""
     return frozenset(ParserName(name) for name in config.parsers)

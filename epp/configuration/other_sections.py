@@ -34,7 +34,7 @@ _LOAD_PRODUCER: Final = "inflight-load-producer"
 
 
 class MetricsSettings(Struct, frozen=True, kw_only=True):
-    """Settings for reading metrics and other pages of endpoints."""
+    """The settings for requesting metrics and other pages from endpoints."""
 
     source: MetricsDataSource = field(default_factory=MetricsDataSource)
     extractor: CoreMetricsExtractor = field(default_factory=CoreMetricsExtractor)

@@ -53,7 +53,9 @@ class ProfileSections:
         self.findings = declared.findings
 
     def by_name(self, value: Any) -> dict[str, tuple[str, ProfileSpec]]:
-        """Return the place in the document and the content of each profile, by its name."""
+        """Return the place in the document and the content of each item of `schedulingProfiles`, by
+        the name of the profile.
+        """
         found: dict[str, tuple[str, ProfileSpec]] = {}
         for index, item in enumerate(self.findings.items(value, "schedulingProfiles")):
             where = f"schedulingProfiles[{index}]"

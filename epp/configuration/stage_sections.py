@@ -51,7 +51,8 @@ class StageSections:
         return None if profile is None else Stages(decode=profile)
 
     def _stages_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
-        """Return the stages that `handler` names, or None after a problem."""
+        """Return the stages whose profiles and deciders `handler` names, or None after a problem.
+        """
         names: StageNames = handler.plugin.stages
         places = self.profiles.by_name(value)
         by_stage = self._profiles(handler, names, places)
@@ -120,7 +121,9 @@ class StageSections:
         names: StageNames,
         places: Mapping[str, object],
     ) -> ConfiguredPlugin | None:
-        """Return the decider of `stage`; None if it has none or no profile, or after a problem."""
+        """Return the decider of `stage`. Return None if the stage has no decider or no profile, or
+        after a problem.
+        """
         there = names.profiles.get(stage) in places
         always = names.order is Order.PREFILL_FIRST and stage is Stage.PREFILL
         name = names.deciders.get(stage)

@@ -111,7 +111,7 @@ class VllmRenderer(Parameters, frozen=True):
     """Settings for rendering prompts by vLLM's render and tokenize API."""
 
     url: str = "http://localhost:8000"
-    """URL of the renderer, without the path of an API."""
+    """URL of the renderer, to which the path of an API is appended."""
     timeout: Duration = Duration(5.0)
     """Timeout of a request to the renderer for a completion's prompt.
 
@@ -199,7 +199,7 @@ class LocalTokenizers(Parameters, frozen=True):
     `--chat-template-content-format`.
     """
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Additional variables of the chat template; values of the request take precedence."""
+    """Additional variables of the chat template. Values that the request gives take precedence."""
 
     def __post_init__(self) -> None:
         if not (self.auto_discovery_dir or self.model_tokenizer_map):

@@ -69,7 +69,7 @@ _NEVER_FULL: Final = UtilizationDetector(
     queue_depth_threshold=math.inf, metrics_staleness_threshold=Duration(math.inf)
 )
 _STALE: Final = 1
-"""Slot of the test endpoint whose metrics are old."""
+"""Slot of the test endpoint whose metrics are stale."""
 _REFUSING: Final = 4
 
 _LABELS: Final[tuple[Mapping[str, str], ...]] = (

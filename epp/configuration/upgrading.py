@@ -179,14 +179,15 @@ class _Document:
         return _entries(self.root)
 
     def plugins(self) -> Iterator[tuple[Any, str]]:
-        """Yield the YAML node and the type of each declared plugin."""
+        """Yield the YAML node and the type of each plugin that the document declares."""
         found = self.members.get("plugins")
         for item in _items(found.value if found else None):
             yield item, _text_of(_entries(item).get("type"))
 
     @property
     def names(self) -> list[str]:
-        """Return the name of each declared plugin, or its type if it has no name."""
+        """Return the name of each plugin that the document declares, or its type if it has no name.
+        """
         return [_text_of(_entries(one).get("name")) or kind for one, kind in self.plugins()]
 
     def tell(self, node: Any, what: str) -> None:
@@ -215,8 +216,8 @@ class _Document:
         self.replace(start, end, _spelt(value, node.style) + ending)
 
     def remove(self, parent: Any, name: str) -> None:
-        """Remove the member `name` of the mapping `parent`, which becomes `{}` if it was the only
-        one.
+        """Remove the member `name` of the YAML mapping `parent`, which becomes `{}` if it was the
+        only one.
         """
         entries = [(key, value) for key, value in parent.value]
         at = next(index for index, (key, _) in enumerate(entries) if key.value == name)
@@ -238,7 +239,7 @@ class _Document:
         self.replace(before, self._line_after(end), "")
 
     def remove_item(self, parent: Any, at: int) -> None:
-        """Remove the item at index `at` of the list `parent`, which must have other items."""
+        """Remove the item at index `at` of the YAML list `parent`, which must have other items."""
         item = parent.value[at]
         start, end = item.start_mark.index, _end_of(item)
         if parent.flow_style:
@@ -251,7 +252,7 @@ class _Document:
         self.replace(self.text.rfind("\n", 0, start) + 1, self._line_after(end), "")
 
     def append(self, parent: Any, value: Any) -> None:
-        """Append an item to the list `parent`, or members to the mapping `parent`."""
+        """Append an item to the YAML list `parent`, or members to the YAML mapping `parent`."""
         end = _end_of(parent)
         if parent.flow_style:
             written = _on_one_line(value)

@@ -27,7 +27,7 @@ from epp.plugins.contract import (
 )
 
 ITEM_MIB: Final = 2
-"""Assumed size in MiB of one cached media item in an engine's encoder cache."""
+"""Assumed size in MiB of one image, audio or video in an engine's encoder cache."""
 CACHE_MIB: Final = 4_096
 ENTRIES_MAX: Final = 131_072
 """Maximum number of (media item, endpoint) pairs that the index stores, about 25 MB."""

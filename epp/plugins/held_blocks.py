@@ -49,7 +49,7 @@ class HeldBlocks:
         No other slot can have any block of such a prompt.
         """
         self.blocks = 0
-        """Number of (block, slot) pairs in the index."""
+        """Number of (block, slot) pairs in this index."""
 
     def add(self, slot: int, prompt: Sequence[int]) -> None:
         """Add the blocks of `prompt` to those at `slot`."""
@@ -64,7 +64,9 @@ class HeldBlocks:
         self._first.setdefault(prompt[0], {})[slot] = None
 
     def remove(self, slot: int, prompt: Sequence[int]) -> None:
-        """Remove one addition of `prompt` at `slot`; it must have been added there."""
+        """Remove the blocks of `prompt` at `slot` once. The prompt must have been added there
+        before.
+        """
         if not prompt:
             return
         counts = self._counts[slot]

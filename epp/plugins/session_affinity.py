@@ -121,7 +121,9 @@ class _SessionAffinity(Parameters, frozen=True):
         """
         found = []
         if self.profile_name:
-            found.append("profileName has no effect, because it cannot change the endpoint of a session")
+            found.append(
+                "profileName has no effect, because it cannot change the endpoint of a session"
+            )
         if self.session_id_config.eviction_sweep_seconds:
             found.append(
                 "evictionSweepSeconds has no effect, because an expired session is never found"

@@ -542,8 +542,8 @@ class Candidates:
         return self._columns.kv_capacity_tokens[self._slot]
 
     def engine_load(self) -> EngineLoad:
-        """Return the waiting and running requests, the KV-cache usage and the KV capacity that the
-        candidates' engines reported.
+        """Return the load that the candidates' engines reported last: the waiting requests, all
+        requests, and the used and the total tokens of the KV cache.
 
         The result is gathered once for all requests between two changes of scraped values.
         """

@@ -119,16 +119,17 @@ class _Tier:
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        """End of each block, by the engine's hash. It is the key of the index's block that ends
-        there, as the very object of the index. If none ends there, it is a value of `_end` below 0.
+        """Position at which each block ends, by the engine's hash of the block. It is the key of
+        the index's block that ends there, as the very object of the index. If none ends there, it
+        is a value of `_end` below 0.
         """
         self.tails: dict[int, bytes] = {}
-        """Tail of each block that ends inside a step: the `_end` before that step, then the tokens
-        after it.
+        """Data of each block that ends inside a step (its tail), by the engine's hash of the block:
+        the value of `_end` for the last step before the end, then the tokens after that step.
         """
         self.more: dict[int, tuple[int, ...]] = {}
         """Keys of the index's blocks that end within a block of the engine but not at its end, by
-        the engine's hash.
+        the engine's hash of the block.
         """
         self.more_keys = 0
         """Total number of keys in `more`, over all blocks."""
@@ -222,8 +223,8 @@ class Mirror:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows from which the mirror's memory is estimated; a block with a
-        tail takes more than one, for its tokens.
+        """Return the number of rows of tables from which the mirror's memory is estimated. A block
+        with a tail counts as more than one, because of its tokens.
         """
         return self._taken(2 * self.tail_blocks)
 
@@ -238,8 +239,8 @@ class Mirror:
 
     @property
     def numbers(self) -> int:
-        """Return the number of integers that are stored for ends and keys, from which memory is
-        estimated; a list of keys counts as two.
+        """Return the number of integers that the mirror stores for ends of blocks and for keys,
+        from which its memory is estimated. A list of keys counts as two.
         """
         return sum(
             len(tier.blocks) + 2 * len(tier.more) + tier.more_keys for tier in self.tiers.values()

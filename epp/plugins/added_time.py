@@ -156,8 +156,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
     does not apply.
     """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Number of tokens at the head of the prompt that determine the endpoint that all pickers
-    prefer, as in `prefix-cache-scorer`.
+    """Number of prompt tokens beyond what most endpoints have cached that determine the endpoint
+    that all pickers prefer, as in `prefix-cache-scorer`.
     """
 
     def __post_init__(self) -> None:

@@ -59,8 +59,9 @@ class PrefixCache(Parameters, frozen=True):
     prefix decides, not the agreement of pickers.
     """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Number of tokens beyond what most endpoints have cached by which pickers agree on an
-    endpoint: prompts that share them go to the same one, unless a session or conversation decides.
+    """Number of prompt tokens beyond what most endpoints have cached by which pickers agree on an
+    endpoint. Prompts that share these tokens go to the same endpoint, unless a session or
+    conversation decides.
     """
     agreement_session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
     """Request header whose value identifies the session, if the request has no session id of its

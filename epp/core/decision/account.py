@@ -72,7 +72,7 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
     candidate.
     """
     picked: int
-    """Position of the chosen endpoint among the candidates."""
+    """Position of the chosen endpoint among the candidates that were scored."""
 
     @property
     def total(self) -> float:
@@ -140,8 +140,8 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     or has one rank.
     """
     costs: tuple[Cost, ...] | None = None
-    """Costs that the scorers in `tellers` computed during the decision, or None if they can be
-    computed later from the stored numbers of the two best endpoints.
+    """Costs that the scorers computed during the decision, a `Cost` for each scorer that has costs.
+    None if they can be computed later from the stored numbers of the two best endpoints.
     """
 
     @property

@@ -46,7 +46,7 @@ class Staleness(Struct, frozen=True):
     """
 
     age_s_max: Seconds
-    """Age in seconds above which an endpoint's metrics are stale."""
+    """Age in seconds above which the metrics of an endpoint count as stale."""
     unreachable: Bools
     """True for each endpoint, by slot, whose scrapes get no answer."""
 

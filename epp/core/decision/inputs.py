@@ -61,8 +61,8 @@ class ResponseStarted(Struct, frozen=True, gc=False):
 
 
 class OutputStarted(Struct, frozen=True, gc=False):
-    """The arrival of the first chunk of an answer, which shows that the prompt of `lease` is
-    prefilled.
+    """The arrival of the first chunk of the answer to the request of `lease`, which shows that its
+    prompt is prefilled.
     """
 
     lease: Lease
@@ -156,8 +156,8 @@ class StreamChanged(Struct, frozen=True, gc=False):
 
 
 class EventsVoided(Struct, frozen=True, gc=False):
-    """The events received so far from one rank of the engine in `slot` are invalid; recorded
-    decisions stay.
+    """The KV-cache events received so far from one rank of the engine in `slot` are invalid. Blocks
+    that are assumed from decisions stay.
     """
 
     slot: int

@@ -231,8 +231,8 @@ class HearsEngines(AffinityIndex, Protocol):
     def change(
         self, slot: int, changes: Sequence[Changed], engine_block_tokens: int, *, rank: int
     ) -> None:
-        """Apply changes of keys, as `hear` returns them, for a caller that does not have the events
-        themselves.
+        """Apply stored and removed block keys, as `hear` returns them, for a caller that does not
+        have the events themselves.
         """
         ...
 
@@ -244,7 +244,9 @@ class HearsEngines(AffinityIndex, Protocol):
         ...
 
     def silence(self, slot: int, *, rank: int) -> None:
-        """Drop the reported blocks of `rank` at `slot`; recorded decisions stay."""
+        """Drop the blocks that `rank` at `slot` reported. Blocks that are assumed from decisions
+        stay.
+        """
         ...
 
     def ranks_at(self, slot: int) -> int:

@@ -452,8 +452,8 @@ class Indexes(Mapping[str, AffinityIndex]):
         rank: int,
         cleared: bool,
     ) -> None:
-        """Apply changes of keys, as `hear` returns them, to each index that receives KV-cache
-        events, for a caller that does not have the events.
+        """Apply stored and removed block keys, as `hear` returns them, to each index that receives
+        KV-cache events, for a caller that does not have the events.
         """
         if cleared:
             self._clear(slot, rank)
@@ -472,7 +472,9 @@ class Indexes(Mapping[str, AffinityIndex]):
             self.failures.call(name, "set_stream", change, slot, state)
 
     def silence(self, slot: int, *, rank: int) -> None:
-        """Drop the reported blocks of one rank of the engine in `slot`; recorded decisions stay."""
+        """Drop the blocks that one rank of the engine in `slot` reported. Blocks that are assumed
+        from decisions stay.
+        """
         for name, hearing in self.hearing.items():
             self.failures.call(name, "silence", partial(hearing.silence, rank=rank), slot)
 

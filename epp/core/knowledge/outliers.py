@@ -449,7 +449,7 @@ class Outliers:
         return 0.0 if math.isnan(share) else share
 
     def _let_failing_back(self, now: Seconds) -> None:
-        """Return the endpoints that were ejected for failing to service, because all endpoints
+        """End the ejection of all endpoints that were ejected for failing, because all endpoints
         fail.
         """
         for slot, one in tuple(self.ejection.away.items()):

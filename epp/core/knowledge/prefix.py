@@ -98,7 +98,9 @@ ERROR_TOLERATED: Final = 0.02
 are not corrected.
 """
 CORRECTED_BLOCKS_MAX: Final = 4_096
-"""Maximum number of blocks that one correction removes from an endpoint; the next one continues."""
+"""Maximum number of blocks that one correction removes from an endpoint; the next correction
+continues.
+"""
 
 _SINGLE_BITS_MAX: Final = 12
 """Number of slots up to which it is faster to write their numbers of cached blocks one by one than
@@ -195,7 +197,7 @@ class PrefixStatistics(Struct):
     no hit.
     """
     full_hits: int = 0
-    """Number of requests for which some endpoint had all full blocks of each prompt cached."""
+    """Number of requests of which each prompt had all its full blocks cached at some endpoint."""
     partial_hits: int = 0
     no_hits: int = 0
     evicted_capacity: int = 0

@@ -577,14 +577,16 @@ class Mirror:
             tier.copies[block] = tier.copies.get(block, 1) + 1
 
     def _one_less(self, block: int, tier: _Tier) -> bool:
-        """Remove one copy of `block`. Return whether another copy is left."""
+        """Remove one copy of the engine's block `block`. Return whether another copy is left."""
         count = tier.copies.pop(block, 1) - 1
         if count > 1:
             tier.copies[block] = count
         return count > 0
 
     def _drop(self, block: int, tier: _Tier, gone: list[int]) -> bool:
-        """Remove `block`, and add its keys to `gone`. Return False if the block was unknown."""
+        """Remove the engine's block `block`, and add its keys to `gone`. Return False if the block
+        was unknown.
+        """
         end = tier.blocks.pop(block, None)
         if end is not None:
             self._ended(block, end, tier, gone)

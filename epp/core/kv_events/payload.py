@@ -107,7 +107,7 @@ class Stored(Struct, frozen=True, gc=False):
     """
     sparse: bool = False
     """True if the group keeps only some of the blocks. `tokens` is then empty, because the tokens
-    would not belong to `hashes`.
+    reported would not belong to `hashes`.
     """
     local: bool = True
     """False if the blocks are in a store that endpoints share, from where any of them can load the

@@ -132,7 +132,9 @@ class StreamCounts(Struct):
     replays: int = 0
     replays_vain: int = 0
     overflows: int = 0
-    """Number of times that the buffer of live frames overflowed during a replay."""
+    """Number of times that the buffer of live frames exceeded its limit during a replay, so that
+    all were dropped.
+    """
     snapshots: int = 0
 
 

@@ -95,8 +95,9 @@ class DisaggHandler(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
     stage_order: str = Order.DECODE_FIRST.value
-    """Stage that is chosen first: `decode-first` or `prefill-first`. With `prefill-first`, prefill
-    runs for every request, and the decode endpoint is chosen near it.
+    """Stage whose endpoint is chosen first: `decode-first` or `prefill-first`. With
+    `prefill-first`, prefill runs for every request that may be prefilled elsewhere, and the decode
+    endpoint is chosen near the prefill endpoint.
     """
     profiles: StageProfiles | None = None
     """Name of the profile of each stage."""

@@ -1,5 +1,5 @@
-"""Reading of the scheduling profiles of a configuration document: the acting one, which routes
-requests, and the shadow.
+"""Reading of the scheduling profiles of a configuration document: those that route requests, and
+the shadow.
 """
 
 from collections.abc import Sequence

@@ -136,7 +136,7 @@ class _SessionAffinity(Parameters, frozen=True):
         """Return a header with the session token of `endpoint`, which the client sends back with
         the session's next request.
 
-        It is empty with the strategy `session_id`.
+        Return {} with the strategy `session_id`, or if there is no key for tokens.
         """
         if self.strategy is SessionStrategy.SESSION_ID:
             return {}

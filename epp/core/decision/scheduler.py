@@ -597,7 +597,7 @@ class Scheduler:
 
     def _move(self, given: ServedBy, now: Seconds) -> Effects:
         """Move the lease and the index entries of a request to the endpoint that serves it. If that
-        is not in the pool, close the lease and undo the entries.
+        endpoint is not in the pool, close the lease and undo the entries.
         """
         lease, slot = given.lease, self.pool.slot_at(given.address)
         if lease.slot < 0 or slot == lease.slot:

@@ -530,7 +530,7 @@ class ExactIndex:
         return _Placed(anywhere, number, self._placed.record(recent, number, now))
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the assumption that `slot` has `request` cached, because the request was not sent
+        """Undo the assumption that `slot` has `request` cached, because the request was not served
         there.
         """
         if recorded is not None:

@@ -36,8 +36,8 @@ class AwaitedEvents:
         """Time of the last check for awaited KV-cache events."""
 
     def sent(self, known: SlotState, chain: bytes, now: Seconds) -> None:
-        """Begin to wait for the event of a prompt that is sent to an endpoint now. Do nothing if
-        the last wait began a moment ago, or if no event is expected.
+        """Begin to wait for the KV-cache event of a prompt that is sent to an endpoint now. Do
+        nothing if the last wait began a moment ago, or if no event is expected.
         """
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
@@ -51,8 +51,8 @@ class AwaitedEvents:
         self._any = True
 
     def not_sent(self, known: SlotState, chain: bytes) -> None:
-        """Stop waiting for the event of the prompt with this chain, because the prompt was not sent
-        to the endpoint.
+        """Stop waiting for the KV-cache event of the prompt with this chain of keys, because the
+        prompt was not computed at the endpoint.
         """
         awaited = known.awaited
         keys = frozenset(array("Q", chain)) if awaited else ()

@@ -23,7 +23,9 @@ from typing import Final
 from epp.core.types import EndpointMetrics, Seconds
 
 PAGE_S_MAX: Final = 2.0
-"""Longest time in seconds between two metrics pages whose increase of the counter is used."""
+"""Longest time in seconds between two metrics pages for which the increase of the counter of first
+outputs is used.
+"""
 UNSHOWN_MAX: Final = 4
 """Maximum number of first outputs that the picker saw and that the counter of only the next metrics
 page may show, because answers arrive while a page is read.

@@ -261,8 +261,8 @@ class Mirror:
     # Events.
 
     def store(self, stored: Stored, changes: list[Changed], room: int) -> Fault | None:
-        """Apply the store of a run of blocks. Keys of the picker that become cached are added to
-        `changes`. Return a fault if the run is unusable.
+        """Apply the event that a run of blocks was stored. Keys of the picker that become cached
+        are added to `changes`. Return a fault if the run is unusable.
 
         `room` limits the growth of `len`; blocks beyond it are not stored.
         """
@@ -289,7 +289,9 @@ class Mirror:
         return None
 
     def _store_tokens(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Apply a run of blocks with their tokens, and the runs that waited for it as their parent."""
+        """Store the blocks of a run that comes with its tokens, then the runs that waited for it as
+        their parent.
+        """
         if stored.adapter and len(self.adapters) < ADAPTERS_MAX:
             self.adapters.add(stored.adapter)
         runs = [stored]
@@ -309,8 +311,8 @@ class Mirror:
                     runs += [self._attached(waiting) for waiting in self._floating.pop(block, ())]
 
     def remove(self, removed: Removed, changes: list[Changed]) -> None:
-        """Apply the removal of blocks, or of one copy of each. Keys of the picker that are no
-        longer cached are added to `changes`.
+        """Apply the event that blocks, or one copy of each, were removed. Keys of the picker that
+        are no longer cached are added to `changes`.
         """
         if not removed.local:
             return
@@ -362,8 +364,8 @@ class Mirror:
         self.counts.removed += before - len(blocks) - len(tails)
 
     def adopt(self, changes: Iterable[Changed]) -> None:
-        """Apply changes of keys whose engine hashes are unknown; each key then stands for the hash
-        of its own block.
+        """Apply changes of block keys without the engine's hashes, which are unknown here; each key
+        then stands for the hash of its own block.
         """
         for changed in changes:
             tier = self.tiers.setdefault(changed.tier, _Tier())
@@ -432,7 +434,9 @@ class Mirror:
     # Chains.
 
     def _start_of(self, stored: Stored) -> _Start | None:
-        """Return the position in a chain at which the run begins, or None if its parent is unknown."""
+        """Return the position in a chain of hashes at which the run of blocks begins, or None if
+        its parent is unknown.
+        """
         parent = stored.parent
         if parent is None:
             salt = stored.extras[0].salt if stored.extras else ""
@@ -542,7 +546,9 @@ class Mirror:
         self.counts.stored += kept
 
     def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Store blocks that come without tokens, if another tier knows them; skip the others."""
+        """Store blocks that come without tokens, if the mirror knows their keys from another tier;
+        skip the others.
+        """
         keys: list[int] = []
         for block in stored.hashes:
             if block in tier.blocks or block in tier.tails:

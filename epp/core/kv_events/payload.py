@@ -561,10 +561,10 @@ def _extras(
     """Return the properties of each block apart from its tokens, or None if their meaning is
     unknown.
 
-    The keys have no tags. The adapter's name comes first, then media as (identifier, offset from
-    the start of the block). Then follow the salt, only in a first block, and the digest of
-    embeddings, as bytes. Around release 0.18, media came as bare identifiers without their
-    positions.
+    The extra keys of a block, which the engine sends, have no tags. The adapter's name comes first,
+    then media as (identifier, offset from the start of the block). Then follow the salt, only in a
+    first block, and the digest of embeddings, as bytes. Around release 0.18, media came as bare
+    identifiers without their positions.
     """
     found: list[BlockExtra] = []
     for number, keys in enumerate(told):

@@ -31,8 +31,8 @@ RECORD_BYTES_MAX: Final = 128 * 1024
 tokens in blocks of 64.
 """
 KEYS_MAX: Final = 256
-"""Maximum number of keys of one index in one record. A request with more prompts shares only the
-first.
+"""Maximum number of keys of one index in one record for peers. If a request has more prompts, only
+the first of them are shared.
 """
 LOADS_MAX: Final = 8_192
 """Maximum number of endpoints whose load is in one frame for peers."""

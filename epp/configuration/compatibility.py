@@ -138,8 +138,7 @@ class _PageSource(Parameters, frozen=True):
 
 
 class _TrustingSource(_PageSource, frozen=True):
-    """Settings for requesting a page, with PEM files for the certificates of `https` connections.
-    """
+    """Settings for requesting a page, with PEM files for the certificates of `https` connections."""
 
     ca_cert_path: str = ""
     """PEM file of the authority that signed the endpoints' certificates, for `https` without

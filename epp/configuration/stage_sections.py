@@ -51,8 +51,7 @@ class StageSections:
         return None if profile is None else Stages(decode=profile)
 
     def _stages_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
-        """Return the stages whose profiles and deciders `handler` names, or None after a problem.
-        """
+        """Return the stages whose profiles and deciders `handler` names, or None after a problem."""
         names: StageNames = handler.plugin.stages
         places = self.profiles.by_name(value)
         by_stage = self._profiles(handler, names, places)

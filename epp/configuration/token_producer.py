@@ -61,8 +61,7 @@ class EndpointDiscovery(Parameters, frozen=True):
     together have the timeout of the render request.
     """
     discover_model_limits: bool = False
-    """No automatic discovery of the prompt length that each endpoint can render: only `false` is
-    supported.
+    """True to discover the prompt length that each endpoint can render; only `false` is supported.
     """
     min_model_len: Annotated[int, Meta(ge=0)] = 0
     """Minimum number of tokens that an endpoint must be able to render; endpoints with less do not

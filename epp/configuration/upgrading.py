@@ -186,8 +186,7 @@ class _Document:
 
     @property
     def names(self) -> list[str]:
-        """Return the name of each plugin that the document declares, or its type if it has no name.
-        """
+        """Return the name of each plugin that the document declares, or its type if it has no name."""
         return [_text_of(_entries(one).get("name")) or kind for one, kind in self.plugins()]
 
     def tell(self, node: Any, what: str) -> None:

@@ -165,8 +165,7 @@ class EventsVoided(Struct, frozen=True, gc=False):
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """A call for the scheduler's bounded housekeeping, which the caller sends about once a second.
-    """
+    """A call for the scheduler's bounded housekeeping, which the caller sends about once a second."""
 
 
 Input: TypeAlias = (

@@ -178,8 +178,7 @@ def _headers(
 
 
 class FilterResult(Struct, frozen=True, gc=False):
-    """The candidates that are left after the filters, and the endpoints that each filter dropped.
-    """
+    """The candidates that are left after the filters, and the endpoints that each filter dropped."""
 
     candidates: Candidates
     dropped: dict[str, Ints]

@@ -827,8 +827,7 @@ class Scheduler:
         self.shadow = Shadow.of(settings, self.seed, self.shadow_totals, self.shadow_failures)
 
     def _read_stages(self) -> None:
-        """Create from the settings the objects that decisions of requests with several stages use.
-        """
+        """Create from the settings the objects that decisions of requests with several stages use."""
         settings = self.settings
         stages = settings.stages
         named = (

@@ -482,8 +482,7 @@ def told_of(heard: Heard, salt: Salt) -> Told:
 
 
 def changes_of(told: Told) -> list[Changed]:
-    """Return the changes of cached blocks in the journal event `told`. Their keys are keyed hashes.
-    """
+    """Return the changes of cached blocks in the journal event `told`. Their keys are keyed hashes."""
     return [
         Changed(blocks.held, blocks.tier, array("Q", packed_chain(blocks.keys)).tolist())
         for blocks in told.blocks

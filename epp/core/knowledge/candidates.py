@@ -360,8 +360,7 @@ class AdapterColumns:
 
     @property
     def slots_max(self) -> Ints:
-        """Return int64[n]: the number of adapters that each engine can run at once; 0 if unknown.
-        """
+        """Return int64[n]: the number of adapters that each engine can run at once; 0 if unknown."""
         return self._columns.adapter_slots_max[self._slot]
 
     @property

@@ -218,8 +218,7 @@ class ErrorHistogram:
         self.total = 0.0
 
     def observe(self, error: float) -> None:
-        """Count the error of the predicted cache hits of one window, a share of tokens from 0 to 1.
-        """
+        """Count the error of the predicted cache hits of one window, a share of tokens from 0 to 1."""
         at = sum(error > bound for bound in ERROR_BOUNDS)
         self.counts[at] += 1
         self.total += error

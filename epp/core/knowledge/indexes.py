@@ -528,8 +528,7 @@ class Indexes(Mapping[str, AffinityIndex]):
 
 
 def affinity_fault(found: object, slots: int) -> str:
-    """Return a phrase that says why `found` is no `Affinity` for `slots` slots, or "" if it is one.
-    """
+    """Return a phrase that says why `found` is no `Affinity` for `slots` slots, or "" if it is one."""
     if not isinstance(found, Affinity):
         return f"{kind_of(found)}, expected Affinity"
     matched, total = found.matched, found.total

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 
 class PairFailures:
-    """The endpoints that may explain the failed requests of each endpoint since its last success.
-    """
+    """The endpoints that may explain the failed requests of each endpoint since its last success."""
 
     def __init__(self) -> None:
         self._suspects: dict[int, frozenset[int]] = {}

@@ -951,8 +951,7 @@ class PrefixIndex:
             self.statistics.evicted_memory += self._evict_oldest_of(oldest, oldest.blocks)
 
     def _oldest(self) -> _Slot | None:
-        """Return the slot whose queue has the oldest first entry, or None if all queues are empty.
-        """
+        """Return the slot whose queue has the oldest first entry, or None if all queues are empty."""
         fronts = self._fronts
         while fronts:
             stamp, number = fronts[0]

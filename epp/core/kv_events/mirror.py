@@ -62,8 +62,7 @@ _TAIL_TOKENS_MAX: Final = 48
 
 
 class Changed(Struct, gc=False):
-    """Block keys in one tier that an engine stored (`held` is True) or removed (`held` is False).
-    """
+    """Block keys in one tier that an engine stored (`held` is True) or removed (`held` is False)."""
 
     held: bool
     tier: str

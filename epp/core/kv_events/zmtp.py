@@ -49,8 +49,7 @@ class ZmtpError(Exception):
 
 
 class ZmtpConnection:
-    """One end of a ZMTP connection. Pass received data to `feed`, and send what `to_send` returns.
-    """
+    """One end of a ZMTP connection. Pass received data to `feed`, and send what `to_send` returns."""
 
     def __init__(self, socket_type: SocketType, *, topic: bytes = b"") -> None:
         """Create one end of a connection with the socket type `socket_type`. `topic` is the prefix

@@ -38,8 +38,7 @@ class ChainBook:
         return len(self._young) + len(self._old)
 
     def known(self, chain: bytes) -> int:
-        """Return the length in bytes of the longest beginning of `chain` that this book contains.
-        """
+        """Return the length in bytes of the longest beginning of `chain` that this book contains."""
         at = len(chain)
         while at >= STEP_BYTES:
             entry = self._find(chain[at - HASH_BYTES : at])
@@ -61,8 +60,7 @@ class ChainBook:
         return entry[0][: entry[1]]
 
     def note(self, chain: bytes, known: int = 0) -> None:
-        """Add `chain` to the book. The book already contains the first `known` bytes of the chain.
-        """
+        """Add `chain` to the book. The book already contains the first `known` bytes of the chain."""
         length = len(chain)
         if length > known:
             young = self._young

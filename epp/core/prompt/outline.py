@@ -171,8 +171,7 @@ def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
 
 
 def _count_points(symbols: Symbols) -> int:
-    """Return the number of points and exponents that follow a digit in the JSON text in `symbols`.
-    """
+    """Return the number of points and exponents that follow a digit in the JSON text in `symbols`."""
     points = 0
     for start in range(0, len(symbols), _SLICE_BYTES):
         # The first byte of the next slice may be such a point.

@@ -53,8 +53,7 @@ class WaitingLine:
         return place
 
     def admit(self) -> None:
-        """Release the requests in the line, oldest first, until the first of them must still wait.
-        """
+        """Release the requests in the line, oldest first, until the first of them must still wait."""
         # Placing a request may end another one, whose observers call this method again.
         if self._admitting or not self._places:
             return

@@ -49,7 +49,7 @@ def show_changes(
     """Compare the periods before and after a moment and print the result.
 
     Return the exit code: 0 if the periods were compared, 1 without `--at` if the configuration
-    never changed, 2 if the journal's files cannot be read.
+    never changed, 2 if the journal's files cannot be read or `--at` is not a time.
     """
     folder, now_s = Path(flags.dir), clock()
     try:

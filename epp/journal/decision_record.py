@@ -67,7 +67,7 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
     others: tuple[str, ...]
     """Addresses of further endpoints that work on the stage."""
     setting: int
-    """Number of the recorded scorers and weights by which the endpoint was chosen."""
+    """Number under which the scorers and weights that chose the endpoint are recorded."""
     matched_blocks: int
     """Number of prompt blocks that the endpoint was estimated to have cached."""
     eliminated: Mapping[str, int]
@@ -93,7 +93,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
 
     number: int
     setting: int
-    """Number of the recorded configuration by which the request was routed."""
+    """Number under which the scorers and weights that chose the endpoint are recorded."""
     request_id: str
     model: str
     priority: int
@@ -122,7 +122,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     members: int
     """Generation of the pool's endpoints at the decision."""
     states: int
-    """Number of the recorded endpoint states that applied at the decision."""
+    """Number under which the endpoint states at the time of the decision are recorded."""
     runner_up: str = ""
     """Name of the endpoint with the second-best score, or "" if there was none."""
     runner_up_scores: bytes = b""
@@ -145,7 +145,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     stage.
     """
     uncached_tokens: int = 0
-    """Number of prompt tokens that the endpoint was estimated not to have cached, if there is a
+    """Number of prompt tokens that the endpoint was estimated not to have cached; 0 if there is no
     route.
     """
     earlier: tuple[DecidedLeg, ...] = ()
@@ -163,7 +163,7 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     status: int
     eliminated: Mapping[str, int]
     states: int
-    """Number of the recorded endpoint states that applied at the refusal."""
+    """Number under which the endpoint states at the time of the refusal are recorded."""
 
 
 class Served(Struct, frozen=True, gc=False, array_like=True):

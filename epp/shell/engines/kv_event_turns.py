@@ -40,7 +40,7 @@ is not read.
 
 class Turns:
     """The turns in which the events of all connections of a picker are read and processed. `asked`
-    is called with the replays that a subscription requests.
+    is called with a rank's source and the replays that its subscription requests.
     """
 
     def __init__(

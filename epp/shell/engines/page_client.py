@@ -53,7 +53,7 @@ class BadResponseError(Exception):
         super().__init__(what)
         self.kind: Literal["status", "page"] = kind
         self.status = status
-        """Status of the HTTP answer if that is the problem, else 0."""
+        """HTTP status of the answer if the status is the problem, else 0."""
 
 
 class StaleConnectionError(ConnectionError):
@@ -225,7 +225,9 @@ class ResponseReader:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that passes the data of one HTTP answer at a time to a parser."""
+    """An asyncio protocol for one connection to an endpoint, which passes the data of one HTTP
+    answer at a time to a parser.
+    """
 
     def __init__(self, account: Account) -> None:
         self._account = account

@@ -40,10 +40,11 @@ class SegmentFolder:
     ) -> None:
         """Create the writer. `name_of` returns the file name of a segment by its number.
 
-        Patterns in `names` match the file names of all segments, and their groups are the origin,
-        by which older processes sort first, and the number. The oldest files are removed while all
-        of them together exceed `total_bytes_max`. So are files last written more than `age_max_s`
-        seconds ago. `clock` returns Unix time.
+        `names` are patterns that match the file names of all segments. The first group of a pattern
+        is the origin, an id of the process that wrote the segment; origins sort by the start of
+        their process. The second group is the segment's number. The oldest segments are removed
+        while all together exceed `total_bytes_max`, and those that were last written more than
+        `age_max_s` seconds ago. `clock` returns Unix time.
         """
         self._folder = folder
         self._name_of = name_of
@@ -71,8 +72,10 @@ class SegmentFolder:
         self._descriptor = os.open(self._folder / self._open_name, flags, _MODE)
 
     def append(self, member: bytes) -> None:
-        """Append `data` to the open segment. If it raises `OSError`, nothing was appended and no
-        segment is open.
+        """Append `member` to the open segment, then remove old segments beyond the limits.
+
+        Raises `OSError` if either fails, and closes the segment. Of a `member` that could not be
+        written completely nothing stays in the file.
         """
         assert self._descriptor is not None, "a segment is open"
         try:

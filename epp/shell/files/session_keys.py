@@ -40,7 +40,7 @@ class SessionKeys:
     def __init__(
         self, path: str, on_change: Callable[[Keys], None], *, poll_s: Seconds = 1.0
     ) -> None:
-        """Read the keys from the file at `path`, or generate a random key if it is empty. Raises
+        """Read the keys from the file at `path`, or generate a random key if `path` is "". Raises
         `StartError`.
         """
         self._path = path

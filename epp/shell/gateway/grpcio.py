@@ -220,7 +220,7 @@ class GrpcioServer:
             raise OSError(str(error)) from error
 
     async def start(self) -> None:
-        """Start to accept streams."""
+        """Begin to accept streams on the ports of `listen`."""
         await self._server.start()
 
     @property
@@ -296,7 +296,7 @@ class GrpcioServer:
     @staticmethod
     async def _pump(call: Call, wire: _GrpcioWire) -> Status:
         """Pass a stream's messages to its call and send the call's answers, until the call has
-        ended.
+        ended. Return the status with which it ended.
         """
         while True:
             ended = call.ended or wire.ended

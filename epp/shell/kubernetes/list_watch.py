@@ -229,7 +229,9 @@ class ListWatch(Generic[T]):
         if it never did.
         """
         self.synced = False
-        """True once the first list is complete. Later errors never remove objects."""
+        """True once the first list is complete. Failures of later lists and watches never remove
+        objects.
+        """
         self.absent = False
         """True if none of the sources has this kind of object, because its CRD or the permission is
         missing.

@@ -89,7 +89,9 @@ class Connection:
         self.stage = Stage.GATE if serving else Stage.CONNECTING
         self.problem: Problem | None = None
         self.origin = b""
-        """Origin (8-byte id) in the peer's certificate, or b"" without a secret."""
+        """Origin (8-byte id) in the peer's certificate, or b"" without a secret or before the TLS
+        handshake.
+        """
         self._identity = identity
         self._serving = serving
         self._nonce = b""
@@ -222,8 +224,10 @@ class Connection:
     # The methods below use the open connection.
 
     def send(self, kind: int, frame: bytes) -> bool:
-        """Queue a message for the peer, and send it immediately if nothing else is queued. Return
-        True if the queue had room for it.
+        """Queue a message for the peer, and send it immediately if nothing else is queued.
+
+        Return False if it was not queued: the queue is full, the message is too long, or the
+        connection is not open.
         """
         if self.problem is not None or self.stage is not Stage.OPEN:
             return False

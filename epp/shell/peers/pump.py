@@ -87,6 +87,7 @@ class Pump:
 
     def beat(self, now: Seconds) -> bool:
         """Do the carrier's periodic work, send the exchange's frames, and log changes of replicas.
+
         Always return False, because a beat leaves no work for later.
         """
         self._carrier.beat(now)

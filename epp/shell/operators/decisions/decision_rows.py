@@ -278,7 +278,7 @@ def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
 
 
 class _Ranked:
-    """The recorded scores of all candidates of a decision, in their order of rank."""
+    """The ranking of a decision's candidates by their recorded scores."""
 
     def __init__(
         self, past: PastDecision, remembered: Remembered, names: Sequence[str], cost: Cost | None

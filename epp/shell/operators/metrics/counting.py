@@ -74,7 +74,9 @@ class Distribution:
         self._sum += value
 
     def observe_all(self, values: Column) -> None:
-        """Observe all `values` in the histogram; the sum is rounded once."""
+        """Observe all `values` in the histogram. Many values are added up before they are added to
+        the sum, so that the sum is rounded only once.
+        """
         if len(values) < _FEW:
             for value in values.tolist():
                 self.observe(value)

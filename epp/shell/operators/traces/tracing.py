@@ -85,7 +85,9 @@ class RequestTrace(Struct):
 
 
 class _Ids(IdGenerator):
-    """A generator of random span and trace ids. A trace id is chosen before its span is created."""
+    """A generator of random span and trace ids, which returns a trace id that was chosen before its
+    span is created.
+    """
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()

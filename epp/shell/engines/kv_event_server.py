@@ -136,7 +136,9 @@ class KVEventServer:
         """Time until which connections from an IP address are not read, by address."""
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """Replace the endpoints whose engines may connect."""
+        """Replace the endpoints whose engines may connect, and close connections from addresses
+        without endpoints.
+        """
         self._endpoints = {}
         for endpoint in endpoints:
             address = canonical_address(endpoint.address)

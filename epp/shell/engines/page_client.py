@@ -125,7 +125,9 @@ class ResponseReader:
         return True
 
     def end(self) -> None:
-        """Process the end of the connection, which ends the body of an answer without a length."""
+        """Process the end of the connection, which ends the body of an answer without a length.
+        Raises `BadResponseError` for any other answer, because it is incomplete.
+        """
         self.keep_alive = False
         if self._headers_read and self._length is None and self._chunks is None:
             self.body = bytes(self._wire[self._at :])

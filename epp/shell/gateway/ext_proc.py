@@ -322,7 +322,10 @@ class _ExtProcCall:
 
     def _defect(self) -> None:
         self.session.failed(StreamFailure.INTERNAL)
-        _log.exception("an ext_proc stream failed", session=repr(self.session))
+        _log.exception(
+            "an ext_proc stream failed because of a defect of the picker",
+            session=repr(self.session),
+        )
         self.ended = DEFECT
 
 

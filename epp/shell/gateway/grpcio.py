@@ -277,7 +277,7 @@ class GrpcioServer:
                 await wire.flush()
             status = wire.ended
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a gRPC stream failed")
+            _log.exception("a gRPC stream failed because of a defect of the transport")
             status = DEFECT
         finally:
             wire.call = None
@@ -341,7 +341,7 @@ def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
 
 
 def _try_port(address: str, port: int) -> None:
-    """Raise `OSError` if it is impossible to listen on `port` at `host`."""
+    """Raise `OSError` if it is impossible to listen on `port` at `address`."""
     if address == EVERYWHERE and not socket.has_dualstack_ipv6():
         socket.create_server(("", port)).close()
         return

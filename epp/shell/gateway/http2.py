@@ -489,7 +489,7 @@ class _Connection(asyncio.Protocol):
         """End the stream whose processing raised the current exception, with a status that says
         that the picker failed.
         """
-        _log.exception("a gRPC stream failed")
+        _log.exception("a gRPC stream failed because of a defect of the transport")
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.closing:
             stream.answers = None
@@ -943,7 +943,7 @@ class Http2Server:
         return sum(connection.open_streams for connection in self._connections)
 
     def connected(self) -> Connected:
-        """Return the counts of open connections and of their unacknowledged bytes."""
+        """Return the number of gateways' open connections and of their unacknowledged bytes."""
         return Connected(
             connections=len(self._connections),
             unacknowledged_bytes=sum(one.unacknowledged_bytes for one in self._connections),

@@ -134,8 +134,8 @@ class GatewayService:
         return loops
 
     def connected(self) -> Connected | None:
-        """Return the counts of gateways' connections, or None if the transport does not know
-        them.
+        """Return the counts of gateways' connections, or None if the transport does not know them
+        or the ports are not open.
         """
         return self._serving.connected() if self._serving is not None else None
 

@@ -237,7 +237,7 @@ class Cluster:
         self._on_found(found)
         self._on_ready()
         _log.info(
-            "discovery result changed",
+            "endpoints, objectives or model rewrites in the cluster changed",
             endpoints=len(found.endpoints),
             objectives=len(found.objectives),
             synced=self.discovery.synced,

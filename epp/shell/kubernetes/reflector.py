@@ -122,7 +122,10 @@ class Reflector(Generic[T]):
             except ApiError as error:
                 self._fail(step, error)
             except Exception as bug:  # noqa: BLE001 - a task boundary: the watch must go on
-                _log.exception("a step of a watch failed", resource=str(self._sources[0]))
+                _log.exception(
+                    "a list or watch failed because of a defect of the picker",
+                    resource=str(self._sources[0]),
+                )
                 self._fail(step, ApiError(ApiFailure.INTERNAL, type(bug).__name__))
 
     async def _do(self, step: Step) -> None:
@@ -229,7 +232,7 @@ class Reflector(Generic[T]):
         for name, why in unreadable.items():
             if self._unreadable.get(name) != why:
                 _log.error(
-                    "an invalid object is ignored",
+                    "invalid Kubernetes object ignored",
                     resource=str(self._sources[0]),
                     name=name,
                     problem=why,

@@ -229,7 +229,10 @@ class Observation:
     @contained
     def set_aside(self, endpoint: Endpoint) -> None:
         self._telemetry.set_aside(endpoint)
-        _log.warning("endpoint excluded until its next successful scrape", endpoint=endpoint.name)
+        _log.warning(
+            "endpoint excluded after failed responses, until its next successful scrape",
+            endpoint=endpoint.name,
+        )
 
     @contained
     def unknown_body_mode(self, mode: int) -> None:

@@ -419,7 +419,9 @@ class Broker:
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("snapshot in the broker ignored", key=self._key, problem=problem)
+        _log.warning(
+            "snapshot of shared state in the broker ignored", key=self._key, problem=problem
+        )
 
 
 def _heed_cancellation() -> None:

@@ -114,7 +114,7 @@ class SnapshotFile:
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("snapshot of shared state ignored", file=str(self.path), problem=problem)
+        _log.warning("snapshot file of shared state ignored", file=str(self.path), problem=problem)
 
 
 def _read(path: Path) -> bytes:

@@ -193,7 +193,7 @@ class LocalWorker:
             except WorkerCannotError as error:
                 self._cannot = str(error)
                 _log.warning(
-                    "no tokenizer available, prompts are measured by their bytes",
+                    "tokenizer process cannot work, all prompts are measured by their bytes",
                     problem=self._cannot,
                 )
             except (OSError, EOFError, msgspec.DecodeError, ValueError, WorkerHungError) as error:
@@ -339,7 +339,7 @@ class LocalWorker:
             return
         self._told.add(model)
         _log.warning(
-            "no tokenizer available, prompts are measured by their bytes",
+            "model has no usable tokenizer, its prompts are measured by their bytes",
             model=model,
             problem=problem,
         )

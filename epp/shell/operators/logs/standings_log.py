@@ -69,7 +69,8 @@ class StandingsLog:
                     self._tell(endpoint, was, standing, now - since_s)
         if changed > LINES_MAX:
             _log.info(
-                "standing changed for more endpoints than are logged", endpoints=changed - LINES_MAX
+                "readiness changed for more endpoints than are logged",
+                endpoints=changed - LINES_MAX,
             )
 
     def _tell(self, endpoint: Endpoint, was: Standing, standing: Standing, for_s: Seconds) -> None:

@@ -226,7 +226,9 @@ class Family(Collector, Generic[Child]):
         self._children.clear()
 
     def describe(self) -> Iterator[Metric]:
-        """Return the metric without samples; from its names the registry detects duplicates."""
+        """Return the metric for the registry, which detects duplicate names. It has no samples yet
+        when it is registered.
+        """
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

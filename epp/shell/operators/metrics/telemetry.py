@@ -823,15 +823,15 @@ class Telemetry:
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
     ) -> None:
-        """Record how long a request waited for its tokens. The token backend itself counts the
-        results.
+        """Record how long a request waited for its tokens; a request that did not wait is not
+        counted. The token backend itself counts the results.
         """
         if waited_s:
             self._tokenize_s(backend).observe(waited_s)
 
     def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
-        """Record that a complete snapshot of shared state was loaded from `source`: "peer", "file"
-        or "broker".
+        """Record that a complete snapshot of shared state was loaded from `source` ("peer", "file"
+        or "broker"), and how long that took.
         """
         self._peer_snapshot_s(source).observe(elapsed_s)
 

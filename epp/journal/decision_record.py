@@ -59,13 +59,13 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
     """The recorded data of the leg of a prefill or encode stage, without its request and lease."""
 
     stage: str
-    """`prefill` or `encode`."""
+    """Stage of the request: `prefill` or `encode`."""
     endpoint: str
     """Name of the endpoint that was chosen for the stage."""
     address: str
     """Address of the endpoint that was chosen for the stage."""
     others: tuple[str, ...]
-    """Addresses of further endpoints that work on the stage."""
+    """Addresses of further endpoints that work on the encode stage; () for the prefill stage."""
     setting: int
     """Number under which the scorers and weights that chose the endpoint are recorded."""
     matched_blocks: int
@@ -77,9 +77,13 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
     parts: list[float]
     """Parts of the chosen endpoint's score, by scorer."""
     prefill_tokens: float
-    """Tokens to prefill for this request, already included in `numbers`."""
+    """Number of prompt tokens that the chosen endpoint must compute for this request, already
+    included in `numbers`.
+    """
     numbers: tuple[float, ...]
-    """`NUMBERS` of the chosen endpoint; () if they are not recorded."""
+    """Load of the chosen endpoint in the order of `epp.core.knowledge.candidates.NUMBERS`; () if it
+    is not recorded.
+    """
     runner_up: str = ""
     """Name of the second-best endpoint for the stage, or "" if there was none."""
     runner_up_scores: bytes = b""

@@ -238,7 +238,7 @@ class EndpointPages:
         self._sources: tuple[_Source, ...] = ()
         self._endpoints: Sequence[Endpoint] = ()
         self._pages: dict[tuple[str, str], _Page] = {}
-        """Fetched pages by endpoint id and kind of page."""
+        """Fetched model and GPU pages, by endpoint id and kind of page."""
         self._group: asyncio.TaskGroup | None = None
 
     def configure(self, prepared: Prepared) -> None:

@@ -87,7 +87,7 @@ class KVEventReceiver(Protocol):
 
 
 class _Peer:
-    """The state of one connection from an engine."""
+    """The state of one connection on which an engine sends KV-cache events."""
 
     def __init__(self, host: str) -> None:
         self.host = host

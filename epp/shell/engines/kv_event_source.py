@@ -55,20 +55,20 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
     """
 
     states: Mapping[str, int]
-    """Number of endpoints by the state of their event stream."""
+    """Number of endpoints by the state of their stream of KV-cache events."""
     incomplete: int = 0
     """Number of endpoints with a live event stream that have not reported all of their cached
     blocks.
     """
     silent: int = 0
     events: Mapping[str, int]
-    """Number of received events by their type."""
+    """Number of received KV-cache events by their type."""
     faults: Mapping[str, int]
     """Number of events and payloads that were not understood, and of rejected messages, by
     reason.
     """
     streams: Mapping[str, int]
-    """Number of gaps, replays and similar incidents of event streams, by kind."""
+    """Number of gaps, replays and similar incidents of the streams of KV-cache events, by kind."""
 
 
 class Source:

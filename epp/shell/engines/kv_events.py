@@ -91,7 +91,7 @@ class KVEventListener:
         clock: Callable[[], Seconds] = time.monotonic,
         wall_clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """Create the receiver. `seed` determines only random delays."""
+        """Create the receiver of KV-cache events. `seed` determines only random delays."""
         self._scheduler = scheduler
         self._supervisor = supervisor or Supervisor()
         self._clock = clock

@@ -55,7 +55,7 @@ class SegmentFolder:
         self._descriptor: int | None = None
         self._open_name = ""
         self.segment_bytes = 0
-        """Size in bytes of the complete data in the open segment."""
+        """Size in bytes of the members that were completely written to the open segment."""
         self.total_bytes = 0
         """Size in bytes of all segments in the folder, including those of other processes."""
 
@@ -86,7 +86,7 @@ class SegmentFolder:
             raise
 
     def close(self) -> None:
-        """Close the open segment without changing its file."""
+        """Close the open segment (record file) without changing it."""
         opened, self._descriptor = self._descriptor, None
         if opened is not None:
             os.close(opened)

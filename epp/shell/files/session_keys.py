@@ -51,7 +51,7 @@ class SessionKeys:
         self.keys: Keys = self._first() if path else (secrets.token_bytes(KEY_BYTES_MIN),)
 
     async def run(self) -> None:
-        """Watch the file of keys until cancelled."""
+        """Watch the file of keys for session tokens until cancelled."""
         await self._watcher.run()
 
     def _first(self) -> Keys:

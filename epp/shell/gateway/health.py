@@ -93,7 +93,7 @@ class Health:
         self._watchers.add(watch)
 
     def leave(self, watch: "_Watch") -> None:
-        """Stop to notify `watch` of changes of the health status."""
+        """Stop notifying `watch` of changes of the health status."""
         self._watchers.discard(watch)
 
     @property

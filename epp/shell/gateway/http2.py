@@ -319,7 +319,7 @@ class _Connection(asyncio.Protocol):
         self._settings = server.settings
         self._engine = Connection(Role.SERVER, _CONFIGURATION)
         self._unread: deque[_Read] = deque()
-        """Received data that is not parsed yet, in pieces."""
+        """Data that was received on this connection and is not parsed yet, in pieces."""
         self._events: deque[events.Event] = deque()
         """HTTP/2 events that were parsed from received data and not processed yet."""
         self._put_off: deque[_Stream] = deque()
@@ -660,7 +660,7 @@ class _Connection(asyncio.Protocol):
         return True
 
     def write(self, stream: _Stream, message: bytes) -> None:
-        """Queue one message to be sent on `stream`."""
+        """Queue one gRPC message to be sent on `stream`."""
         try:
             if not stream.answered:
                 stream.answered = True

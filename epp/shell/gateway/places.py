@@ -23,7 +23,7 @@ threads, and several gateways may share an address behind a NAT or a mesh proxy.
 
 
 class Guest(Protocol):
-    """A gateway's connection that occupies a place."""
+    """A gateway's connection that occupies one of the limited places for connections."""
 
     @property
     def host(self) -> str:

@@ -20,7 +20,7 @@ class ApiFailure(StrEnum):
     exist.
     """
     CONFLICT = "conflict"
-    """HTTP status 409: another client wrote the object in between."""
+    """HTTP status 409: another client wrote the object since the picker read it."""
     THROTTLED = "throttled"
     SERVER = "server"
     """HTTP status 5xx: the API server failed."""

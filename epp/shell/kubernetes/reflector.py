@@ -78,7 +78,7 @@ class Reflector(Generic[T]):
 
     @property
     def objects(self) -> dict[str, T]:
-        """Current objects by name, in order of names."""
+        """Current objects of this kind in the API server by name, in order of names."""
         return self._driver.objects
 
     @property
@@ -87,7 +87,7 @@ class Reflector(Generic[T]):
 
     @property
     def in_touch(self) -> bool:
-        """True if changes of the objects are currently received."""
+        """True if changes of the objects in the API server are currently received."""
         return self._driver.in_touch
 
     @property
@@ -114,7 +114,7 @@ class Reflector(Generic[T]):
         )
 
     async def run(self) -> None:
-        """List and watch the objects until cancelled."""
+        """List and watch this kind of object in the API server until cancelled."""
         while True:
             step = self._driver.next(time.monotonic())
             try:
@@ -183,7 +183,7 @@ class Reflector(Generic[T]):
 
     def _log_listed(self, source: Collection) -> None:
         if self._logged:
-            _log.info("kind of object can be listed again", resource=str(source))
+            _log.info("objects of this kind can be listed again", resource=str(source))
         self._logged = None
 
     async def _watch(self, step: Watch) -> None:

@@ -250,7 +250,7 @@ class Journal:
             folder.write_due(clock())
 
     def end(self) -> None:
-        """Write all queued records and close the files."""
+        """Write all queued journal records and close the files."""
         self.write_queued()
         for folder in self.folders:
             folder.end(self.monotonic())
@@ -386,7 +386,7 @@ class JournalFolder(ABC):
             self._flush(now)
 
     def end(self, now: Seconds) -> None:
-        """Write the converted records and end the segment."""
+        """Write the converted journal records and end the segment."""
         self._flush(now)
         self._close()
 
@@ -522,7 +522,9 @@ class InputsFolder(JournalFolder):
         self._sample = Sample(share, self._salt.secret())
 
     def witness(self, scheduler: Scheduler) -> CaptureWitness:
-        """Return a witness that passes all inputs of `scheduler` to this folder."""
+        """Return a witness (observer) of `scheduler` that passes its inputs to this folder; of the
+        requests it passes only the sampled share.
+        """
         return CaptureWitness(scheduler, sample=self._sample, tell=self.tell, failed=self.failed)
 
     def _size_of(self, record: Note) -> int:

@@ -102,7 +102,7 @@ class Waiting:
 
     @property
     def first_bytes(self) -> int:
-        """Length in bytes of the first frame in the queue."""
+        """Length in bytes of the first frame in this queue."""
         return len(self._frames[0][1])
 
     def clear(self) -> int:

@@ -62,7 +62,7 @@ class Pump:
         """
 
     async def run(self) -> None:
-        """Move frames in periodic beats until cancelled."""
+        """Move frames between the exchange and its carrier in periodic beats until cancelled."""
         while True:
             began_at_s = time.monotonic()
             self._contained(self.beat, began_at_s)

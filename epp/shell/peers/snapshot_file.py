@@ -40,7 +40,7 @@ class SnapshotFile:
         every_s: Seconds = WRITE_EVERY_S,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """Create the handler of the file. `clock` returns Unix time in seconds."""
+        """Create the handler of the snapshot file. `clock` returns Unix time in seconds."""
         self.path: Final = Path(folder, NAME)
         self._exchange = exchange
         self._complaints = complaints

@@ -158,7 +158,7 @@ class SnapshotServer:
         self._asked.set()
 
     async def run(self) -> None:
-        """Send the requested snapshots until cancelled."""
+        """Send the snapshots that peers request, one after another, until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()

@@ -54,7 +54,7 @@ class StandardError(logging.Handler):
         self._say(logging.ERROR, "task or callback failed", task=name, exc_info=error)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a record of another library."""
+        """Write a log record of another library to the picker's log."""
         self._say(
             logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING,
             "library reported a problem",

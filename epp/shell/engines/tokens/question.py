@@ -94,7 +94,7 @@ class TokensBackend(Protocol):
         ...
 
     async def run(self) -> None:
-        """Run the backend's background work until cancelled."""
+        """Run the background work of this source of token ids until cancelled."""
         ...
 
     def rows(self) -> list[dict[str, object]]:
@@ -108,5 +108,7 @@ class TokensBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the backend's connections and fail its waiting requests."""
+        """Close the connections of this source of token ids, and fail the requests that wait for
+        it.
+        """
         ...

@@ -133,7 +133,7 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
 
 
 def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
-    """Return the row of the leg of a prefill or encode stage."""
+    """Return the row that shows the choice of the endpoint for a prefill or encode stage."""
     told, states = past.told, past.states
     names = _names(setting, len(leg.parts))
     other_parts = weighted(leg.runner_up_scores, setting)

@@ -352,7 +352,8 @@ class RecentDecisions:
         )
 
     def _told_leg(self, leg: Leg) -> DecidedLeg:
-        """Return the record of the leg of a prefill or encode stage."""
+        """Return what is recorded about the choice of the endpoint for a prefill or encode stage.
+        """
         second = leg.runner_up
         return DecidedLeg(
             leg.stage.value,

@@ -174,7 +174,9 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     known.
     """
     hit_verdicts: Mapping[str, int] = field(default_factory=dict)
-    """Number of endpoints by the verdict on their estimated cache hits."""
+    """Number of endpoints by the result of the last check of their estimated cache hits
+    (`Verdict`).
+    """
     hit_errors: Mapping[str, ErrorHistogram] = field(default_factory=dict)
     """Distribution of the errors of estimated cache hits, by the direction of the error ("over",
     "under").
@@ -534,7 +536,9 @@ class Telemetry:
             self._fold_decisions()
 
     def staged(self, route: Route, earlier: Sequence[Leg]) -> None:
-        """Count a decision in several stages by its route, with the filters of `earlier` legs."""
+        """Count a decision in several stages by its route, and the endpoints that filters dropped
+        in the `earlier` stages.
+        """
         self._routes(route.value).inc()
         for leg in earlier:
             for name, dropped in leg.eliminated.items():

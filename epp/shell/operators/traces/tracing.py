@@ -237,7 +237,9 @@ class TracedObservation(Observation):
     """
 
     def __init__(self, tracer: Tracer, *told: Any, **more: Any) -> None:
-        """Create the observer. `told` and `more` are the arguments of `Observation`."""
+        """Create the observer, which creates spans with `tracer`. `told` and `more` are the
+        arguments of `Observation`.
+        """
         super().__init__(*told, **more)
         self._tracer = tracer
 

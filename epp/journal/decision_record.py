@@ -115,7 +115,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     parts: list[float]
     """Parts of the chosen endpoint's total score, by scorer."""
     prefill_tokens: float
-    """Prompt tokens of this request that the chosen endpoint must compute.
+    """Number of prompt tokens of this request that the chosen endpoint must compute.
 
     `numbers` already include them.
     """
@@ -180,8 +180,8 @@ class Served(Struct, frozen=True, gc=False, array_like=True):
     endpoint: str = ""
     """Name of the endpoint with this address, or "" if the pool has none."""
     matched_blocks: int = 0
-    """Blocks of the prompt that this endpoint was estimated to have cached when the picker learnt
-    of the change.
+    """Number of blocks of the prompt that this endpoint was estimated to have cached when the
+    picker learnt that it served the request.
     """
 
 
@@ -294,7 +294,7 @@ def scores_at_of(record: bytes) -> int:
 
 
 def end_of(record: bytes) -> Ended | None:
-    """Return the end of the request that `record` holds, or None if the request is not known to
+    """Return the recorded end of the request in `record`, or None if the request is not known to
     have ended.
     """
     head = _HEAD.unpack_from(record)

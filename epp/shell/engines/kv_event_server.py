@@ -111,7 +111,7 @@ class KVEventServer:
         ranks: int = 1,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """Configure the server.
+        """Create the server for engines that connect to send KV-cache events.
 
         An empty `host` means all addresses. Topics must begin with `topic`. `ranks` is the number
         of data-parallel ranks per endpoint.

@@ -114,8 +114,8 @@ class _Target:
         self.idle = False
         """True if the endpoint was idle at its last scrape and got no work since."""
         self.problem: tuple[ScrapeFailure, str] | None = None
-        """Kind and sentence of the endpoint's last failure, or None if its last scrape
-        succeeded.
+        """Kind and sentence of the endpoint's last failure, or None if its last scrape succeeded or
+        there was none.
         """
         self.due_s: Seconds = 0.0
         self.earliest_s: Seconds = 0.0

@@ -47,8 +47,8 @@ class LastGood:
         *,
         retry_s: Seconds = 60.0,
     ) -> None:
-        """Create the handler of the copy in `folder`; if that is empty, copies are disabled.
-        `on_failure` is called for each failed write.
+        """Create the handler of the last-good copy in `folder`; if `folder` is "", copies are
+        disabled. `on_failure` is called for each failed write.
         """
         self.name = name
         """Name of the copied file in metrics and logs, and file name of its last-good copy."""
@@ -76,8 +76,8 @@ class LastGood:
         return made
 
     def keep(self, content: bytes) -> None:
-        """Schedule the file's `content`, which came into force, to be written to the copy by
-        `run`.
+        """Schedule the file's `content`, which came into force, to be written to the last-good copy
+        by `run`.
         """
         self.in_force = False
         if self._path is not None:
@@ -104,7 +104,7 @@ class LastGood:
             self._on_failure()
             if problem != self._problem:
                 self._problem = problem
-                _log.error("last-good copy of a file cannot be written", file=self.name, problem=problem)
+                _log.error("last-good copy cannot be written", file=self.name, problem=problem)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._due.wait(), self._retry_s)
             self._due.set()

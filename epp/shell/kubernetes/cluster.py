@@ -255,8 +255,8 @@ def _scope(flags: ServeFlags) -> Scope:
 
 
 def _lease_name(flags: ServeFlags) -> str:
-    """Return the name of the Lease: all replicas of one installation share it, and no other
-    installation has it.
+    """Return the name of the Lease by which the replicas of this pool elect a leader: the
+    configured one, or one with the pool's name or a hash of the label selector.
     """
     if flags.lease_name:
         return flags.lease_name

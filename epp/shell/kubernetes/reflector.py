@@ -58,8 +58,8 @@ class Reflector(Generic[T]):
         optional: bool = False,
         predecessor: "Reflector[T] | None" = None,
     ) -> None:
-        """Create the copy. `predecessor` copies the same kind with other selectors; its totals and
-        its rate limit of lists are continued.
+        """Create the copy of a kind of object. `predecessor` copies the same kind with other
+        selectors; its totals and its rate limit of lists are continued.
         """
         self._client = client
         self._sources = tuple(sources)

@@ -67,12 +67,12 @@ SLICE_S: Final = 0.000_5
 interpreter.
 """
 SLICE_PAUSE_S: Final = 0.005
-"""Pause in seconds between two such slices of the journal's thread; switching threads takes more
+"""Pause in seconds between two slices of work of the journal's thread; switching threads takes more
 time than a few records.
 """
 BACKLOG_RECORDS: Final = 4_096
-"""Number of queued journal records from which the pauses between slices are a tenth as long, so
-that a burst fits into the queue.
+"""Number of queued journal records from which the pauses of the journal's thread are a tenth as
+long, so that a burst fits into the queue.
 """
 POLL_S: Final = 0.1
 RETRY_S: Final = 10.0

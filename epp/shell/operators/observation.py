@@ -26,8 +26,8 @@ from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.per_second import PerSecond
 
 OBJECTIVE_WARNING_S: Final = 60.0
-"""Minimum time in seconds between two warnings of the same kind; clients determine how often the
-cause occurs.
+"""Minimum time in seconds between two warnings about requests that name an unknown objective;
+clients determine how often that occurs.
 """
 FAILURES_PER_SECOND_MAX: Final = 1
 """Maximum number of log lines per second about defects in metrics or log lines, which may occur

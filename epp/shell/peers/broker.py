@@ -141,8 +141,8 @@ class Broker:
         snapshot_every_s: Seconds = SNAPSHOT_EVERY_S,
         reconnect_s: tuple[Seconds, Seconds] = RECONNECT_S,
     ) -> None:
-        """Create the carrier. Replicas with the same `pool` share state. Raises `StartError` if the
-        client library is not installed.
+        """Create the carrier that transports frames through the broker at `url`. Replicas with the
+        same `pool` share state. Raises `StartError` if the client library is not installed.
         """
         try:
             self._library: Any = import_module("valkey.asyncio")

@@ -82,8 +82,8 @@ class Connection:
     """
 
     def __init__(self, plain: _Socket, identity: Identity, *, serving: bool, now: Seconds) -> None:
-        """Use the socket `plain`, which is connected if `serving`, else still connecting. This
-        object closes it.
+        """Create a connection on the socket `plain`, which is connected if `serving`, else still
+        connecting. This object closes the socket.
         """
         self.began_at_s = now
         self.stage = Stage.GATE if serving else Stage.CONNECTING
@@ -119,8 +119,8 @@ class Connection:
         self._socket.close()
 
     def fail(self, problem: Problem) -> None:
-        """Record the connection's first problem and stop using it. Its file descriptor stays open
-        until `close`.
+        """Record `problem`, if it is the connection's first one, and stop using the connection. Its
+        file descriptor stays open until `close`.
         """
         if self.problem is None:
             self.problem = problem

@@ -288,8 +288,8 @@ class Peers:
 
 
 def _pool_name(flags: ServeFlags) -> str:
-    """Return a name that all replicas of one installation share, and that no other installation
-    has.
+    """Return the name under which the replicas of this pool share state: the namespace, and the
+    pool's name or a hash of the label selector.
     """
     pool = flags.pool_name or f"{crc32(flags.endpoint_selector.encode()):08x}"
     return f"{flags.own_namespace}/{pool}"

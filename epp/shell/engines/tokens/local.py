@@ -96,8 +96,8 @@ class LocalWorker:
         job_s_max: Seconds = JOB_S_MAX,
         backoff_s: Seconds = BACKOFF_S,
     ) -> None:
-        """Create the backend. `model_name` is the model whose tokenizer is used for models without
-        one.
+        """Create the token backend `local`. `model_name` is the model whose tokenizer is used for
+        models without one.
         """
         self._begin = Begin(msgspec.json.encode(settings), model_name)
         self._model_name = model_name

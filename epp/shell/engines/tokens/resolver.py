@@ -62,8 +62,8 @@ class TokenResolver:
         *,
         asks: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Create the resolver. `asks(model)` returns False if tokens of this model must not be
-        requested, because they differ from the engine's.
+        """Create a resolver that gets tokens from `backend`. `asks(model)` returns False if tokens
+        of this model must not be requested, because they differ from the engine's.
         """
         self.backend = backend
         self.timeout_s = timeout_s

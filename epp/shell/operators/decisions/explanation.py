@@ -16,8 +16,8 @@ _LEVEL: Final = 1e-4
 
 
 def explanation(row: _Row) -> str:
-    """Convert a row of `RecentDecisions` to lines of text for people, without control
-    characters.
+    """Convert a row of `RecentDecisions` to lines of text for people, with control characters
+    escaped.
     """
     lines = _refusal(row) if "refused" in row else _decision(row)
     head, *rest = map(printable, lines)
@@ -106,9 +106,7 @@ def _verdict(row: _Row) -> str:
 
 
 def _name(score: _Row) -> str:
-    """Return the name of a candidate, with its state in parentheses if it was slow, failing,
-    ejected or not ready.
-    """
+    """Return the name of a candidate, with its state in parentheses unless it was simply ready."""
     state = score["state"]
     return str(score["endpoint"]) if state == READY else f"{score['endpoint']} ({state})"
 

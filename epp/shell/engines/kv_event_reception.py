@@ -77,8 +77,8 @@ class Reception:
             subscription.close(self._clock())
 
     def watch(self, source: Source, now: Seconds) -> None:
-        """Log a warning if the rank `source` sends no KV events although its engine serves
-        requests.
+        """Check whether the rank `source` sends KV events while its engine works, and log a warning
+        if it begins to send none.
 
         Called a few times a second.
         """

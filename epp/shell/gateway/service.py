@@ -249,8 +249,8 @@ def _certificate(flags: ServeFlags) -> ServerCertificate:
 def _connection_age_max_s(flags: ServeFlags) -> float | None:
     """Return the maximum age in seconds of gateways' connections, or None for no limit.
 
-    With a drain timeout it is at most half of that, but at least `CONNECTION_AGE_MIN_S`, so that
-    every gateway reconnects elsewhere during the drain.
+    With a drain timeout it is at most half of that or `CONNECTION_AGE_MIN_S`, whichever is longer,
+    so that gateways reconnect elsewhere during the drain.
     """
     age_s = flags.connection_age_max or math.inf
     if flags.drain_timeout:

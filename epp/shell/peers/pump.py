@@ -1,7 +1,7 @@
 """Move frames between the exchange of shared state and its carrier, in beats of bounded work.
 
-However much peers send, the pump uses at most a fifth of the event loop's time. Unread data waits
-in the bounded queues of the carrier and then at the sender.
+Except during the warm start, the pump uses at most a fifth of the event loop's time, however much
+peers send. Unread data waits in the bounded queues of the carrier and then at the sender.
 """
 
 import asyncio

@@ -115,7 +115,7 @@ class WarmStart:
 
     async def _take_from(self, link: Link) -> Kind | None:
         """Request a snapshot from the peer of `link`. Return the kind of message that ended it, or
-        None if the peer fell silent or its queue is full.
+        None if the peer fell silent or the request could not be sent.
 
         The transfer may end after the deadline of the warm start.
         """

@@ -82,6 +82,5 @@ def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
 
 
 def _shown(body: bytes) -> Iterable[str]:
-    """Yield the lines of a response body, with characters escaped that could control the terminal.
-    """
+    """Yield the lines of a response body, with characters escaped that could control the terminal."""
     return map(printable, body.decode("utf-8", "replace").splitlines())

@@ -72,8 +72,7 @@ class Turns:
         self._await_turn()
 
     def close(self) -> None:
-        """Cancel the scheduled turns in which events are processed, and stop reading connections.
-        """
+        """Cancel the scheduled turns in which events are processed, and stop reading connections."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None

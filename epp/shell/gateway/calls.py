@@ -134,8 +134,7 @@ class EndedCall:
         return ()
 
     def sent(self) -> None:
-        """Do nothing after sending, because a call that ends its stream at once sends no messages.
-        """
+        """Do nothing after sending, because a call that ends its stream at once sends no messages."""
 
     def closed(self, status: Status) -> None:
         """Do nothing at the end of the stream, because this call keeps nothing about it."""

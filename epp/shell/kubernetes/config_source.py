@@ -66,8 +66,7 @@ class ConfigSource:
         self._use(text, self._watched_name)
 
     def watch_in_touch(self, in_touch: bool) -> None:
-        """Set whether the watch of the ConfigMap is connected, so that it would receive a change.
-        """
+        """Set whether the watch of the ConfigMap is connected, so that it would receive a change."""
         self._in_touch = in_touch
         if not in_touch and self._file is not None:
             self._use(self._file, self._file_name)

@@ -352,8 +352,7 @@ class RecentDecisions:
         )
 
     def _told_leg(self, leg: Leg) -> DecidedLeg:
-        """Return what is recorded about the choice of the endpoint for a prefill or encode stage.
-        """
+        """Return what is recorded about the choice of the endpoint for a prefill or encode stage."""
         second = leg.runner_up
         return DecidedLeg(
             leg.stage.value,

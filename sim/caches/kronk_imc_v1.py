@@ -150,7 +150,9 @@ class MessageSlots:
         return 0.0
 
     def _occupy(self, slot: _Slot, request: EngineRequest, tokens: int) -> Found:
-        """Assign the slot to the request, which reuses the first `tokens` tokens of its content."""
+        """Assign the slot to the request, and return that the first `tokens` tokens of the slot's
+        messages are reused for its prompt.
+        """
         prompt = parts_of(request)
         slot.request = request
         slot.pending = prompt.messages < 2 or tokens < prompt.ends[prompt.messages - 2]

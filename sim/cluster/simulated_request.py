@@ -63,7 +63,9 @@ class SimulatedRequest:
         self.forget_attempt()
 
     def forget_attempt(self) -> None:
-        """Reset the fields that describe an attempt, before the request is sent or sent again."""
+        """Reset the fields that describe one attempt of the request, before it is sent for the
+        first time or again.
+        """
         self.routed_at: Seconds | None = None
         self.wait: Wait | None = None
         """Handle of the request's wait at its picker, for the renderer or in the waiting line. None

@@ -78,7 +78,7 @@ class Driver:
         self._ends: OrderedDict[int, asyncio.Future[Seconds]] = OrderedDict()
         """End time of each of the last requests, by their index in the trace."""
         self.not_sent = 0
-        """Number of requests that were not sent because too many were in flight."""
+        """Number of requests that were not sent because `in_flight_max` requests were in flight."""
         self.unfit = 0
         """Number of requests that were not sent because their token ids cannot be written as
         text.

@@ -116,8 +116,8 @@ def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[st
 
 
 def _ranks(found: Summary) -> list[str]:
-    """Return the cells of a row: mean and percentiles of a latency, with a dash for a missing
-    one.
+    """Return the cells of a row of the latency table: mean and percentiles as text, with a dash for
+    a missing one.
     """
     return [seconds(getattr(found, rank, None)) for rank in _RANKS]
 

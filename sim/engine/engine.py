@@ -220,7 +220,8 @@ class Engine:
         """
         self._pending: _Pending | None = None
         self._aborted: list[EngineRequest] = []
-        """Requests aborted during the running step, which leave at its end."""
+        """Requests that were aborted during the running step, and that leave the engine at its end.
+        """
         self._deferred = 0
         self._resident: dict[str, None] = {}
         """LoRA adapters in slots, the least recently used first."""
@@ -240,7 +241,7 @@ class Engine:
         """
         self._passes_done = 0
         self._context_tokens = 0
-        """Number of known tokens (prompt and generated) of all decoding requests together."""
+        """Sum over all decoding requests of their known tokens (prompt and generated so far)."""
         self._due: list[tuple[int, int, EngineRequest]] = []
         """Heap of (number of passes after which the request ends, admission, request). An entry is
         void if its number differs from the request's `due`.
@@ -256,8 +257,8 @@ class Engine:
         which they need a new block.
         """
         self._taken: list[int] | None = None
-        """Number of KV blocks used by the passes after the first one of the running step, by the
-        number of these passes up to one block size. None until it is needed.
+        """Number of KV blocks that the passes after the first one of the running step use: element
+        n is for n such passes, up to one block size. None until it is needed.
         """
 
     @property
@@ -334,7 +335,9 @@ class Engine:
         self._legs_at(now).release(request)
 
     def _legs_at(self, now: Seconds) -> Legs:
-        """Return the legs, which are about to change."""
+        """Return the legs of disaggregated requests for a change at `now`. Shorten the running step
+        to the pass in progress before, because the change may affect later passes.
+        """
         assert self.legs is not None, "an engine with legs has a connector"
         self.cut(now)
         self.legs.stalled = False
@@ -507,14 +510,15 @@ class Engine:
         assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders are known"
 
     def holders(self) -> Iterator[EngineRequest]:
-        """Yield the requests that hold blocks: running ones, and legs."""
+        """Yield the requests that hold KV blocks: running ones, and legs of disaggregated requests.
+        """
         yield from self.running
         if self.legs is not None:
             yield from self.legs
 
     def _check_decoding(self, decoding: list[EngineRequest]) -> None:
         """Check the context and the blocks of decoding requests between two passes. Raises
-        AssertionError.
+        AssertionError if the counts of tokens or blocks do not agree.
         """
         size = self.settings.block_size_tokens
         assert sum(len(phase) for phase in self._phases) == len(decoding)
@@ -876,7 +880,7 @@ class Engine:
             self._decode(request)
 
     def _decode(self, request: EngineRequest) -> None:
-        """Add a request to the decoding ones, which get a token in each pass."""
+        """Add a request to the decoding ones, which get a token in each pass of the engine."""
         size = self.settings.block_size_tokens
         request.lead = request.known_tokens - self._passes_done
         request.due = self._passes_done + request.output_tokens - request.generated_tokens

@@ -120,7 +120,9 @@ def estimated_profile(
 
 
 def _window(at: Roofline) -> KVWindow | None:
-    """Return the sizes of the layers with a sliding window, or None if there are none."""
+    """Return the sizes of the layers with a sliding window for a profile, or None if the model has
+    no such layers.
+    """
     shape = at.shape
     if not shape.windowed_layers:
         return None

@@ -315,7 +315,9 @@ class Sizing:
         return smallest_of_all(self.every[at].known)
 
     def _search(self, searches: Sequence[PodSearch]) -> None:
-        """Carry out several searches concurrently: each round runs the next runs of all of them."""
+        """Run several searches concurrently to their ends: each round runs the next runs of all of
+        them together.
+        """
         while True:
             wanted = [(one, *each) for one in searches for each in one.wanted()]
             if not wanted:

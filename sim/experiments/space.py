@@ -77,7 +77,9 @@ class DimensionKind(StrEnum):
 
 
 class Range(Struct, frozen=True, kw_only=True):
-    """Numbers from `low` to `high` between which a dimension varies."""
+    """The range of numbers from `low` to `high` within which a dimension of the search space
+    varies.
+    """
 
     low: float
     high: float
@@ -104,10 +106,10 @@ class Range(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The values between which a dimension varies, by labels."""
+    """A choice of values for a dimension of the search space, each with a label."""
 
     values: Mapping[str, Any]
-    """Value that is written to the configuration, by its label."""
+    """Values of the choice by label; the chosen value is written to the configuration."""
 
     def __str__(self) -> str:
         return ", ".join(self.values)

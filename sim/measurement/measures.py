@@ -539,7 +539,9 @@ class Measures:
 
 
 def _input_tokens(series: Series, window: Window) -> float:
-    """Return the number of prompt tokens of the requests whose first token came within the window."""
+    """Return the number of prompt tokens of the requests whose first token came in the steady part
+    of the run (`window`).
+    """
     first_s = series.arrived_s + series.ttft_s
     inside = (first_s >= window.start_s) & (first_s <= window.end_s)
     return float(series.prompt_tokens[inside].sum())

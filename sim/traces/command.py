@@ -42,8 +42,8 @@ _ESTIMATES: Final = (
 _TOKEN_ESTIMATES: Final = (
     *("prompt_tokens", "output_tokens", "prompt_tokens_total", "output_tokens_total"),
 )
-"""Fields of the inspection that are estimates too if the trace has prompts as text instead of token
-counts.
+"""Fields of the output of `sim trace inspect` that are estimates too if the trace has prompts as
+text instead of token counts.
 """
 
 

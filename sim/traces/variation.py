@@ -223,8 +223,9 @@ def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
 
 
 def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
-    """Return the session of the longest earlier prompt with which this prompt begins, or
-    `otherwise`. Record that the session now ends with this prompt.
+    """Return the session (by its first request's index) of the longest earlier prompt with which
+    this prompt begins, or `otherwise` if there is none at most `SESSION_GAP_S` before. Record that
+    the session now ends with this prompt.
     """
     full = arrival.blocks[: sum(1 for _ in arrival.spans())]
     session = otherwise

@@ -186,8 +186,8 @@ def fit(
     served: Sequence[RecordedRequest],
     report: ReportProgress,
 ) -> Profile:
-    """Return `profile` with the host time and skew with which the simulation has the recorded means
-    of the first requests.
+    """Return `profile` with the host time and skew with which the simulation has the same mean
+    latencies of the first requests as the recording.
 
     The method is Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical
     slopes.

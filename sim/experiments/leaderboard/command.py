@@ -164,12 +164,14 @@ class Board:
             if known is not None:
                 self.results[number] = known
         self.taken = len(self.results)
-        """Number of cells whose result was read from the folder."""
+        """Number of cells whose result was already stored in the folder, so that they do not run
+        again.
+        """
         self.left = [number for number in range(len(cells)) if number not in self.results]
 
     def play(self, workers: Workers) -> None:
-        """Run the cells that have no result yet, and store each result in the folder. Raises
-        `OSError`.
+        """Run the cells of the leaderboard that have no result yet, and store each result in the
+        folder. Raises `OSError`.
         """
         jobs = [self.cells[number] for number in self.left]
         with progress_bar("leaderboard") as bar:

@@ -51,7 +51,9 @@ _WIDTH = 92
 
 
 def machine() -> dict[str, object]:
-    """Return the properties of the machine on which the numbers were measured."""
+    """Return the properties (CPU, Python version and others) of the machine on which the benchmarks
+    run, by name.
+    """
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

@@ -85,7 +85,9 @@ class Soak:
         self._prompts = prompts(self._random, CONVERSATIONS, PROMPT_WORDS)
 
     async def ask(self, session: ClientSession) -> None:
-        """Send one request, and count its result by cause."""
+        """Send one request through Envoy, and count its result: served, or lost and whose fault
+        that was.
+        """
         prompt = self._random.choice(self._prompts)
         url = f"{self.place.gateway}/v1/completions"
         headers = {"x-takes-s": f"{self._random.expovariate(1 / 0.1):.3f}"}
@@ -194,9 +196,7 @@ class Soak:
             return len((await response.json())["endpoints"])
 
     def _refused_endpoints(self) -> int:
-        """Return the number of lines of the picker's log that say that it rejected the endpoints
-        file.
-        """
+        """Return how many lines of the picker's log say that it rejected the endpoints file."""
         log = self.place.folder / "epp.log"
         return log.read_text().count("endpoints rejected")
 

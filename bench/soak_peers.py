@@ -162,8 +162,8 @@ class Picker:
                     self.resident.append((time.monotonic(), int(line.split()[1]) * 1024))
 
     def count(self, page: str) -> None:
-        """Add the increase of the counters on the metrics page `page` since the last page of the
-        same process.
+        """Add to the counts how much the counters on the metrics page `page` have risen since the
+        previous page of the same process.
         """
         seen = _counters(page)
         self.counted.update({what: n - self._seen[what] for what, n in seen.items()})
@@ -201,7 +201,7 @@ class PeerSoak:
     # Load.
 
     async def load(self, session: ClientSession, lasts_s: float) -> None:
-        """Send `RATE_PER_S` requests a second for `lasts_s` seconds."""
+        """Send `RATE_PER_S` requests a second through Envoy for `lasts_s` seconds."""
         started_s = time.monotonic()
         for number in itertools.count():
             due_s = started_s + number / RATE_PER_S
@@ -559,7 +559,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
     the time.
     """
     peers: dict[str, int]
-    """Numbers of frames and records between pickers by result, of all pickers together."""
+    """Numbers of frames and records that pickers exchanged, by what became of them, summed over all
+    pickers.
+    """
 
     @property
     def held(self) -> bool:

@@ -65,7 +65,9 @@ class Row(Struct, kw_only=True):
     not_played: str = ""
     sent: int = 0
     lost: Mapping[str, int] = {}
-    """Number of lost requests by status, or by the reason why there is no status."""
+    """Number of lost requests, by the HTTP status of the answer or by the reason why there is no
+    status.
+    """
     last_lost_s: float = 0.0
     """Seconds from the beginning of the fault until the last lost request was sent."""
     bad_share: float | None = None

@@ -49,8 +49,8 @@ class NotPlayedError(Exception):
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """The settings of pickers and pods that a fault needs before the stage starts, and the fault
-    itself.
+    """A fault that is ready to be injected, and the settings of pickers and pods that it needs
+    before the stage starts.
     """
 
     happen: Callable[[Stage, int], Happening]

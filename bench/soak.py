@@ -324,7 +324,9 @@ def _tell(soak: Soak, left: Mapping[str, int], log: Path) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run the soak test that the command line names; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, help="default: 10, with --peers 60")
+    parser.add_argument(
+        "--minutes", type=float, help="duration in minutes (default 10, with --peers 60)"
+    )
     parser.add_argument(
         "--peers", action="store_true", help="soak three pickers that are killed and frozen"
     )
@@ -332,7 +334,7 @@ def main(arguments: Sequence[str]) -> int:
         "--seed", type=int, default=1, help="seed of the faults, with --peers (default 1)"
     )
     parser.add_argument(
-        "--json", type=Path, help="file for the numbers of --peers (default stdout)"
+        "--json", type=Path, help="file for the results of --peers, as JSON (default stdout)"
     )
     parser.add_argument("--rate-per-s", type=float, default=100.0)
     parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)

@@ -143,8 +143,8 @@ class Pickers:
         self._lines[replica].admit()
 
     def reschedule(self, request: SimulatedRequest, served: Endpoint) -> None:
-        """Report to the picker that routed `request` that the fallback endpoint `served` answered
-        it.
+        """Report to the picker that routed `request` that the gateway reached the fallback endpoint
+        `served` instead of the first one.
         """
         policy, route, replica = _routed(request)
         policy.reschedule(route, served, self._loop.now)
@@ -185,7 +185,7 @@ class Pickers:
 
     def announce(self) -> None:
         """Announce the pods that discovery lists now to every picker, which scrapes them from now
-        on.
+        on. Do nothing while the pickers rest.
         """
         if self._resting:
             return

@@ -184,8 +184,8 @@ class SimulatedPod:
         self.life = 0
         """Counter that increases whenever the pod's process starts or ends."""
         self.requests: dict[str, Any] = {}
-        """Requests in the pod's engine, by request id. The owner of the pod adds and removes
-        them.
+        """Requests that the pod serves, in its engine or at its sidecar, by request id. A prefill
+        leg is represented by its handover. The owner of the pod adds and removes them.
         """
         self.scrapers: list[Scraper] = []
         """Scrapers of the pod. They are called before anything changes that the metrics page

@@ -23,7 +23,7 @@ class Fate(StrEnum):
     REFUSED = "refused"
     """The picker refused the request."""
     FAILED = "failed"
-    """The pod could not serve the request, or died."""
+    """The request could not be served, for one of the reasons in `Failure`."""
     ABORTED = "aborted"
     """The client aborted the request."""
 
@@ -91,7 +91,7 @@ class SimulatedRequest:
         """
         self.submitted_at: Seconds | None = None
         self.hashes: PromptHashes | None = None
-        """Hashes of the prompt, stored from routing until the engine receives the request."""
+        """Hashes of the prompt, stored from routing until the engines have received the request."""
         self.handover: Handover | None = None
         """Prefill leg and KV transfer, or None if its pod computes the prompt."""
         self.engine: EngineRequest | None = None

@@ -106,8 +106,9 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
 
     running: int
     waiting: int
-    """Number of requests that have no computed token yet, or were preempted; includes decode legs
-    in transfer."""
+    """Number of requests that have no computed token yet, or were preempted. Decode legs whose
+    blocks are in transfer, or have arrived and are not computed yet, are included.
+    """
     deferred: int
     """Number of requests in `waiting` that only lack an adapter slot, or whose KV blocks are in
     transfer or have just arrived."""
@@ -121,7 +122,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     fetched: int = 0
     """Number of decode legs in `deferred` whose blocks are received."""
     to_fetch: int = 0
-    """Number of decode legs in `waiting` without blocks."""
+    """Number of decode legs in `waiting` that have not reserved blocks yet."""
 
 
 class Step(Struct, kw_only=True):
@@ -372,8 +373,8 @@ class Engine:
         self._resident.pop(adapter, None)
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass that starts at `now` and return its result, or None if there is no
-        request.
+        """Do one pass that starts at `now` and return its result. None if there is no request, or
+        if none can be computed before a KV transfer ends.
         """
         decoding = dict.fromkeys(self.running)
         if self._partial is not None:
@@ -392,8 +393,8 @@ class Engine:
         return step
 
     def begin(self, now: Seconds) -> Seconds | None:
-        """Begin a step of one or more passes at `now`; return the time of its end, or None if there
-        is no request.
+        """Begin a step of one or more passes at `now`; return the time of its end. None if there is
+        no request, or if none can be computed before a KV transfer ends.
         """
         preemptions = self.preemptions
         pending = self._begin_pass(now)

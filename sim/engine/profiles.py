@@ -74,8 +74,8 @@ class StepWork(Struct):
     decodes: int = 0
     decode_context_tokens: int = 0
     longest_context_tokens: int = 0
-    """Length in tokens of the longest context among the decoding requests; set only if the profile
-    has a skew.
+    """Length in tokens of the longest context among the decoding requests. It matters only if the
+    profile has a skew, and may be 0 otherwise.
     """
     shared_tokens: int = 0
     """Number of context tokens that several decoding requests share, counted for all of these
@@ -289,8 +289,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.step_s(work)
 
     def linear_layers_s(self, tokens: int) -> float:
-        """Return the time in seconds of all layers except attention, in a step that computes
-        `tokens` tokens.
+        """Return the time in seconds of the linear layers in a step that computes `tokens` tokens:
+        of all layers except attention and the output layer, and except experts if the profile has a
+        curve for these.
         """
         points = self.linear_tokens
         if not points:

@@ -66,7 +66,7 @@ class PrefixPopularity:
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return, as the match of each slot, the number of blocks of the prompt's shortest head
-        that is not popular.
+        that is not popular; that of its longest examined head if all are popular.
         """
         chain = self._chain(request)
         total = len(chain) // contract.HASH_BYTES

@@ -44,7 +44,7 @@ class StayInTime(Parameters, frozen=True):
     colocated: bool = True
     """True if endpoints that prefill also decode.
 
-    The number of running requests is then a factor of an endpoint's cost.
+    The number of requests in flight, including this one, is then a factor of an endpoint's cost.
     """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:

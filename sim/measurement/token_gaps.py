@@ -20,8 +20,8 @@ from epp.core.types import Seconds
 from sim.engine.engine import Step
 
 STALL_MEDIANS: Final = 3
-"""A gap between tokens of more than this number of median gaps counts as a stall, because a prompt
-was computed in the meantime.
+"""A gap between tokens counts as a stall if it is longer than this number of median gaps, because a
+prompt was computed in the meantime.
 """
 STRETCHES_MAX: Final = 512
 

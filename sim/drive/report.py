@@ -75,7 +75,10 @@ def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummar
         figure("In numbers", facts_table(_facts(summary))),
         figure("What was run", facts_table(_conditions(summary))),
     ]
-    said = "Real requests at the trace's times; no request waited for another's answer."
+    said = (
+        "Real requests at the trace's times. Only turns of conversations waited, for the answers "
+        "that they continue."
+    )
     return page(
         f"{summary.conditions['trace']}, as real requests",
         "\n".join([*warnings_of(summary), said]),

@@ -276,9 +276,9 @@ class _Family(Struct, frozen=True):
     inner: str = "moe_intermediate_size"
     latent: bool = False
     windows: Literal["all", "flagged", "layers"] = "all"
-    """Rule for the layers that have the window of the key `sliding_window`: "all", "flagged" (all
-    if `use_sliding_window` is true, else none), or "layers" (some, by `layer_types` or
-    `sliding_window_pattern`).
+    """Rule for the layers that have the window of the key `sliding_window`, unless `layer_types`
+    names them: "all"; "flagged" (those after the first `max_window_layers` if `use_sliding_window`
+    is true, else none); or "layers" (by `sliding_window_pattern`).
     """
     pattern: int = 0
     """Default n of the key `sliding_window_pattern`: one of n layers has no sliding window. 0 if
@@ -537,8 +537,8 @@ def _experts(keys: _Keys, family: _Family, layers: int) -> Experts | None:
 
 
 def _windows(keys: _Keys, family: _Family, layers: int) -> tuple[int, int]:
-    """Return (number of layers with a sliding window, size of the window in tokens), or (0, 0) if
-    no layer has one.
+    """Return (number of layers with a sliding window, size of the window in tokens). The size is 0
+    if the model defines no window.
     """
     kinds = keys.get("layer_types")
     others = set(map(str, kinds)) - {"full_attention", "sliding_attention"} if kinds else set()

@@ -166,8 +166,9 @@ class Run:
     def ceilings(
         self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
     ) -> Ceilings | None:
-        """Return the highest hit rates that a prompt cache could reach with the run's requests.
-        They take one more pass over the trace.
+        """Return the shares of the run's prompt tokens that prompt caches would hit: one unlimited
+        cache, and the pods' caches if requests were placed at random or by affinity. They take one
+        more pass over the trace.
 
         `watched` receives the arrivals and must yield them again; it can show progress. None if
         `stop` is called during the pass.

@@ -125,7 +125,9 @@ class _Peer(asyncio.Protocol):
 
 
 class _Subscriber(_Peer):
-    """A connection that receives each new frame whose topic it has subscribed to."""
+    """A connection that receives each new frame whose topic begins with one that the connection has
+    subscribed to.
+    """
 
     socket_type = SocketType.PUB
 

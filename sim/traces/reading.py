@@ -161,7 +161,8 @@ class Trace:
     def is_kept(self) -> bool:
         """True if the trace is big enough for the cache on disk and a cache folder is set.
 
-        A complete iteration then writes the cache entry, and later ones read it.
+        A complete iteration then writes the cache entry, unless a line is malformed or a request
+        has a body, and later iterations read it.
         """
         if not self.options.kept_in or isinstance(self.format, DocumentFormat):
             return False

@@ -244,7 +244,8 @@ def _laid(
 ) -> Iterator[Arrival]:
     """Yield the requests of the blocks `drawn`, end to end in order of time and with new indices.
 
-    `end_s` is the end of the trace.
+    `end_s` is the time of the last request in the trace; a request that would come later moves to
+    the beginning.
     """
     owner = _owners(members)
     fresh = (number for number in count(1) if number not in owner)
@@ -294,7 +295,7 @@ def _as_copy(
     fresh: Iterator[int],
 ) -> Arrival:
     """Return the request of a repeated block as if another user sent it: with new ids for text of
-    this block only, and a new session name. All requests of one copy share `renamed`.
+    this block only, a new session name, and no raw body. All requests of one copy share `renamed`.
     """
 
     def other(text: int) -> int:

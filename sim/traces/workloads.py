@@ -71,7 +71,7 @@ class Concurrency(Struct, frozen=True, kw_only=True):
 class ClosedLoad(Struct, frozen=True, kw_only=True):
     """A load in which each request waits for an earlier answer.
 
-    A lane begins the next stage when its last request is answered.
+    A lane begins the next stage `gap_s` seconds after its last request is answered.
     """
 
     stages: tuple[Concurrency, ...]
@@ -223,8 +223,8 @@ def steady_arrivals(
     """Return the generated requests of `workload` at a constant rate, in order of time.
 
     Sessions that began before the trace are under way at its start: the trace has their remaining
-    turns. No request arrives after the last second of the load. All times assume that answers take
-    no time. Raises `FieldError` if `cannot_be_steady` gives a reason.
+    turns. No request arrives after the end of the load. All times assume that answers take no time.
+    Raises `FieldError` if `cannot_be_steady` gives a reason.
     """
     problem = cannot_be_steady(workload)
     if problem:

@@ -7,7 +7,8 @@ refusal is the picker's fault; 502, 503 and 504 of Envoy and broken answers belo
 during a request.
 
 The exit code is 1 if the picker lost a request, if its memory grew by 3 % or more after the first
-minute, or if it still counts a request or a stream when all have ended.
+minute, or if it still counts a request or a stream when all have ended. It is also 1, without
+figures, if a change had no effect at the changed part.
 
 With `--peers`, the command instead soaks three pickers that are killed and frozen, for an hour:
 `bench/soak_peers`.

@@ -1,5 +1,4 @@
-"""Pickers that are killed and frozen while they have much to share: `python -m bench.soak
---peers`.
+"""Pickers that are killed and frozen while they have much to share: `python -m bench.soak --peers`.
 
 Three pickers (`epp serve`, a process each, with one secret) run behind the real Envoy, with six
 pods, ordinary load and bursts. These faults come at random, each just after a burst, so that frames
@@ -9,7 +8,7 @@ wait on every side:
 - A pod is killed or stopped in the same way.
 - A broken replica with the secret, and strangers without one, flood a picker and are killed.
 
-The first picker is only stopped, so its memory covers the whole time. A run fails if a picker ends
+The first picker is never killed, so its memory covers the whole time. A run fails if a picker ends
 by itself or reports "Assertion failed". It also fails if the memory of the first grows by 10 % or
 more after the first fifth, or if a picker is not ready, or a peer is not received, after some quiet
 seconds. The report splits lost requests by cause, and lists missed and repeated messages of peers.

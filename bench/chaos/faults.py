@@ -1,4 +1,6 @@
-"""The faults of `make chaos`: each breaks a part of a running stage and restores it."""
+"""The faults of `make chaos`: each breaks a part of a running stage. At the end of a fault the part
+is restored, except processes that were killed and files that may not grow.
+"""
 
 import asyncio
 import contextlib

@@ -106,8 +106,7 @@ class _Publisher(asyncio.Protocol):
 
 
 def _itself(publisher: _Publisher) -> _Publisher:
-    """Return `publisher`: asyncio calls this factory for the only connection that an engine gets.
-    """
+    """Return `publisher`: asyncio calls this factory for the only connection that an engine gets."""
     return publisher
 
 

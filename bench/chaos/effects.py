@@ -124,8 +124,7 @@ class FailingPod:
         self._status = status
 
     async def before(self) -> None:
-        """Raise `AssertionError` unless the pod, which is still healthy, serves a direct request.
-        """
+        """Raise `AssertionError` unless the pod, which is still healthy, serves a direct request."""
         await _require_serving(self._client)
 
     async def during(self) -> None:
@@ -146,8 +145,7 @@ class HangingPod:
         self._client = DirectClient(port)
 
     async def before(self) -> None:
-        """Raise `AssertionError` unless the pod, which is still healthy, serves a direct request.
-        """
+        """Raise `AssertionError` unless the pod, which is still healthy, serves a direct request."""
         await _require_serving(self._client)
 
     async def during(self) -> None:
@@ -327,8 +325,7 @@ class RisingCounter:
         self._before: list[float] = []
 
     async def before(self) -> None:
-        """Read and store the value of the counter on each picker's metrics page before the fault.
-        """
+        """Read and store the value of the counter on each picker's metrics page before the fault."""
         self._before = await self._counted()
 
     async def during(self) -> None:

@@ -99,8 +99,7 @@ class PrefixPopularity:
         """
 
     def forget(self, slot: int) -> None:
-        """Drop nothing for an endpoint that left, because the index stores nothing about endpoints.
-        """
+        """Drop nothing for an endpoint that left, because the index stores nothing about endpoints."""
 
     def expire(self, now: Seconds) -> None:
         """Drop nothing with time: the oldest request is dropped when a new one is counted."""

@@ -46,8 +46,7 @@ class UserTokensSettings(Parameters, frozen=True):
         return request.headers.get(self.header_name.lower(), "") or request.session_id
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index of the tokens of users, with these settings as its parameters.
-        """
+        """Return a new, empty index of the tokens of users, with these settings as its parameters."""
         return UserTokens(self)
 
     def adopt(self, index: AffinityIndex) -> bool:

@@ -222,8 +222,7 @@ class Network:
             self._loop.after(left_s, self._end, transfer, transfer._version)
 
     def _settle(self, transfer: Transfer) -> None:
-        """Subtract the bytes that have arrived since the last change of the transfer's bandwidth.
-        """
+        """Subtract the bytes that have arrived since the last change of the transfer's bandwidth."""
         now = self._loop.now
         arrived = transfer.bytes_per_s * (now - transfer.settled_at)
         transfer.bytes_left = max(0.0, transfer.bytes_left - arrived)

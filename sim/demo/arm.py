@@ -56,8 +56,7 @@ class ArmResult(Struct, kw_only=True):
 
 
 class Ports(Struct, frozen=True, kw_only=True):
-    """Free ports on this machine for the programs of one arm (round robin or Homing) of the demo.
-    """
+    """Free ports on this machine for the programs of one arm (round robin or Homing) of the demo."""
 
     gateway: int
     admin: int

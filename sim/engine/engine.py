@@ -511,8 +511,7 @@ class Engine:
         assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders are known"
 
     def holders(self) -> Iterator[EngineRequest]:
-        """Yield the requests that hold KV blocks: running ones, and legs of disaggregated requests.
-        """
+        """Yield the requests that hold KV blocks: running ones, and legs of disaggregated requests."""
         yield from self.running
         if self.legs is not None:
             yield from self.legs

@@ -39,8 +39,8 @@ class WorkTimesBatch(Parameters, frozen=True):
     uncached prompt tokens times requests in flight, including this one.
 
     The product needs no weight between its factors. A factor of 0 hides the other one. The batch
-    counts this request too, as llm-d-router #2351 proposes. The work here counts at
-    least one token, so the emptiest of endpoints that have cached the whole prompt wins.
+    counts this request too, as llm-d-router #2351 proposes. The work here counts one token more
+    than is uncached, so the emptiest of endpoints that have cached the whole prompt wins.
     """
 
     type_name: ClassVar[str] = "work-times-batch-scorer"

@@ -14,6 +14,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from epp.core.abilities import Origin
+from epp.core.decision.account import Route
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
@@ -25,7 +26,7 @@ from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
-from epp.core.types import Refusal, RefusalReason
+from epp.core.types import Refusal, RefusalReason, Stage
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_event_source import KVEventsSnapshot
 from epp.shell.engines.tokens.question import TokensResult
@@ -231,8 +232,15 @@ def exercise(exported):
     telemetry = exported.telemetry
     decision = make_decision()
     exported.decide(decision)
+    telemetry.staged(Route.PREFILL_DECODE, ())
     telemetry.refused(
-        Refusal(reason=RefusalReason.SATURATED, status=429, message="full", eliminated={"f": 2}),
+        Refusal(
+            reason=RefusalReason.SATURATED,
+            status=429,
+            message="full",
+            eliminated={"f": 2},
+            stage=Stage.PREFILL,
+        ),
         scheduling_s=1e-5,
         request=make_request(),
     )

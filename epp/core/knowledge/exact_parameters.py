@@ -159,9 +159,10 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     applies; without one, past events are not requested.
     """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    """Number of data-parallel ranks behind each address; if None, the picker asks each endpoint.
-    The next rank publishes at the next port, or names its rank in its messages if engines connect
-    to the picker.
+    """Number of data-parallel ranks behind each address. It applies to an endpoint whose ranks the
+    picker cannot ask for: if `socketPort` is set, the endpoint does not answer, or engines connect
+    to the picker. The next rank publishes at the next port, or names its rank in its messages if
+    engines connect to the picker.
     """
     pod_label_selector: str = ""
     """Accepted without effect, because the picker subscribes to the endpoints of its pool."""

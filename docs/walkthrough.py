@@ -306,7 +306,9 @@ def _apply(walk: Walk, driven_s: float) -> None:
     generation = _generation()
     walk.run(f"cp tuned/{TUNED} config.yaml")
     until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
-    walk.say("The same kinds of traffic run again after the change of the weights, for as long as before, from other random draws:")
+    walk.say(
+        "The same kinds of traffic run again after the change of the weights, for as long as before, from other random draws:"
+    )
     _drive(walk, "after", driven_s, seed=3)
     walk.say("The table compares the clients' results before and after the change of the weights:")
     walk.page += [*comparison(walk.folder), ""]

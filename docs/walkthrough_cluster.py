@@ -196,7 +196,9 @@ def _apply(walk: Walk, driven_s: float) -> None:
     until(lambda: len(_applied(walk)) > len(before), WAIT_S_MAX, "the pool has an Event of it")
     walk.say("An Event on the pool shows that the tuned configuration is in force:")
     walk.run(IN_FORCE)
-    walk.say("The same kinds of traffic run again after the change of the weights, for as long as before, from other random draws:")
+    walk.say(
+        "The same kinds of traffic run again after the change of the weights, for as long as before, from other random draws:"
+    )
     _drive(walk, "after", driven_s, seed=3)
     walk.say("The table compares the clients' results before and after the change of the weights:")
     walk.page += [*comparison(walk.folder), ""]

@@ -206,9 +206,7 @@ def behind_part(summary: LeaderboardSummary) -> Part:
         says = f"There is none among the {len(cases)} cases in which {which}, in {measures}."
         rows = []
     else:
-        says = (
-            f"The table lists those of the {len(cases)} cases in which {which}, in {measures}."
-        )
+        says = f"The table lists those of the {len(cases)} cases in which {which}, in {measures}."
         counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
         says += f" Number of listed cases by figure: {', '.join(counted)}."
     mine = [row for row in summary.rows if row.strategy == _first(summary)]

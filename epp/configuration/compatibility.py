@@ -79,7 +79,7 @@ class DataParallelHandler(Parameters, frozen=True):
 class InflightLoadProducer(Parameters, frozen=True):
     """`inflight-load-producer`: the prefill speeds of endpoints, by which the picker estimates how
     fast prompt tokens in flight are computed. The picker always counts requests and uncached prompt
-    tokens in flight, even if the document does not declare this plugin.
+    tokens in flight, even if the document does not declare `inflight-load-producer`.
 
     The picker assumes that an endpoint computes prompt tokens at `peak_prefill_throughput`
     (tokens/s) as long as it has not measured the endpoint's prefill speed. If labels of an endpoint

@@ -74,8 +74,8 @@ class DestinationEndpointServedVerifier(Parameters, frozen=True):
     """Name the endpoint that served a request in its response; only for conformance tests.
 
     The response header `x-conformance-test-served-endpoint` contains the address that the gateway
-    reports, never one that the picker assumes. Declare this plugin in the document to enable it; no
-    scheduling profile needs to name it.
+    reports, never one that the picker assumes. Declaring `destination-endpoint-served-verifier` in
+    the document enables it; no scheduling profile needs to name it.
     """
 
     type_name: ClassVar[str] = "destination-endpoint-served-verifier"

@@ -26,15 +26,16 @@ class DataParallelRank(Parameters, frozen=True):
     of that name that a client sends.
 
     A limit prevents a popular prompt from overloading its rank: a rank receives at most
-    `maxRequestsAhead` more of this picker's running requests than the rank with the fewest. The
-    other rank that serves the next request with this prompt also caches it, so several ranks soon
-    have the prompt.
+    `maxRequestsAhead` more of this picker's running requests than the rank with the fewest. Another
+    rank then serves the next request with the popular prompt and also caches it, so several ranks
+    soon have the prompt.
 
     The picker names only a rank that each fallback endpoint of the request has too, because an
     engine refuses a request for a rank that it does not have.
 
-    Declare this plugin in the document to enable it; no scheduling profile needs to name it. A
-    picker without this plugin does not receive the events of engines with several ranks.
+    Declaring `data-parallel-rank-producer` in the document enables it; no scheduling profile needs
+    to name it. A picker without this plugin does not receive the events of engines with several
+    ranks.
     """
 
     type_name: ClassVar[str] = "data-parallel-rank-producer"

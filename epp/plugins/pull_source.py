@@ -44,7 +44,8 @@ class PullSource(Parameters, frozen=True):
     events is then no source. An index that estimates caches from the picker's own decisions knows
     no cache tiers, so a source counts with all blocks that this index estimates.
 
-    Declare this plugin in the document to enable it; no scheduling profile needs to name it.
+    Declaring `p2p-source-producer` in the document enables it; no scheduling profile needs to name
+    it.
     """
 
     type_name: ClassVar[str] = "p2p-source-producer"

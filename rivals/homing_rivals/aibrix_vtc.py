@@ -21,8 +21,8 @@ class UserTokenPlace(Parameters, frozen=True):
 
     place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1). The
     tokens of a user are its prompt tokens plus twice its output tokens of the last 5 minutes; R is
-    the number of requests in flight at the endpoint. The score of an endpoint is 1 - (the sum
-    above) / n. A request without a user gets the same score at every endpoint.
+    the number of requests in flight at the endpoint. The score of an endpoint is 1 - (|i - place| +
+    min(R / `requests_max`, 1)) / n. A request without a user gets the same score at every endpoint.
 
     Kept from AIBrix: the rule does not queue requests by virtual tokens. Users with many tokens
     share the last endpoints of the list, whatever other users do, and users with few tokens share

@@ -22,8 +22,8 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     matched = number of blocks of the shortest head of the prompt that is not popular, where the
     examined lengths start at `blocks_min` and double. A head is not popular if at most the share
     `share_max` of the last `requests_max` requests began with it, or at most `requests_min` of
-    them. This number is the same for all endpoints. If every examined head is popular, the number
-    is the length of the longest.
+    them. The number of matched blocks is the same for all endpoints. If every examined head is
+    popular, it is the length of the longest examined head.
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"

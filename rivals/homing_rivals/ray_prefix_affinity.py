@@ -54,8 +54,8 @@ class TwoOfBest(Parameters, frozen=True):
     """Draw two endpoints among those with the highest total score, and pick the one with fewer
     requests in flight.
 
-    The rule is that of the power of two choices (Mitzenmacher, 2001). If both drawn endpoints have
-    equally many requests in flight, the one that was drawn first wins.
+    This picker uses the rule of the power of two choices (Mitzenmacher, 2001). If both drawn
+    endpoints have equally many requests in flight, the one that was drawn first wins.
     """
 
     type_name: ClassVar[str] = "two-of-best-picker"

@@ -42,7 +42,8 @@ class RendezvousSession(Parameters, frozen=True):
     any endpoint if the request has no session.
 
     AIBrix hashes its session key in this way (FNV-64). This rule stores nothing, and an endpoint
-    that leaves moves only its own sessions. The rule has no bound for the load of an endpoint.
+    that leaves moves only its own sessions. This rule has no upper limit for the load of an
+    endpoint.
     """
 
     type_name: ClassVar[str] = "rendezvous-session-scorer"

@@ -31,10 +31,11 @@ class KronkImcV1(CacheBehaviour, frozen=True):
     A slot whose messages are being computed is pending and cannot be chosen. Each slot has an equal
     share of the KV cache.
 
-    Kronk's manual leaves the following open. Unless `waits` is false, a request waits for the slot
-    that has its messages while this slot generates, and no other request overtakes it. A prompt
-    with too few tokens to store takes an empty slot or the least recently used one, like a prompt
-    without a match. Tokenising prompts to compare them with the slots takes no time.
+    Kronk's manual leaves three rules of this cache open, which the simulator chooses. Unless
+    `waits` is false, a request waits for the slot that has its messages while this slot generates,
+    and no other request overtakes it. A prompt with too few tokens to store takes an empty slot or
+    the least recently used one, like a prompt without a match. Tokenising prompts to compare them
+    with the slots takes no time.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v1"

@@ -21,10 +21,11 @@ class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
     used ones. If the pool has the beginning of a prompt, the whole chunks that follow it are loaded
     from CPU memory, up to the first chunk that is no longer there. Loading takes bytes /
     `bytes_per_s`, and the engine does nothing else meanwhile. The real LMCache copies blocks to CPU
-    memory when they are computed and not when they are evicted. Both ways have the same hits as
-    long as the CPU memory is larger than the pool. If the CPU memory is smaller, fewer evicted
-    blocks fit in the real LMCache, because its memory then also holds blocks that are still in the
-    pool. Copies to CPU memory take no time here, because they can overlap with computation.
+    memory when they are computed and not when they are evicted. The simulated and the real LMCache
+    have the same hits as long as the CPU memory is larger than the pool. If the CPU memory is
+    smaller, fewer evicted blocks fit in the real LMCache, because its memory then also holds blocks
+    that are still in the pool. Copies to CPU memory take no time here, because they can overlap
+    with computation.
     """
 
     type_name: ClassVar[str] = "lmcache-cpu"

@@ -51,7 +51,9 @@ _WIDTH = 92
 
 
 def machine() -> dict[str, object]:
-    """Return the properties of the machine on which the numbers were measured."""
+    """Return the properties (CPU, Python version and others) of the machine on which the benchmarks
+    run, by name.
+    """
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -72,9 +74,15 @@ def main(arguments: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("all", *NAMES)))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-    parser.add_argument("--quick", action="store_true", help="play the report in two short rounds")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of the report (default 5)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows to FILE, as JSON"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="measure the report in only two short rounds"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="number of rounds of the report (default 5)"
+    )
     parser.add_argument("--only", metavar="NAMES", help="workloads: " + ",".join(WORKLOADS))
     parser.add_argument(
         "--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the report"

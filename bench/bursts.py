@@ -62,7 +62,9 @@ class Probe:
         self.lost = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send `PROBES_PER_S` requests a second until `stop`, then wait for the open ones."""
+        """Send `PROBES_PER_S` requests a second until `stop` is set, then wait for the answers to
+        the open ones.
+        """
         connection = await RawConnection.open(self._port)
         asking = set()
         while not stop.is_set():
@@ -88,7 +90,9 @@ class Probe:
 
 
 async def probed(port: int, messages: tuple[bytes, ...], duration_s: float) -> Probe:
-    """Return a probe that has sent requests to the picker for `duration_s`."""
+    """Return a probe that has sent requests to the picker at `port` for `duration_s` seconds, with
+    the results of its requests.
+    """
     probe, stop = Probe(port, messages), asyncio.Event()
     asyncio.get_running_loop().call_later(duration_s, stop.set)
     await probe.run(stop)

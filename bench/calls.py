@@ -39,7 +39,9 @@ BATCHES: Final = 3
 
 
 class Calls(Struct, frozen=True):
-    """Mean number of function calls that one chat costs."""
+    """Mean number of function calls that one chat costs the picker, of Python functions and of C
+    functions.
+    """
 
     python: float
     c: float
@@ -84,7 +86,9 @@ def _played(size: str, *, telemetry: bool) -> Calls:
 
 
 def calls_of_decision(*stages: str, endpoints: int = 1_000) -> int:
-    """Count the calls of one decision in `stages`, of Python and of C functions together."""
+    """Return the number of function calls of one routing decision with the scheduling stages
+    `stages`, of Python and of C functions together.
+    """
     pool = Pool(endpoints, stages_config(*stages))
     random = Random("bench:calls")
     counted: Counter[str] = Counter()

@@ -36,12 +36,12 @@ from sim.truth.validate import RECORDINGS
 
 RECORDING: Final = RECORDINGS / "vllm-0.32-cpu"
 RECORDED_BLOCKS: Final = 200
-"""Number of blocks in the KV cache of the recorded engine."""
+"""Number of blocks in the KV cache of the recorded vLLM engine."""
 BLOCK_TOKENS: Final = 32
-"""Number of tokens in a block of the engine."""
+"""Number of tokens in a KV block of the recorded and of the simulated engines."""
 CHAT_BLOCKS: Final = (100, 150, 200, 300, 400)
-"""Sizes in blocks of the KV caches for which chats are generated; the position of each is
-its seed.
+"""Sizes, in blocks, of the simulated KV caches for which chats are generated. The position of a
+size in the tuple is the seed of its chats.
 """
 CHAT_REQUESTS: Final = 600
 CHATS: Final = 24
@@ -50,8 +50,8 @@ CHAT_TOKENS_MAX: Final = 1_500
 GAP_S: Final = 1.0
 """Time in seconds between two requests to the endpoint."""
 JUDGED_FROM: Final = 100
-"""Number of requests whose predictions are not compared, because the index has little to correct
-yet.
+"""Number of requests at the beginning of each run whose predictions are not compared, because the
+index has little to correct yet.
 """
 DOCUMENT: Final = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -62,8 +62,8 @@ plugins:
 - type: prefix-cache-scorer
 """
 CAPACITY_TIMES: Final = 10
-"""Configured capacity of the index as a multiple of the engine's cache, if the engine does not
-report its cache size.
+"""Capacity that the index is configured with, as a multiple of the engine's cache. It applies if
+the engine does not report its cache size.
 """
 
 

@@ -49,7 +49,7 @@ POD_BLOCKS = 27_214
 _HASHING = {"seed": 1, "block_bytes": BLOCK_BYTES, "blocks_max": 2_048}
 _Hash: TypeAlias = Callable[..., bytes]
 _ROLES = ("decode", "prefill")
-"""Roles of the endpoints, in turn; only profiles with stages read them."""
+"""Roles that the endpoints get alternately; only configurations with several stages read them."""
 BATCH = 100
 """Number of decisions in a batch, of which the sampled log shows one."""
 
@@ -81,7 +81,9 @@ class Pool:
         self.scrape()
 
     def scrape(self) -> None:
-        """Apply a successful scrape of every endpoint."""
+        """Apply the result of a successful scrape, with random load, for every endpoint of the
+        pool.
+        """
         self.now += 0.2
         for slot, _ in self.scheduler.pool.endpoints():
             metrics = EndpointMetrics(
@@ -122,7 +124,9 @@ class Chats:
         return " ".join(words)[:size_bytes]
 
     def body(self) -> bytes:
-        """Return the body of the next chat request."""
+        """Return the body of the next chat request: a shared system prompt, a shared history and a
+        new question.
+        """
         pick = self._random.randrange
         texts = [
             self._systems[pick(16)],
@@ -162,7 +166,9 @@ def telemetry_observer(pool: Pool) -> Observation:
 
 
 class Decisions:
-    """Streams of chats of one size over one pool of endpoints, one batch after the other."""
+    """A player of chats of one size against one scheduler and its endpoints, one batch after the
+    other.
+    """
 
     def __init__(self, pool: Pool, chats: Chats, observer: Observer, batch: int) -> None:
         self._pool = pool
@@ -184,8 +190,8 @@ class Decisions:
         return session
 
     def opened(self) -> Iterator[tuple[Session, list[Event]]]:
-        """Yield the sessions of a batch, which have received their request headers, with the events
-        of their request bodies.
+        """Yield (ext_proc session, events of its request body) for each chat of a batch. The
+        session has already received the request headers.
         """
         self._pool.scrape()
         for _ in range(self._batch):
@@ -216,7 +222,7 @@ class Decisions:
                 encode(answer)
 
     def close(self) -> None:
-        """End all streams and requests of the batch."""
+        """End all ext_proc streams of the batch, and thus their requests."""
         for session in self._open:
             session.closed(self._pool.now)
         self._open.clear()
@@ -410,7 +416,9 @@ def stages_config(*stages: str) -> PickerConfig:
 
 
 def stage_rows() -> list[tuple[str, str]]:
-    """Return rows for two stages beside one, alternating."""
+    """Return a row (what, how much) with the time of `schedule()` in two stages (decode and
+    prefill) as a multiple of that in one stage, measured alternately.
+    """
     configs = stages_config("decode"), stages_config("decode", "prefill")
     turns = [[schedule_us(1_000, 30, config) for config in configs] for _ in range(3)]
     one, two = (min(turn[which] for turn in turns) for which in range(2))

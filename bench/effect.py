@@ -76,7 +76,7 @@ class ClosedPort:
         self._s_max = s_max
 
     async def before(self) -> None:
-        """Raise `AssertionError` unless the healthy part listens at the port."""
+        """Raise `AssertionError` unless a process listens at the port while it is healthy."""
         assert await listens(self._port), f"the healthy {self._what} does not listen"
 
     async def during(self) -> None:

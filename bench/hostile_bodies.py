@@ -55,7 +55,7 @@ class Attack(NamedTuple):
     """True if the picker replaces the model name in the body by another one."""
 
     def pieces_max(self, size_bytes: int) -> int:
-        """Return the number of pieces that fit into a body of `size_bytes`."""
+        """Return how many of the attack's pieces fit into a body of `size_bytes`, at least 1."""
         piece = self.piece if isinstance(self.piece, bytes) else self.piece(1_000_000)
         room = size_bytes - len(self.head) - len(self.tail)
         return max(1, room // (len(piece) + len(self.between)))
@@ -74,7 +74,7 @@ def _numbered(form: bytes) -> Callable[[int], bytes]:
 
 
 def _new_prompt(number: int) -> bytes:
-    """Return a prompt of one block of token ids that no other prompt has."""
+    """Return the JSON of a prompt with one block of token ids that no other number gives."""
     return b"[" + b",".join(b"%d" % digit for digit in map(int, f"{number:064}")) + b"]"
 
 
@@ -178,7 +178,7 @@ ATTACKS: Final = (
 
 
 def is_let_in(attack: Attack, body: bytes) -> bool:
-    """Return True if the picker reads the body, False if it refuses it."""
+    """Return True if the picker's parser accepts the hostile body, False if it refuses it."""
     parsed = parse_request(
         path=attack.path,
         headers={},
@@ -223,7 +223,9 @@ def serving_garbage_collector() -> Iterator[None]:
 
 
 class Loop:
-    """Streams of hostile bodies, one after the other, over one pool of endpoints."""
+    """A player of hostile bodies, one ext_proc stream after the other, against one scheduler and
+    its endpoints.
+    """
 
     def __init__(self) -> None:
         self._pool = Pool(8)

@@ -84,7 +84,9 @@ def answers() -> Iterator[tuple[str, bytes, int]]:
 
 
 def _receive_and_read(reader: PageReader, memory: PageMemory, answer: bytes, at_once: int) -> int:
-    """Return the number of pieces in which `answer` arrived until it was complete or refused."""
+    """Receive the response `answer` in pieces of `at_once` bytes and read its metrics page. Return
+    the number of pieces until the response was complete or refused.
+    """
     response = ResponseReader(_PAGE_BYTES_MAX)
     pieces = 0
     with suppress(BadResponseError, ExpositionError):
@@ -98,8 +100,9 @@ def _receive_and_read(reader: PageReader, memory: PageMemory, answer: bytes, at_
 
 
 def _long_run(answer_of: Callable[[int], tuple[bytes, int]]) -> tuple[float, float]:
-    """Return the median seconds of a scrape, and the share of the event loop that scrapes use in
-    the second half of the run.
+    """Scrape a pod many times, with the response `answer_of(number)` each time. Return the median
+    seconds that a scrape costs, and the share of the event loop that scrapes use in the second half
+    of the run.
     """
     account = LoopShare(time.thread_time).open()
     reader, memory = PageReader(), PageMemory()

@@ -126,7 +126,7 @@ def full_rows() -> list[tuple[str, str]]:
 
 
 def chat(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list[bytes]]:
-    """Return an index and the prompts of conversations in it.
+    """Return a prefix index and the prompts of the conversations that are recorded in it.
 
     A system prompt of a quarter of the blocks is at all endpoints, and each conversation is at two.
     """

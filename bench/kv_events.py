@@ -28,7 +28,7 @@ CHANGES_PER_S = 1_000
 ladders.
 """
 KEPT_BLOCKS = 500
-"""Number of blocks in the full cache of each engine."""
+"""Number of blocks in the cache of each simulated engine when it is full."""
 MESSAGES = 400
 """Number of messages with KV-cache events in a measured batch."""
 BATCHES = 30

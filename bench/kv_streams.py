@@ -54,11 +54,11 @@ MEASURED_S: Final = 10.0
 QUIET_S: Final = 4.0
 BLOCK_TOKENS: Final = 16
 BLOCKS: Final = 13
-"""Number of blocks that a message stores; it removes as many."""
+"""Number of KV blocks that each message reports as stored; it reports as many as removed."""
 FILLED: Final = KEPT_BLOCKS // BLOCKS + 1
-"""Number of messages of an engine until its cache is full."""
+"""Number of messages that an engine sends until its KV cache is full."""
 MESSAGES: Final = int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS))
-"""Number of messages of an engine in each measurement."""
+"""Number of messages that an engine sends in each measurement."""
 ASKED_EVERY_S: Final = 0.005
 READY_S_MAX: Final = 240.0
 TIMES: Final = 2
@@ -95,7 +95,7 @@ def _messages(number: int, count: int) -> list[bytes]:
 
 
 class _Publisher(asyncio.Protocol):
-    """The engine's end of the connection to the picker, which sends the events."""
+    """An engine's side of the connection to the picker, over which it sends its KV-cache events."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -106,7 +106,7 @@ class _Publisher(asyncio.Protocol):
 
 
 def _itself(publisher: _Publisher) -> _Publisher:
-    """Return `publisher`, as the protocol of an engine's only connection."""
+    """Return `publisher`: asyncio calls this factory for the only connection that an engine gets."""
     return publisher
 
 
@@ -213,7 +213,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     cores: float
     blocks: int
-    """Number of stored and removed blocks that the picker applied."""
+    """Number of stored and removed blocks that the picker applied to its index in the period."""
     late_s: Sequence[float]
 
     def late_ms(self) -> str:
@@ -294,10 +294,10 @@ async def _hear(
 def _rows_of(
     what: str, quiet: Measured, busy: Measured, said_meanwhile: int, said: int
 ) -> list[tuple[str, str]]:
-    """Return rows (what, how much) about one measurement.
+    """Return rows (what, how much) about one measurement of a hundred engines' KV-cache events.
 
-    `said_meanwhile` is the number of blocks that the engines had sent at its end, `said` the number
-    that was due.
+    `said_meanwhile` is the number of blocks that the engines had sent at the end of the
+    measurement, `said` the number that they should have sent.
     """
     per_change_us = busy.cores * MEASURED_S / busy.blocks * 1e6
     return [

@@ -67,14 +67,16 @@ async def _serve(tell: Connection) -> None:
 
 
 def serve(tell: Connection) -> None:
-    """Run the picker's gRPC server until the pipe `tell` receives None."""
+    """Run the picker's gRPC server until None arrives on the pipe `tell`. The server first sends
+    its port on the pipe, and answers each other message with the CPU seconds used so far.
+    """
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(tell))
 
 
 @contextlib.contextmanager
 def served() -> Iterator[Connection]:
-    """Yield the pipe to a process that runs `serve`.
+    """Run `serve` in a new process during the context, and yield the pipe to it.
 
     The first message on the pipe is the server's port.
     """
@@ -110,7 +112,9 @@ class _Client:
         self._response_headers = _response_headers()
 
     async def round(self, *, responses: bool) -> None:
-        """Send `ROUND_REQUESTS` requests to the server, and wait for their answers."""
+        """Send `ROUND_REQUESTS` requests to the picker's server, and wait for the answers to all of
+        them.
+        """
         left = iter(self._bodies)
         await asyncio.gather(*(self._stream(left, number, responses) for number in range(STREAMS)))
 

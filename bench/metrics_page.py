@@ -73,7 +73,9 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
 
 
 async def page_of(registry: CollectorRegistry) -> tuple[bytes, float, float]:
-    """Return the metrics page, the CPU seconds of making it, and those of its longest slice."""
+    """Return the metrics page of `registry`, the CPU seconds of making it, and the CPU seconds of
+    its longest slice.
+    """
     slices: list[bytes] = []
     longest_s = 0.0
     started = before = time.thread_time()
@@ -85,8 +87,8 @@ async def page_of(registry: CollectorRegistry) -> tuple[bytes, float, float]:
 
 
 def named(page: bytes, name: str) -> int:
-    """Return the number of models for which the page has the sample `name` under the model's own
-    name.
+    """Return for how many models the metrics page has the sample `name` under the model's own name,
+    and not under "other".
     """
     lines = [line for line in page.splitlines() if line.startswith(name.encode() + b"{")]
     return len({line for line in lines if b'="other"' not in line})

@@ -26,8 +26,8 @@ def chat_body(size_bytes: int, messages: int) -> bytes:
 
 
 def best_us(work: Callable[[], object], *, rounds: int = 100, budget_s: float = 0.2) -> float:
-    """Return the microseconds of one call of `work`: the lowest mean of `rounds` rounds, each about
-    `budget_s` / `rounds` long.
+    """Return the wall-clock microseconds of one call of `work`: the lowest mean of `rounds` rounds,
+    each about `budget_s` / `rounds` long.
     """
     started = perf_counter()
     work()

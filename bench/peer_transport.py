@@ -155,7 +155,9 @@ async def _streams(*, encrypted: bool) -> AsyncIterator[Line]:
 
 
 async def _cost_us(line: Line, size_bytes: int) -> float:
-    """Return the CPU time in microseconds that one frame costs both ends together."""
+    """Return the CPU time in microseconds that one frame of `size_bytes` costs its sender and its
+    receiver together.
+    """
     frame = bytes(size_bytes)
     spent_s: list[float] = []
     came = 0

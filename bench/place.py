@@ -57,7 +57,7 @@ class Place(Struct, frozen=True, kw_only=True):
     gateway: str
     """URL of Envoy to which clients send requests, or "" if Envoy does not run."""
     pages: str
-    """URL of the picker's metrics and debug pages."""
+    """Base URL of the picker's metrics and debug pages."""
     pods: "Pods"
     picker_pid: int
 

@@ -22,8 +22,8 @@ class _Counter(Protocol):
 
 
 class Pages(Struct, frozen=True):
-    """The addresses and the process of the served metrics pages, and the number of pages sent so
-    far.
+    """A running process that serves metrics pages: its port, its process id, and the number of
+    pages sent so far.
     """
 
     port: int
@@ -32,7 +32,9 @@ class Pages(Struct, frozen=True):
 
 
 class _Pod(asyncio.Protocol):
-    """A connection that answers each request with the next of the given responses, cyclically."""
+    """A connection of a simulated pod that answers each request with the next of the given
+    responses, cyclically.
+    """
 
     def __init__(self, answers: Sequence[bytes], first: int, sent: _Counter) -> None:
         self._answers = islice(cycle(answers), first % len(answers), None)

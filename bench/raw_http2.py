@@ -86,9 +86,9 @@ class RawConnection:
         self.answered: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.resets: dict[int, int] = {}
-        """Error code of RST_STREAM by stream."""
+        """Error code of the RST_STREAM frame that the server sent, by number of the stream."""
         self.goaways: list[int] = []
-        """Last served stream that each received GOAWAY names."""
+        """Number of the last stream that the server will serve, from each GOAWAY frame received."""
         self.answers_pings = True
         self._pings: list[bytes] = []
         self.closed = False
@@ -164,7 +164,7 @@ class RawConnection:
 
     @property
     def stuck(self) -> bool:
-        """True if data waits until the connection's window allows to send it."""
+        """True if data waits to be sent because the connection's flow-control window is used up."""
         return bool(self._waiting)
 
     def write(self, frames: bytes) -> None:
@@ -182,14 +182,16 @@ class RawConnection:
         self._writer.write(b"".join(parts))
 
     def answer_pings(self) -> None:
-        """Acknowledge the PINGs received so far, from which a server learns how much the client had
-        read by then.
+        """Acknowledge the PING frames received so far. A server learns from an acknowledgement how
+        much the client had read by then.
         """
         self._writer.write(b"".join(frame(PING, ACK, 0, payload) for payload in self._pings))
         self._pings.clear()
 
     async def flushed(self) -> None:
-        """Wait until the server has received most of the written data."""
+        """Wait until most of the written data has left for the server, so that the send buffer is
+        nearly empty.
+        """
         await self._writer.drain()
 
     async def all_ended(self, streams: Sequence[int], timeout_s: float) -> None:
@@ -203,7 +205,9 @@ class RawConnection:
                 await self._changed.wait()
 
     def lost(self, streams: Sequence[int]) -> int:
-        """Return the number of `streams` that ended, or were cut off, without a complete answer."""
+        """Return how many of `streams` have no complete answer: they were reset, cut off, or have
+        not ended.
+        """
         return sum(not (stream in self.answered and stream in self.ended) for stream in streams)
 
     def _send_data(self) -> None:

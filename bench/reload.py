@@ -76,7 +76,7 @@ async def _pod(port: int) -> None:
 
 
 class _Answered:
-    """The result of one request: times, the answering pod, and a problem."""
+    """The result of one request: its times, the pod that answered, and the problem if it failed."""
 
     def __init__(self, asked_s: float, answered_s: float, pod: str, problem: str) -> None:
         self.asked_s = asked_s
@@ -188,7 +188,9 @@ async def _until_answered(session: ClientSession, gateway: str) -> None:
 
 
 async def _measure() -> list[_Answered | float]:
-    """Return the time at which the weights were changed, then the result of every request."""
+    """Run the measurement. Return the time at which the weights were changed, then the result of
+    every request.
+    """
     with tempfile.TemporaryDirectory(prefix="homing-reload-") as name:
         folder = Path(name)
         mounted = folder / "mounted"

@@ -7,7 +7,8 @@ refusal is the picker's fault; 502, 503 and 504 of Envoy and broken answers belo
 during a request.
 
 The exit code is 1 if the picker lost a request, if its memory grew by 3 % or more after the first
-minute, or if it still counts a request or a stream when all have ended.
+minute, or if it still counts a request or a stream when all have ended. It is also 1, without
+figures, if a change had no effect at the changed part.
 
 With `--peers`, the command instead soaks three pickers that are killed and frozen, for an hour:
 `bench/soak_peers`.
@@ -85,7 +86,9 @@ class Soak:
         self._prompts = prompts(self._random, CONVERSATIONS, PROMPT_WORDS)
 
     async def ask(self, session: ClientSession) -> None:
-        """Send one request, and count its result by cause."""
+        """Send one request through Envoy, and count its result: served, or lost and whose fault
+        that was.
+        """
         prompt = self._random.choice(self._prompts)
         url = f"{self.place.gateway}/v1/completions"
         headers = {"x-takes-s": f"{self._random.expovariate(1 / 0.1):.3f}"}
@@ -194,9 +197,7 @@ class Soak:
             return len((await response.json())["endpoints"])
 
     def _refused_endpoints(self) -> int:
-        """Return the number of lines of the picker's log that say that it rejected the endpoints
-        file.
-        """
+        """Return how many lines of the picker's log say that it rejected the endpoints file."""
         log = self.place.folder / "epp.log"
         return log.read_text().count("endpoints rejected")
 
@@ -324,7 +325,9 @@ def _tell(soak: Soak, left: Mapping[str, int], log: Path) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run the soak test that the command line names; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, help="default: 10, with --peers 60")
+    parser.add_argument(
+        "--minutes", type=float, help="duration in minutes (default 10, with --peers 60)"
+    )
     parser.add_argument(
         "--peers", action="store_true", help="soak three pickers that are killed and frozen"
     )
@@ -332,7 +335,7 @@ def main(arguments: Sequence[str]) -> int:
         "--seed", type=int, default=1, help="seed of the faults, with --peers (default 1)"
     )
     parser.add_argument(
-        "--json", type=Path, help="file for the numbers of --peers (default stdout)"
+        "--json", type=Path, help="file for the results of --peers, as JSON (default stdout)"
     )
     parser.add_argument("--rate-per-s", type=float, default=100.0)
     parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)

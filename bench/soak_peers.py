@@ -1,5 +1,4 @@
-"""Pickers that are killed and frozen while they have much to share: `python -m bench.soak
---peers`.
+"""Pickers that are killed and frozen while they have much to share: `python -m bench.soak --peers`.
 
 Three pickers (`epp serve`, a process each, with one secret) run behind the real Envoy, with six
 pods, ordinary load and bursts. These faults come at random, each just after a burst, so that frames
@@ -9,7 +8,7 @@ wait on every side:
 - A pod is killed or stopped in the same way.
 - A broken replica with the secret, and strangers without one, flood a picker and are killed.
 
-The first picker is only stopped, so its memory covers the whole time. A run fails if a picker ends
+The first picker is never killed, so its memory covers the whole time. A run fails if a picker ends
 by itself or reports "Assertion failed". It also fails if the memory of the first grows by 10 % or
 more after the first fifth, or if a picker is not ready, or a peer is not received, after some quiet
 seconds. The report splits lost requests by cause, and lists missed and repeated messages of peers.
@@ -162,8 +161,8 @@ class Picker:
                     self.resident.append((time.monotonic(), int(line.split()[1]) * 1024))
 
     def count(self, page: str) -> None:
-        """Add the increase of the counters on the metrics page `page` since the last page of the
-        same process.
+        """Add to the counts how much the counters on the metrics page `page` have risen since the
+        previous page of the same process.
         """
         seen = _counters(page)
         self.counted.update({what: n - self._seen[what] for what, n in seen.items()})
@@ -201,7 +200,7 @@ class PeerSoak:
     # Load.
 
     async def load(self, session: ClientSession, lasts_s: float) -> None:
-        """Send `RATE_PER_S` requests a second for `lasts_s` seconds."""
+        """Send `RATE_PER_S` requests a second through Envoy for `lasts_s` seconds."""
         started_s = time.monotonic()
         for number in itertools.count():
             due_s = started_s + number / RATE_PER_S
@@ -559,7 +558,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
     the time.
     """
     peers: dict[str, int]
-    """Numbers of frames and records between pickers by result, of all pickers together."""
+    """Numbers of frames and records that pickers exchanged, by what became of them, summed over all
+    pickers.
+    """
 
     @property
     def held(self) -> bool:

@@ -171,8 +171,8 @@ async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
 
 
 async def _held_s(make: Callable[[int], Awaitable[None]], number: int) -> tuple[float, float]:
-    """Return the longest time in seconds between two turns of the event loop while `make` runs, and
-    the whole duration.
+    """Run `make(number)`. Return the longest time in seconds between two turns of the event loop
+    meanwhile, and the whole duration in seconds.
     """
     longest = 0.0
     ended = False

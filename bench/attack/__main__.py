@@ -75,8 +75,8 @@ class Probe:
         self.resident_bytes: list[tuple[float, int]] = []
 
     async def run(self) -> None:
-        """Send `PROBES_PER_S` requests a second, and record the picker's memory, until
-        cancelled.
+        """Send `PROBES_PER_S` ordinary requests a second to the picker or to Envoy, and record the
+        picker's memory, until cancelled.
         """
         timeout = ClientTimeout(total=PROBE_S_MAX)
         async with (

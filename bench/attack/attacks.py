@@ -54,13 +54,15 @@ CONNECTIONS = 4
 SUBSET_ENTRIES = 400_000
 MODELS = 4_000
 REFUSED_BYTES = 2 * 2**30
-"""Number of bytes of refused bodies to send: as many as the flow-control window of a connection."""
+"""Total number of bytes of refused bodies that the attack sends: as many as the flow-control window
+of a connection can hold.
+"""
 REFUSED_BODY_BYTES = 2**20
 REFUSED_AT_ONCE = 16
 REFUSING_S_MAX = 300.0
 IDLE_CONNECTIONS = 1_024
 ZERO_WINDOWS = 4_000
-"""Number of streams whose flow-control window never opens."""
+"""Number of streams that the attack opens with a flow-control window that never opens."""
 CONTINUATIONS = 10_000
 FRAMES = 60_000
 WATCH = header_block(
@@ -304,7 +306,7 @@ async def _resets(target: Target) -> str:
 
 
 async def _burst(target: Target) -> str:
-    """Send ordinary requests all at once; return a phrase about lost ones.
+    """Attack with `BURST` ordinary requests at once; return a phrase about those that were lost.
 
     All of these clients are innocent too.
     """
@@ -435,8 +437,8 @@ async def _refused_raw(target: Target) -> tuple[int, int]:
 
 
 async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> None:
-    """Send streams that are refused, and one innocent stream after them; record the latter if it is
-    lost.
+    """Send a batch of streams that the picker refuses, and one innocent stream after them on the
+    same connection. Record the innocent one if it is lost.
     """
     streams = connection.open_streams(REFUSED_AT_ONCE)
     for stream in streams:

@@ -53,14 +53,16 @@ def headers(fields: Mapping[str, str] | None = None, *, subset: str = "") -> byt
 
 
 def body(content: bytes, *, end: bool = True) -> bytes:
-    """Return the message with one piece of a request body."""
+    """Return the gateway's ext_proc message with one piece of a request body; `end` is True for the
+    last piece.
+    """
     return ProcessingRequest(
         request_body=HttpBody(body=content, end_of_stream=end)
     ).SerializeToString()
 
 
 def response_headers() -> bytes:
-    """Return the message with response headers of status 200."""
+    """Return the gateway's ext_proc message with response headers of status 200."""
     status = HeaderValue(key=":status", raw_value=b"200")
     return ProcessingRequest(
         response_headers=HttpHeaders(headers=HeaderMap(headers=[status]))

@@ -65,7 +65,9 @@ class Row(Struct, kw_only=True):
     not_played: str = ""
     sent: int = 0
     lost: Mapping[str, int] = {}
-    """Number of lost requests by status, or by the reason why there is no status."""
+    """Number of lost requests, by the HTTP status of the answer or by the reason why there is no
+    status.
+    """
     last_lost_s: float = 0.0
     """Seconds from the beginning of the fault until the last lost request was sent."""
     bad_share: float | None = None
@@ -220,10 +222,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="page with the marks to write the table to"
+        "--write", type=Path, metavar="FILE", help="Markdown page to write the table into"
     )
     parser.add_argument(
-        "--bare-gateway", action="store_true", help="use Envoy's defaults about lost pickers"
+        "--bare-gateway",
+        action="store_true",
+        help="remove what `epp envoy-config` adds to survive the loss of a picker",
     )
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(CASES))

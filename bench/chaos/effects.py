@@ -42,8 +42,8 @@ NO_ANSWER_S: Final = 2.0
 of them.
 """
 QUIET_S: Final = 2.0
-"""Seconds during which pickers may exchange nothing in a partition; otherwise they send several
-times a second.
+"""Duration in seconds of the observation in which pickers that a partition separates must exchange
+nothing. They send several times a second otherwise.
 """
 MODEL: Final = find_profile(DEFAULT_PROFILE).model
 
@@ -52,7 +52,9 @@ class Answered(Struct, frozen=True):
     """The result of one request that was sent directly to a pod."""
 
     status: int
-    """HTTP status of the response; 0 if none came in time, or the connection was refused."""
+    """HTTP status of the response; 0 if none came within the timeout of the request, or if the
+    connection was refused.
+    """
     took_s: Seconds
 
 
@@ -122,7 +124,7 @@ class FailingPod:
         self._status = status
 
     async def before(self) -> None:
-        """Raise `AssertionError` unless the healthy pod serves a direct request."""
+        """Raise `AssertionError` unless the pod, which is still healthy, serves a direct request."""
         await _require_serving(self._client)
 
     async def during(self) -> None:
@@ -143,7 +145,7 @@ class HangingPod:
         self._client = DirectClient(port)
 
     async def before(self) -> None:
-        """Raise `AssertionError` unless the healthy pod serves a direct request."""
+        """Raise `AssertionError` unless the pod, which is still healthy, serves a direct request."""
         await _require_serving(self._client)
 
     async def during(self) -> None:
@@ -323,7 +325,7 @@ class RisingCounter:
         self._before: list[float] = []
 
     async def before(self) -> None:
-        """Read the counter of each picker before the fault."""
+        """Read and store the value of the counter on each picker's metrics page before the fault."""
         self._before = await self._counted()
 
     async def during(self) -> None:

@@ -1,4 +1,6 @@
-"""The faults of `make chaos`: each breaks a part of a running stage and restores it."""
+"""The faults of `make chaos`: each breaks a part of a running stage. At the end of a fault the part
+is restored, except processes that were killed and files that may not grow.
+"""
 
 import asyncio
 import contextlib
@@ -49,8 +51,8 @@ class NotPlayedError(Exception):
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """The settings of pickers and pods that a fault needs before the stage starts, and the fault
-    itself.
+    """A fault that is ready to be injected, and the settings of pickers and pods that it needs
+    before the stage starts.
     """
 
     happen: Callable[[Stage, int], Happening]

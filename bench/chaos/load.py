@@ -50,8 +50,8 @@ class Asked(Struct, kw_only=True):
     sent_at: Seconds
     """Time at which the request was sent, by `time.monotonic`."""
     ttft_s: Seconds = 0.0
-    """Seconds from sending the request to the first text of a stream; 0 if none came, or if the
-    request was not streamed.
+    """Seconds from sending the request to the first text of a stream; 0 if there was no text, the
+    request was lost, or it was not streamed.
     """
     lost: str = ""
     """Status of a failed answer, or `NO_ANSWER` or `CUT`; "" if the whole answer came."""

@@ -40,11 +40,11 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 class Routed(Struct, frozen=True):
-    """Envoy's log about one request."""
+    """One line of Envoy's log: what became of one request."""
 
     number: str = ""
     destination: str = ""
-    """Destination (ip:port) that the picker chose, or "-" if it chose none."""
+    """Address (ip:port) of the pod that the picker chose, or "-" if it chose none."""
     flags: str = ""
     details: str = ""
 

@@ -52,11 +52,13 @@ def session_cpu_s(leader: int) -> float:
 
 
 class Machine(Struct, frozen=True):
-    """CPU seconds that all cores of the machine have used since it started."""
+    """CPU seconds that all cores of the machine have used since it started: those of its own
+    programs, and those that other guests of the host took.
+    """
 
     busy_s: float
     stolen_s: float
-    """CPU seconds that other guests of the same host took."""
+    """CPU seconds that other guests of the same host took from this machine."""
 
     @classmethod
     def now(cls) -> "Machine":
@@ -71,7 +73,7 @@ class Machine(Struct, frozen=True):
 
 
 class Disturbance(Struct, frozen=True):
-    """CPU use of other programs and other guests of the host during a measurement, in cores."""
+    """CPU use, in cores, of other programs and of other guests of the host during a measurement."""
 
     others_cores: float
     stolen_cores: float

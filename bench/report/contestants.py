@@ -46,7 +46,7 @@ class ContestantError(Exception):
 
 
 class Contestant(Struct, frozen=True, kw_only=True):
-    """A running server that is measured."""
+    """A running server that the performance report measures."""
 
     name: str
     port: int
@@ -90,7 +90,7 @@ def nothing(transport: str) -> str:
 
 
 def transports() -> list[str]:
-    """Return the names of the transports of `epp serve`."""
+    """Return the names of the transports that `epp serve --transport` accepts."""
     return [str(each) for each in Transport]
 
 

@@ -90,7 +90,7 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """The results of a generated load."""
+    """The results of one load that the generator has played."""
 
     completed: int
     failed: dict[str, int]
@@ -135,7 +135,7 @@ class _Stream:
 
 
 class _Connection:
-    """One HTTP/2 connection of the generator, and its streams."""
+    """One HTTP/2 connection of the load generator to the measured server, and its open streams."""
 
     def __init__(self, port: int, run: "_Run") -> None:
         self._run = run
@@ -182,8 +182,8 @@ class _Connection:
         self._send(stream, payload(opening, nonce))
 
     def _send(self, stream: _Stream, data: bytes) -> None:
-        """Send `data` on a stream in as many frames as the windows allow; the rest follows when
-        they grow.
+        """Send `data` on a stream in as many frames as the flow-control windows allow; the rest
+        follows when they grow.
         """
         size = len(data)
         if size <= min(self._window_bytes, stream.window_bytes, FRAME_BYTES_MAX):
@@ -196,8 +196,8 @@ class _Connection:
             self._stalled.append(stream)
 
     def _push(self, stream: _Stream) -> bool:
-        """Send as much of a stream's remaining data as the windows allow; return True if nothing is
-        left.
+        """Send as much of a stream's remaining data as the flow-control windows allow; return True
+        if nothing is left.
         """
         left = stream.left
         assert left is not None
@@ -410,12 +410,12 @@ class _Run:
         self._connections = [_Connection(load.port, self) for _ in range(load.connections)]
         self._turn = cycle(self._connections)
         self._due: deque[float] = deque()
-        """Times at which the streams that have not begun are due, in order."""
+        """Times at which the streams of the load that have not begun are due, in order."""
         self._renewed_until_s = float("-inf")
 
     def ended(self, failure: str) -> None:
-        """Record the end of a stream, with its failure or ""; in a closed loop, another stream is
-        due then.
+        """Record the end of a stream, with its failure or "". Another stream is due at once in a
+        closed loop whose duration has not ended.
         """
         self._inside -= 1
         if failure:
@@ -474,8 +474,8 @@ class _Run:
             connection.open(next(self._openings), due_s, next(self._nonces))
 
     def _free(self) -> _Connection | None:
-        """Return the next connection, round robin, that may open a stream, or None if there is
-        none.
+        """Return the next connection, round robin, on which the server allows another stream, or
+        None if there is none.
         """
         for _ in self._connections:
             connection = next(self._turn)
@@ -484,7 +484,9 @@ class _Run:
         return None
 
     def _wait(self, now: float) -> None:
-        """Wait until data arrived or can be sent, or a stream is due; then read the data."""
+        """Wait until data arrived or can be sent, a stream is due, or `_WAIT_S_MAX` is over; then
+        read the data.
+        """
         by_socket = {each.socket: each for each in self._connections if not each.lost}
         sending = [each.socket for each in by_socket.values() if each.unsent is not None]
         wait_s = _WAIT_S_MAX
@@ -497,7 +499,9 @@ class _Run:
 
 
 def due_times(rate_per_s: float, duration_s: float, seed: int, started_s: float) -> Iterator[float]:
-    """Yield the arrival times of independent clients in seconds, with exponential gaps."""
+    """Yield the arrival times of independent clients at `rate_per_s`, in seconds of the clock of
+    `started_s`, with exponential gaps between them, for `duration_s`.
+    """
     random = Random(f"report:arrivals:{seed}")
     at_s = random.expovariate(rate_per_s)
     while at_s < duration_s:
@@ -506,7 +510,9 @@ def due_times(rate_per_s: float, duration_s: float, seed: int, started_s: float)
 
 
 def serve(pipe: Pipe, cores: frozenset[int]) -> None:
-    """Run the generator's process on `cores`: generate each load from `pipe`, until None comes."""
+    """Run the load generator's process on `cores`: generate each load that arrives on `pipe` and
+    send back its results, until None arrives.
+    """
     if cores:
         os.sched_setaffinity(0, cores)
     made = lru_cache(4)(script)

@@ -72,9 +72,7 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class Reading(Struct, frozen=True, kw_only=True):
-    """A measured value without load: the memory of a picker, or the CPU use of an idle one in
-    cores.
-    """
+    """A value of a picker that was measured without load: its memory, or its CPU use in cores."""
 
     name: str
     contestant: str
@@ -94,7 +92,7 @@ class Results(Struct, kw_only=True):
 
 
 class Generator:
-    """The process of the load generator; a context manager that starts and ends it."""
+    """The separate process of the load generator, as a context manager that starts and ends it."""
 
     def __init__(self, core: frozenset[int]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -115,7 +113,7 @@ class Generator:
         return self._process.pid
 
     def play(self, load: Load) -> Measured:
-        """Generate a load until its last stream has ended, and return its results."""
+        """Let the generator play a load until its last stream has ended, and return its results."""
         pipe: Pipe = self._pipe
         pipe.send(load)
         told = pipe.recv()

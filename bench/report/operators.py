@@ -74,7 +74,7 @@ def _written(file: Path, document: dict[str, Any]) -> str:
 
 
 class _Collector(BaseHTTPRequestHandler):
-    """Handler of an HTTP server that receives spans and confirms them."""
+    """Handler of the HTTP requests of a collector of spans, which confirms them and stores none."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -84,7 +84,7 @@ class _Collector(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Print nothing to the terminal about a received request."""
+        """Print nothing: an HTTP server of Python would print a line for each request."""
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ class Row(Struct, frozen=True, kw_only=True):
     title: str
     measure: str
     seen: dict[str, Figure]
-    """Measured value of the picker, by transport."""
+    """Measured value of the picker, by name of the transport."""
     floor: dict[str, Figure]
-    """Measured value of the server that does nothing, by transport."""
+    """Measured value of the server that does nothing, by name of the transport."""
     aim_max: float | None
     judged: str
     """Name of the transport to which the verdict applies."""

@@ -41,7 +41,9 @@ class Shape(Struct, frozen=True, kw_only=True):
 
     body_bytes: int
     shares: bool = True
-    """True if three quarters of each prompt may equal those of an earlier one."""
+    """True if a prompt may share its first three quarters with an earlier prompt; False if all
+    prompts differ from the beginning.
+    """
     response_headers: bool = False
     response_chunks: int = 0
     """Number of chunks of a streamed response that pass through the picker, after
@@ -59,10 +61,10 @@ class Opening(Struct, frozen=True, kw_only=True):
     framed: bytes
     """HTTP/2 frames: the HEADERS frame, then the gRPC messages in DATA frames."""
     streams_at: tuple[int, ...]
-    """Positions in `framed` at which the stream's number is inserted."""
+    """Positions in `framed` at which the number of the stream is inserted."""
     nonce_at: tuple[tuple[int, int], ...]
-    """Position in `framed` and number of digits of each part of the number that makes the prompt
-    different.
+    """Positions in `framed` at which the parts of the prompt's distinguishing number are inserted,
+    each as (position, number of digits).
     """
     payload_nonce_at: int
     body_bytes: int
@@ -101,7 +103,9 @@ def nonces() -> Iterator[bytes]:
 
 
 def _marked(body: bytes, shape: Shape, random: Random) -> bytes:
-    """Return `body` with `_MARK` inserted where the prompt's first new text begins."""
+    """Return the request body with `_MARK` inserted where the first text of the prompt that no
+    other prompt has begins.
+    """
     before = b'"content": "'
     at = body.index(before) if not shape.shares else body.rindex(before)
     at += len(before)
@@ -136,7 +140,9 @@ _NUMBER: Final = struct.Struct(">I")
 
 
 def framed(opening: Opening, stream: int, nonce: bytes) -> bytearray:
-    """Return the frames of `opening` for the stream number `stream` and the digits `nonce`."""
+    """Return the HTTP/2 frames of `opening`, with the stream number `stream` and the digits `nonce`
+    inserted.
+    """
     made = bytearray(opening.framed)
     for at in opening.streams_at:
         _NUMBER.pack_into(made, at, stream)
@@ -148,7 +154,9 @@ def framed(opening: Opening, stream: int, nonce: bytes) -> bytearray:
 
 
 def payload(opening: Opening, nonce: bytes) -> bytes:
-    """Return the gRPC messages of `opening` with the digits `nonce`, without HTTP/2 frames."""
+    """Return the gRPC messages of `opening` with the digits `nonce` inserted, without HTTP/2
+    frames.
+    """
     at = opening.payload_nonce_at
     return opening.payload[:at] + nonce + opening.payload[at + NONCE_DIGITS :]
 

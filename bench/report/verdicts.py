@@ -57,7 +57,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ratios(of: Mapping[int, float], to: Mapping[int, float]) -> list[float]:
-    """Return the ratios of `of` to `to` in the rounds that both have.
+    """Return the ratio of the value in `of` to that in `to`, for each round that both have.
 
     Variation between rounds cancels in a ratio.
     """

@@ -14,7 +14,9 @@ _REQUEST_HEADERS, _RESPONSE_HEADERS, _REQUEST_BODY, _RESPONSE_BODY = 0x12, 0x1A,
 generator.
 """
 _END_OF_STREAM: Final = b"\x10\x01"
-"""Bytes of the field `end_of_stream`, the last one of a message with a piece of a body."""
+"""Bytes of the protobuf field `end_of_stream`, which is the last field of a message with a piece of
+a body.
+"""
 
 
 def varint(number: int) -> bytes:
@@ -59,7 +61,9 @@ def body_answer(chunk: bytes, *, last: bool, response: bool) -> bytes:
 
 
 class Conversation:
-    """The answers on one stream. The request body is stored until it has ended."""
+    """The conversation with the load generator on one stream: it computes the answers to each
+    message. The request body is stored until it has ended.
+    """
 
     __slots__ = ("_pieces",)
 
@@ -69,7 +73,8 @@ class Conversation:
     def answers(self, message: bytes) -> list[bytes]:
         """Return the answers to the next `message` of the stream.
 
-        Answers to request headers are returned at the end of the body.
+        The answer to the request headers is returned with those to the request body, when that has
+        ended.
         """
         kind = message[0]
         if kind == _RESPONSE_BODY:
@@ -101,7 +106,7 @@ class Conversation:
 
 
 def _body(message: bytes) -> tuple[bytes, bool]:
-    """Return the piece of a body in `message`, and True if it is the last piece."""
+    """Return the piece of a body that `message` contains, and True if it is the last piece."""
     size, at = _read_varint(message, 1)
     end = at + size
     piece = b""

@@ -1,6 +1,7 @@
 """Decide when the picker is ready for requests from gateways.
 
-The picker is ready once endpoints are known, each was scraped once, and peers are connected.
+The picker is ready once endpoints are known, each was scraped once, and the warm start (loading
+state from a file or from other replicas) is over.
 """
 
 import time
@@ -46,7 +47,9 @@ class Readiness:
         self._gateway = gateway
         self._known_since_s: Seconds | None = None
         self.scraped = False
-        """True once the first scrape of all endpoints is complete or `FIRST_PASS_S_MAX` has passed."""
+        """True once every endpoint was scraped and one is ready, the pool is empty, or
+        `FIRST_PASS_S_MAX` seconds have passed.
+        """
 
     def update(self) -> None:
         """Compute whether this picker is ready and report it; called after a change of the cluster,
@@ -62,13 +65,16 @@ class Readiness:
         self._gateway.stand_by(stands_by)
 
     def endpoint_scraped(self) -> None:
-        """Compute the picker's readiness again after a scrape of an endpoint, successful or not."""
+        """Compute the picker's readiness again after a scrape of an endpoint, successful or not, as
+        long as the first scrapes are not over.
+        """
         if not self.scraped:
             self.update()
 
     def _first_pass_done(self) -> bool:
         """Return True if the first scrapes are over: every endpoint was scraped once and one is
-        ready, or `FIRST_PASS_S_MAX` passed.
+        ready, the pool is empty, or `FIRST_PASS_S_MAX` seconds have passed since endpoints are
+        known.
 
         The result stays True from then on, because later endpoints join a picker that is already
         serving.

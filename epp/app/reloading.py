@@ -187,8 +187,8 @@ class Reloading:
         self._decide_by(self._live.current(endpoints), endpoints)
 
     def _decide_by(self, offer: Offer, endpoints: int) -> Sequence[str]:
-        """Apply the settings in `offer` for a pool of `endpoints` endpoints; return the names of
-        the affinity indexes that were reset.
+        """Apply the settings in `offer`, a valid configuration, for a pool of `endpoints`
+        endpoints. Return the names of the affinity indexes that were reset.
 
         If it raises, the previous settings stay in force.
         """
@@ -245,7 +245,9 @@ class Reloading:
 
 
 def settings_of(offer: Offer) -> SchedulerSettings:
-    """Return the scheduler's settings in `offer`, and log the warnings of `offer`."""
+    """Return the scheduler's settings in `offer`, a valid configuration that may come into force,
+    and log its warnings.
+    """
     for warning in offer.warnings:
         _log.warning(warning)
     return offer.settings

@@ -300,8 +300,8 @@ class EndpointPicker:
                 report()
 
     def _reports(self) -> list[Callable[[], None]]:
-        """Return the functions that each write news to the log, if there is any; they are called
-        once per second.
+        """Return the functions that are called once per second to report news. All but one write to
+        the log; the other compares the states of endpoints for pages and recorded decisions.
         """
         reports = [
             FailingPluginsLog(self.scheduler.failures).report,
@@ -628,7 +628,10 @@ class EndpointPicker:
 
 
 def _open_tracer(flags: ServeFlags) -> "Tracer | None":
-    """Return the tracer with its exporter, or None if the environment disables tracing."""
+    """Return the tracer with its exporter, or None if the environment disables tracing.
+
+    Raises `StartError` if a library is not installed or an `OTEL_*` variable is invalid.
+    """
     # The imports take 12 MB and 0.2 s, so they are done only with `--tracing`.
     try:
         from epp.shell.operators.traces.otlp import OtelVariableError, open_export  # noqa: PLC0415

@@ -25,8 +25,8 @@ SHOWN: Final = 0
 NOTHING: Final = 1
 UNREADABLE: Final = 2
 EVENTS_MAX: Final = 12
-"""Maximum number of events that `epp changes` lists between the two periods; further events are
-only counted.
+"""Maximum number of events that `epp changes` lists from the two periods: those nearest to the
+moment between them. Further events are only counted.
 """
 CHANGES_MAX: Final = 5
 """Maximum number of changed settings listed per configuration change, and of other changes that
@@ -49,7 +49,7 @@ def show_changes(
     """Compare the periods before and after a moment and print the result.
 
     Return the exit code: 0 if the periods were compared, 1 without `--at` if the configuration
-    never changed, 2 if the journal's files cannot be read.
+    never changed, 2 if the journal's files cannot be read or `--at` is not a time.
     """
     folder, now_s = Path(flags.dir), clock()
     try:

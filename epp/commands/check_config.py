@@ -65,7 +65,8 @@ def _upgraded(file: str, out: TextIO, err: TextIO) -> int:
     """Write the document in `file`, rewritten to today's form, to `out`, and the list of changes to
     `err`.
 
-    Return the exit code for the rewritten document: 1 if a part of it still does not load.
+    Return the exit code: 0 if the rewritten document is valid, 1 if a part of it still does not
+    load, 2 if the file cannot be read.
     """
     try:
         text, source = _text_of(file)

@@ -60,8 +60,10 @@ def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
 
 
 def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
-    """Print the explanation of the request from recorded decisions, without a picker; return the
-    exit code.
+    """Print the explanation of the request from recorded decisions, without a picker.
+
+    Return the exit code: 0 if the request is recorded, 1 if it is not, 2 if the recorded decisions
+    cannot be read.
     """
     try:
         rows = explain_past(flags.dir, flags.request_id, flags.endpoint, time.time())
@@ -80,7 +82,5 @@ def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
 
 
 def _shown(body: bytes) -> Iterable[str]:
-    """Yield the printable lines of a response body, without characters that control the
-    terminal.
-    """
+    """Yield the lines of a response body, with characters escaped that could control the terminal."""
     return map(printable, body.decode("utf-8", "replace").splitlines())

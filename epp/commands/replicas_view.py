@@ -15,13 +15,16 @@ T = TypeVar("T")
 def as_one(lives: Sequence[Live]) -> Live:
     """Return one view merged from the live views of different pickers; there must be at least one.
 
-    The picker with the freshest metrics supplies the figures of an endpoint, with four exceptions:
+    The picker with the freshest metrics supplies the figures of an endpoint, with these exceptions:
 
     - An endpoint is not ready, slow or failing if any picker reports that.
     - Its KV events have the worst state that any picker reports.
     - Its requests in flight are the maximum, because pickers that share state count each other's.
-    - The figures of the process are those with the greatest event-loop lag, and the capture is the
-      sum of all.
+    - Its routed and failed requests and their tokens are the sums over all pickers, and its shares
+      of cache hits are the means weighted by tokens.
+
+    The figures of the process are those with the greatest event-loop lag, and the capture is the
+    sum of all.
     """
     newest = max(lives, key=lambda live: live.configuration.at_s)
     if len(lives) == 1:

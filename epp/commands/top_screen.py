@@ -15,10 +15,11 @@ from epp.shell.printable import printable
 COLUMNS_MIN: Final = 80
 _NAME_COLUMNS_MIN: Final = 13
 _POD_COLUMNS: Final = 67
-"""Terminal columns of a row in the table of pods, besides the pod's name."""
+"""Number of terminal columns that a row in the table of pods takes besides the pod's name."""
 _STATE_COLUMNS: Final = 13
 _DECISION_COLUMNS: Final = 66
-"""Terminal columns of a decision's line, besides the names of its two endpoints."""
+"""Number of terminal columns that a decision's line takes besides the names of its two endpoints.
+"""
 _REQUEST_COLUMNS: Final = 38
 _TTFT_FROM_COLUMNS: Final = 90
 _TTFT_COLUMNS: Final = 6
@@ -27,15 +28,17 @@ _EVENTS_COLUMNS: Final = 11
 _LATE_S: Final = 0.02
 """Mean event-loop lag in seconds from which it is shown in red."""
 _WIDE_COLUMNS: Final = 120
-"""Terminal width from which decisions show the request id."""
+"""Width of the terminal in columns from which decisions show the request id."""
 _FAILED_FROM: Final = 400
 _BAR_COLUMNS: Final = 16
 _OTHER_LINES: Final = 16
-"""Terminal lines of the screen that are neither pods nor decisions."""
+"""Number of terminal lines of the screen that are neither pods nor decisions."""
 _DECISIONS_MAX: Final = 8
 _PODS_MIN: Final = 4
 _REASONS_MAX: Final = 4
-"""Maximum number of endpoints for which the screen shows the reason why they are not ready."""
+"""Maximum number of endpoints for which the screen shows the reason why they are not ready, full,
+slow, failing or ejected.
+"""
 _COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
 """Colours of scorers in the bar of a decision, in the order of the scorers; their names distinguish
 them too.
@@ -90,7 +93,9 @@ def _head(live: Live) -> Text:
 
 
 def _picker(live: Live) -> Iterable[Text]:
-    """Yield a line about the picker's process and one about lost records of its capture."""
+    """Yield a line about the picker's process and one about its capture with lost records, as far
+    as the picker reports them.
+    """
     process, capture = live.process, live.capture
     line = Text(no_wrap=True, overflow="ellipsis")
     if process is not None:

@@ -243,7 +243,9 @@ def settings_warnings(
 
 
 def _picking(picker: Picker, count: int) -> Picker:
-    """Return `picker`, set to choose `count` endpoints if it can choose several."""
+    """Return `picker`, set to choose `count` endpoints if it is a picker plugin that can choose
+    several.
+    """
     if not picker.abilities.picks_several:
         return picker
     replace: Callable[..., Any] = msgspec.structs.replace

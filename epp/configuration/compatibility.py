@@ -31,26 +31,26 @@ from epp.plugins.pull_source import PullSource
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
 API_VERSIONS: Final = ("llm-d.ai/v1", API_VERSION)
-"""Accepted API versions, which differ only in sections that are refused here."""
+"""Values of `apiVersion` that are accepted. They differ only in sections that are refused here."""
 API_VERSION_DEPRECATED: Final = "inference.networking.x-k8s.io/v1alpha1"
 
 PARSERS: Final = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
-"""All parsers, in the order in which llm-d-router tries them."""
+"""Types of all request parsers, in the order in which llm-d-router tries them."""
 
 _SPEC: Final = re.compile(r"[A-Za-z_:][\w:]*(?:\{([^{}]*)\})?", re.ASCII)
 _LABEL: Final = re.compile(r"\s*[A-Za-z_]\w*\s*=\s*(?:\"[^\",]*\"|[^\",]*)", re.ASCII)
 
 
 class MetricSpec(str):
-    """A reference to a series of a metrics page, as `name` or `name{label=value,...}`; "" for no
-    series.
+    """A reference to a series on an endpoint's metrics page, as `name` or `name{label=value,...}`;
+    "" for no series.
     """
 
     __slots__ = ()
 
 
 def parse_metric_spec(text: str) -> MetricSpec:
-    """Return the reference to a series in `text`.
+    """Return the reference to a series of a metrics page in `text`.
 
     Raises `ValueError`, with one sentence, if `text` is neither empty nor such a reference.
     """
@@ -115,7 +115,7 @@ class MetricsScheme(StrEnum):
 
 
 class _PageSource(Parameters, frozen=True):
-    """Settings for requesting a page, such as metrics, from each endpoint."""
+    """Settings for requesting a page, such as that of the metrics, from each endpoint."""
 
     scheme: MetricsScheme = MetricsScheme.HTTP
     insecure_skip_verify: bool = True
@@ -134,14 +134,14 @@ class _PageSource(Parameters, frozen=True):
 
     @property
     def interval_s(self) -> Seconds:
-        """Return the seconds between two requests of the page from an endpoint, or 0 for the
+        """Return the seconds between two requests of the page from one endpoint, or 0 for the
         default interval.
         """
         return float(parse_duration(self.interval)) if self.interval else 0.0
 
 
 class _TrustingSource(_PageSource, frozen=True):
-    """A page source with PEM files for the certificates of its `https` connections."""
+    """Settings for requesting a page, with PEM files for the certificates of `https` connections."""
 
     ca_cert_path: str = ""
     """PEM file of the authority that signed the endpoints' certificates, for `https` without
@@ -205,7 +205,7 @@ class DcgmDataSource(_PageSource, frozen=True):
 
 
 class ExtraMetric(Parameters, frozen=True):
-    """A series of the metrics page, and the name under which attribute filters and
+    """A series of an endpoint's metrics page, and the name under which attribute filters and
     scorers read it.
     """
 

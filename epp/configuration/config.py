@@ -112,7 +112,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Types of the request parsers, in the order in which they are tried."""
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     inflight: InflightLoadProducer = field(default_factory=InflightLoadProducer)
-    """Prefill speeds of endpoints that the configuration sets."""
+    """Prefill speeds of endpoints, and other settings of `inflight-load-producer`."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     """Settings of outlier ejection, which apply to every profile."""
     tokens: TokenProducer = field(default_factory=TokenProducer)

@@ -80,7 +80,8 @@ class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
     type_name: str
     role: Role
     where: str
-    """Path of the plugin in the configuration document, for messages."""
+    """Place of the plugin in the configuration document, such as `plugins[0] (name)`, for messages.
+    """
     plugin: Any
     """Instance of a filter, scorer, picker, the settings of an index, or a struct of
     `epp.configuration.compatibility`.
@@ -134,7 +135,7 @@ class DeclaredPlugins:
         """
 
     def read(self, value: Any) -> None:
-        """Read the section `plugins` of the document, and record its problems."""
+        """Read the section `plugins` of the configuration document, and record its problems."""
         names: Counter[str] = Counter()
         for index, item in enumerate(self.findings.items(value, "plugins")):
             where = f"plugins[{index}]"
@@ -354,7 +355,9 @@ class DeclaredPlugins:
         return plugin
 
     def where_of(self, name: str) -> str:
-        """Return the path of the plugin `name` in the configuration document, for messages."""
+        """Return the place of the plugin `name` in the configuration document, for messages; `name`
+        itself if no such plugin is declared.
+        """
         plugin = self.plugins.get(name)
         return plugin.where if plugin else name
 
@@ -373,5 +376,5 @@ class DeclaredPlugins:
 
 
 def counts_blocks(index: AffinityIndexSettings) -> bool:
-    """Return True if the unit of an affinity index is a block of tokens."""
+    """Return True if the unit of the affinity index with these settings is a block of tokens."""
     return index.abilities.counts_blocks

@@ -15,7 +15,7 @@ from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
 
 _SHADOW: Final = "shadow "
-"""Prefix of lines about the shadow profile."""
+"""Prefix of those lines of a comparison of two configurations that are about the shadow profile."""
 
 
 def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ _ORDERS: Final[Mapping[str, Order]] = {
 _FALLBACK: Final = "fallback"
 STAGE_HANDLER: Final = "disagg-profile-handler"
 PD_DECIDER: Final = "prefix-based-pd-decider"
-"""Decider of a `pd-profile-handler` that names none."""
+"""Name of the decider that a `pd-profile-handler` has if the document names none."""
 STAGE_PARAMETERS: Final[Mapping[str, tuple[str, str]]] = {
     "decodeProfile": ("profiles", "decode"),
     "prefillProfile": ("profiles", "prefill"),
@@ -35,44 +35,54 @@ STAGE_PARAMETERS: Final[Mapping[str, tuple[str, str]]] = {
     "encodeDeciderPluginName": ("deciders", "encode"),
     "deciderPluginName": ("deciders", "prefill"),
 }
-"""Place of each deprecated parameter in the present form; the first one given takes precedence."""
+"""Name of each deprecated parameter of a handler of stages, with the two names under which the
+present form has it. The first one that a document gives takes precedence.
+"""
 
 
 class StageNames(Struct, frozen=True, kw_only=True):
-    """The profiles and deciders that a handler names."""
+    """The names of the profiles and deciders that a handler of stages uses, with its other
+    settings.
+    """
 
     profiles: Mapping[str, str]
-    """Name of the profile of each stage, and of `fallback`."""
+    """Name of the profile of each stage and of `fallback`, by stage or "fallback"."""
     given: frozenset[str]
-    """Stages whose profile the document names, so that it must exist."""
+    """Stages whose profile the document names, so that a profile of that name must exist."""
     deciders: Mapping[Stage, str]
-    """Name of the decider of each stage that has one."""
+    """Name of the decider of each stage that has one, by stage."""
     order: Order = Order.DECODE_FIRST
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
 
 
 class StageProfiles(Parameters, frozen=True):
-    """The profile of each stage."""
+    """The names of the profiles of the stages."""
 
     decode: _Name | None = None
-    """Profile of the decode stage; `decode` if not given."""
+    """Name of the profile of the decode stage; `decode` if not given."""
     prefill: _Name | None = None
-    """Profile of the prefill stage; `prefill` if not given, and no such stage if there is none."""
+    """Name of the profile of the prefill stage; `prefill` if not given. The stage does not exist if
+    no such profile is declared.
+    """
     encode: _Name | None = None
-    """Profile of the encode stage; `encode` if not given, and no such stage if there is none."""
+    """Name of the profile of the encode stage; `encode` if not given. The stage does not exist if
+    no such profile is declared.
+    """
     fallback: _Name | None = None
-    """Profile that chooses one endpoint for the whole request if a stage that must run has no
-    endpoint. Without it, such a request is refused.
+    """Name of the profile that chooses one endpoint for the whole request if a stage that must run
+    has no endpoint. If not given, such a request is refused.
     """
 
 
 class StageDeciders(Parameters, frozen=True):
-    """The decider of each stage."""
+    """The names of the deciders of the stages. A decider says for which requests a stage runs."""
 
     prefill: _Name | None = None
-    """Decider of the prefill stage, which never runs without one, unless prefill is chosen first."""
+    """Name of the decider of the prefill stage. The stage never runs without one, unless prefill is
+    chosen first.
+    """
     encode: _Name | None = None
-    """Decider of the encode stage, which never runs without one."""
+    """Name of the decider of the encode stage. The stage never runs without one."""
 
 
 class DisaggHandler(Parameters, frozen=True):
@@ -85,13 +95,14 @@ class DisaggHandler(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
     stage_order: str = Order.DECODE_FIRST.value
-    """Stage that is chosen first: `decode-first` or `prefill-first`. With `prefill-first`, prefill
-    runs for every request, and the decode endpoint is chosen near it.
+    """Stage whose endpoint is chosen first: `decode-first` or `prefill-first`. With
+    `prefill-first`, prefill runs for every request that may be prefilled elsewhere, and the decode
+    endpoint is chosen near the prefill endpoint.
     """
     profiles: StageProfiles | None = None
-    """Profile of each stage."""
+    """Name of the profile of each stage."""
     deciders: StageDeciders | None = None
-    """Decider of each stage."""
+    """Name of the decider of each stage."""
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
     """Sign that prefill has ended: `headers` of the response, or `output`, its first bytes. Set
     `output` for sidecars that start prefill and decode at once (SGLang, Mooncake).
@@ -123,7 +134,9 @@ class DisaggHandler(Parameters, frozen=True):
 
     @property
     def flat(self) -> Mapping[str, str]:
-        """Return the deprecated parameters that the document sets, with their replacements."""
+        """Return the replacement of each deprecated parameter that the document sets, by the name
+        of the parameter.
+        """
         told = {
             "decodeProfile": self.decode_profile,
             "prefillProfile": self.prefill_profile,
@@ -148,7 +161,9 @@ class DisaggHandler(Parameters, frozen=True):
 
     @property
     def stages(self) -> StageNames:
-        """Return the names of the profiles and deciders."""
+        """Return the names of the profiles and deciders that these parameters select, with the
+        defaults filled in.
+        """
         profiles, deciders = self.profiles or StageProfiles(), self.deciders or StageDeciders()
         named = {
             Stage.DECODE.value: profiles.decode or self.decode_profile,
@@ -174,17 +189,17 @@ class PdHandler(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
     decode_profile: _Name | None = None
-    """Profile of the decode stage; `decode` if not given."""
+    """Name of the profile of the decode stage; `decode` if not given."""
     prefill_profile: _Name | None = None
-    """Profile of the prefill stage; `prefill` if not given."""
+    """Name of the profile of the prefill stage; `prefill` if not given."""
     decider_plugin_name: _Name = PD_DECIDER
-    """Decider of the prefill stage."""
+    """Name of the decider of the prefill stage."""
     primary_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     """No effect, because data-parallel ranks with a port each are separate endpoints."""
     prefix_plugin_type: str = ""
-    """No effect."""
+    """No effect, because the decider reads the index that fills the matched blocks of scorers."""
     prefix_plugin_name: str = ""
-    """No effect."""
+    """No effect, because the decider reads the index that fills the matched blocks of scorers."""
     prefix_match_info_producer_name: str = ""
     """No effect, because the decider reads the index that fills the matched blocks of scorers."""
 
@@ -202,7 +217,9 @@ class PdHandler(Parameters, frozen=True):
 
     @property
     def stages(self) -> StageNames:
-        """Return the names of the profiles and deciders."""
+        """Return the names of the profiles and deciders that these parameters select, with the
+        defaults filled in.
+        """
         named = {
             Stage.DECODE.value: self.decode_profile,
             Stage.PREFILL.value: self.prefill_profile,
@@ -218,9 +235,9 @@ class StageHeaders(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
     prefill_profile: str = ""
-    """No effect."""
+    """No effect, because the whole plugin has none."""
     encode_profile: str = ""
-    """No effect."""
+    """No effect, because the whole plugin has none."""
 
     def warnings(self) -> tuple[str, ...]:
         return ("has no effect, because the headers of stages are always set: remove it",)
@@ -245,7 +262,9 @@ class PrefixDecider(Parameters, frozen=True):
 
     @property
     def rule(self) -> Rule:
-        """Return the rule of the stage."""
+        """Return the rule of this decider, by which a stage runs if enough prompt tokens are
+        uncached.
+        """
         return Uncached(self.non_cached_tokens, self.prompt_tokens)
 
 
@@ -256,7 +275,7 @@ class AlwaysDecider(Parameters, frozen=True):
 
     @property
     def rule(self) -> Rule:
-        """Return the rule of the stage."""
+        """Return the rule of this decider, by which a stage runs for every request."""
         return Always()
 
 
@@ -267,7 +286,7 @@ class MultimodalDecider(Parameters, frozen=True):
 
     @property
     def rule(self) -> Rule:
-        """Return the rule of the stage."""
+        """Return the rule of this decider, by which a stage runs for prompts with media."""
         return Multimodal()
 
 
@@ -285,7 +304,9 @@ DECIDERS: Final[Mapping[str, type[Parameters]]] = {
 
 
 def nested_stages(told: Mapping[str, object]) -> dict[str, object]:
-    """Return the parameters `told` of a handler in the present form."""
+    """Return the parameters of a handler of stages in the present form, with `profiles` and
+    `deciders`. `told` has them by the names in a document, deprecated ones included.
+    """
     kept = {name: value for name, value in told.items() if name in _KEPT}
     nested: dict[str, dict[str, object]] = {}
     for name, (member, stage) in STAGE_PARAMETERS.items():

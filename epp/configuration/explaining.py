@@ -43,8 +43,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "answer_tokens": "length of answers",
     "unreported_requests": "requests that engines have not reported yet",
 }
-"""Description of the values that a plugin declares in `reads`, by name; other names are shown as
-they are.
+"""Description of the values that a plugin may declare in `reads`, by name. A name without a
+description is shown as it is.
 """
 
 RESPONSES: Final = (
@@ -101,7 +101,7 @@ def explain(config: PickerConfig) -> str:
 
 
 def _stages(stages: Stages) -> list[str]:
-    """Return a table for each stage, with the rule by which it runs."""
+    """Return a table of the plugins of each stage, with the rule by which the stage runs."""
     first = "decode, then encode, then prefill near the decode endpoint"
     if stages.order is Order.PREFILL_FIRST:
         first = "prefill, then encode, then decode near the prefill endpoint"
@@ -126,7 +126,7 @@ def _stages(stages: Stages) -> list[str]:
 
 
 def _rule(rule: Rule) -> str:
-    """Return in words when a stage runs."""
+    """Return in words for which requests a stage runs."""
     match rule:
         case Always():
             return "for every request"
@@ -140,7 +140,7 @@ def _rule(rule: Rule) -> str:
 
 
 def _examples(stage: str, rule: Rule) -> list[str]:
-    """Return examples of a rule that counts tokens, for 5,120 prompt tokens."""
+    """Return examples of a rule that counts uncached tokens, for a prompt of 5,120 tokens."""
     if not isinstance(rule, Uncached) or not rule.tokens:
         return []
     total = 5_120
@@ -249,7 +249,7 @@ def _parameters(plugin: Any) -> list[str]:
 
 
 def _first_sentence(plugin: Any) -> str:
-    """Return the first sentence of the plugin's docstring."""
+    """Return the first sentence of the docstring of the plugin's class."""
     document = inspect.cleandoc(type(plugin).__doc__ or "No description.")
     paragraph = " ".join(document.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".") + "."

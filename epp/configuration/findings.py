@@ -27,7 +27,7 @@ class Findings:
         self.warnings: list[str] = []
 
     def problem(self, sentence: str) -> None:
-        """Add a problem to those of the document, which makes the document invalid."""
+        """Add a problem to those of the document. A document with a problem is invalid."""
         self.problems.append(f"{self.source}: {sentence}")
 
     def warn(self, sentence: str) -> None:

@@ -27,13 +27,15 @@ from epp.flags.serve import ServeFlags
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """The settings by a configuration document that may come into force."""
+    """The scheduler's settings by a configuration document that may come into force, with what is
+    to be reported about the document.
+    """
 
     config: PickerConfig
     settings: SchedulerSettings
     warnings: tuple[str, ...]
     text: str = ""
-    """Text of the document as it was read."""
+    """Text of the configuration document as it was read."""
     changes: tuple[str, ...] = ()
     """Differences from the configuration in force, one sentence each."""
 
@@ -84,18 +86,20 @@ class LiveConfiguration:
 
     @property
     def parsers(self) -> ParserSet:
-        """Return the request parsers that the configuration in force names."""
+        """Return the names of the request parsers that the configuration in force enables."""
         return parser_set(self.config)
 
     def sign_with(self, session_keys: Sequence[bytes]) -> None:
-        """Use `session_keys` for session tokens in every later offer."""
+        """Use `session_keys` to sign and check session tokens in all settings that are returned
+        from now on.
+        """
         self._session_tokens = SessionTokens(
             session_keys, accept_unsigned=self._flags.accept_unsigned_session_tokens
         )
 
     def current(self, endpoints: int) -> Offer:
-        """Return the settings by the configuration in force, for a pool of `endpoints`
-        endpoints.
+        """Return the settings by the configuration in force and the flags, for a pool of
+        `endpoints` endpoints.
         """
         return self._offer(self.config, self._text, endpoints)
 
@@ -127,7 +131,7 @@ class LiveConfiguration:
     def accept(self, offer: Offer) -> None:
         """Put the configuration in `offer` into force.
 
-        The generation increases unless it is already in force.
+        The generation increases unless this configuration is already in force.
         """
         self.generation += offer.config is not self.config
         self.config = offer.config
@@ -179,5 +183,5 @@ def _reads_tokens(plugin: Any) -> bool:
 
 
 def parser_set(config: PickerConfig) -> ParserSet:
-    """Return the request parsers that `config` names."""
+    """Return the names of the request parsers that `config` enables."""
     return frozenset(ParserName(name) for name in config.parsers)

@@ -30,7 +30,9 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     bodies_bytes: int
     """Maximum bytes of the unfinished request bodies of all streams together."""
     indexes_bytes: int
-    """Maximum bytes of all prefix indexes together; the configuration may set lower limits."""
+    """Maximum bytes of all indexes whose memory can be limited, together. The configuration may set
+    lower limits.
+    """
 
 
 def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:

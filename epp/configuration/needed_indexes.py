@@ -28,7 +28,7 @@ from epp.core.parameters import Plugin
 
 
 class _NeededIndex(Struct, frozen=True):
-    """Name, type and parameters of the affinity index that a filter or scorer needs."""
+    """The name, type and parameters of an affinity index that a filter or scorer needs."""
 
     name: str
     type_name: str
@@ -36,8 +36,8 @@ class _NeededIndex(Struct, frozen=True):
 
 
 class NeededIndexes:
-    """Determines the affinity indexes of a configuration, declared or needed by plugins, by the
-    name under which plugins look them up.
+    """The reader of the affinity indexes of a configuration: those that it declares and those that
+    its plugins need, by the name under which plugins look them up.
     """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
@@ -249,14 +249,14 @@ def _prefix_reader(profile: SchedulingProfile) -> str | None:
 
 
 def is_prefix(index: AffinityIndexSettings) -> bool:
-    """Return True if an index estimates the blocks of a prompt that each endpoint has cached, for
-    `matched_blocks`.
+    """Return True if the index with these settings estimates the blocks of a prompt that each
+    endpoint has cached, for `matched_blocks`.
     """
     return index.abilities.origin is not None
 
 
 def is_told(index: AffinityIndexSettings) -> bool:
-    """Return True if an index receives KV-cache events from engines."""
+    """Return True if the index with these settings receives KV-cache events from engines."""
     return index.abilities.hears_engines
 
 

@@ -34,7 +34,7 @@ _LOAD_PRODUCER: Final = "inflight-load-producer"
 
 
 class MetricsSettings(Struct, frozen=True, kw_only=True):
-    """Settings for reading metrics and other pages of endpoints."""
+    """The settings for requesting metrics and other pages from endpoints."""
 
     source: MetricsDataSource = field(default_factory=MetricsDataSource)
     extractor: CoreMetricsExtractor = field(default_factory=CoreMetricsExtractor)
@@ -90,8 +90,8 @@ class _FlowControl(Parameters, frozen=True):
 
 
 class OtherSections:
-    """Reads the sections of a configuration document other than plugins and profiles, and records
-    their problems.
+    """The reader of the sections of a configuration document other than plugins and profiles. It
+    records their problems.
     """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
@@ -213,8 +213,8 @@ class OtherSections:
                 )
 
     def check_attributes(self, metrics: MetricsSettings) -> None:
-        """Warn of each plugin that reads an attribute that no producer provides, because its value
-        is always unknown.
+        """Warn of each plugin that reads an endpoint attribute that no producer provides. The
+        attribute's value is then always unknown.
         """
         for plugin in self.declared.plugins.values():
             if plugin.plugin.abilities.reads_attribute:

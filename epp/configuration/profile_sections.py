@@ -1,5 +1,5 @@
-"""Reading of the scheduling profiles of a configuration document: the acting one, which routes
-requests, and the shadow.
+"""Reading of the scheduling profiles of a configuration document: those that route requests, and
+the shadow.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ class _ShadowSpec(Parameters, frozen=True):
 
 
 class ProfileSections:
-    """Reads the sections `schedulingProfiles` and `shadow` of a configuration document, and records
-    their problems.
+    """The reader of the sections `schedulingProfiles` and `shadow` of a configuration document. It
+    records their problems.
     """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
@@ -53,7 +53,9 @@ class ProfileSections:
         self.findings = declared.findings
 
     def by_name(self, value: Any) -> dict[str, tuple[str, ProfileSpec]]:
-        """Return the place in the document and the content of each profile, by its name."""
+        """Return the place in the document and the content of each item of `schedulingProfiles`, by
+        the name of the profile.
+        """
         found: dict[str, tuple[str, ProfileSpec]] = {}
         for index, item in enumerate(self.findings.items(value, "schedulingProfiles")):
             where = f"schedulingProfiles[{index}]"
@@ -68,8 +70,8 @@ class ProfileSections:
         return found
 
     def acting(self, value: Any) -> SchedulingProfile | None:
-        """Return the only profile, which routes all requests, or None if it is invalid; a problem is recorded
-        then.
+        """Return the only profile of a document without a handler of stages, which routes all
+        requests. Return None if it is invalid; a problem is recorded then.
         """
         items = self.findings.items(value, "schedulingProfiles")
         if len(items) > 1:
@@ -87,9 +89,9 @@ class ProfileSections:
     def profile_of(
         self, where: str, spec: ProfileSpec, *, responds: bool
     ) -> SchedulingProfile | None:
-        """Return the profile that `spec` describes at the place `where`, or None after a problem.
-
-        If `responds` is true, the profile contains the plugins that set headers.
+        """Return the profile that `spec`, the item at the place `where` in the document, describes.
+        Return None after a problem. If `responds` is true, the profile contains the plugins that
+        set headers.
         """
         entries = self._entries(where, spec.plugins)
         return self._profile(spec.name, where, entries, self._responders() if responds else ())

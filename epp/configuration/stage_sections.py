@@ -51,7 +51,7 @@ class StageSections:
         return None if profile is None else Stages(decode=profile)
 
     def _stages_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
-        """Return the stages that `handler` names, or None after a problem."""
+        """Return the stages whose profiles and deciders `handler` names, or None after a problem."""
         names: StageNames = handler.plugin.stages
         places = self.profiles.by_name(value)
         by_stage = self._profiles(handler, names, places)
@@ -75,7 +75,9 @@ class StageSections:
     def _profiles(
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, tuple[str, Any]]
     ) -> dict[str, SchedulingProfile]:
-        """Return the profile of each stage, and of `fallback`; two stages can share a profile."""
+        """Return the profile of each stage by its name, and that of `fallback`. Two stages can
+        share a profile.
+        """
         found: dict[str, SchedulingProfile] = {}
         for stage, name in names.profiles.items():
             if name not in places:
@@ -118,7 +120,9 @@ class StageSections:
         names: StageNames,
         places: Mapping[str, object],
     ) -> ConfiguredPlugin | None:
-        """Return the decider of `stage`; None if it has none or no profile, or after a problem."""
+        """Return the decider of `stage`. Return None if the stage has no decider or no profile, or
+        after a problem.
+        """
         there = names.profiles.get(stage) in places
         always = names.order is Order.PREFILL_FIRST and stage is Stage.PREFILL
         name = names.deciders.get(stage)

@@ -19,10 +19,14 @@ PORT_MAX: Final = 65_535
 
 
 class RenderMode(StrEnum):
-    """Path at which the renderer renders a request of an API that older engines do not render."""
+    """The way in which the picker requests token ids for Anthropic messages or OpenAI responses,
+    which older engines do not render.
+    """
 
     AUTO = "auto"
-    """Render at the API's own path if the engine has one."""
+    """Request them at the render path of the API if the engine has one; otherwise such requests
+    have no token ids.
+    """
     NATIVE = "native"
     LEGACY = "legacy"
 
@@ -53,11 +57,12 @@ class EndpointDiscovery(Parameters, frozen=True):
     load_balancer: LoadBalancer = field(default_factory=LoadBalancer)
     """Distribution of render requests over endpoints; only `round-robin` is supported."""
     attempt_timeout: Duration | None = None
-    """Timeout of each of at most two attempts to render; None if both together have the timeout of
-    the render request.
+    """Timeout of each of at most two attempts to render a prompt. If it is None, both attempts
+    together have the timeout of the render request.
     """
     discover_model_limits: bool = False
-    """Discovery of the length that each endpoint can render; only `false` is supported."""
+    """True to discover the prompt length that each endpoint can render; only `false` is supported.
+    """
     min_model_len: Annotated[int, Meta(ge=0)] = 0
     """Minimum number of tokens that an endpoint must be able to render; endpoints with less do not
     render.
@@ -105,7 +110,7 @@ class VllmRenderer(Parameters, frozen=True):
     """Settings for rendering prompts by vLLM's render and tokenize API."""
 
     url: str = "http://localhost:8000"
-    """URL of the renderer, without the path of an API."""
+    """URL of the renderer, to which the path of an API is appended."""
     timeout: Duration = Duration(5.0)
     """Timeout of a request to the renderer for a completion's prompt.
 
@@ -116,12 +121,15 @@ class VllmRenderer(Parameters, frozen=True):
     it is longer.
     """
     messages_render_mode: RenderMode = RenderMode.AUTO
-    """Rendering of Anthropic messages: at the API's own path, or not at all with `legacy`."""
+    """Rendering of the prompts of Anthropic messages: at the API's own path, or not at all with
+    `legacy`.
+    """
     responses_render_mode: RenderMode = RenderMode.AUTO
-    """Rendering of OpenAI responses: at the API's own path, or not at all with `legacy`."""
+    """Rendering of the prompts of OpenAI responses: at the API's own path, or not at all with
+    `legacy`.
+    """
     endpoint_discovery: EndpointDiscovery | None = None
-    """Settings for rendering by the endpoints of the pool, or None if the renderer at `url`
-    renders.
+    """Settings for rendering by the endpoints of the pool. If None, the renderer at `url` renders.
     """
     prefill_only: bool = False
     """True to set the output limit in render requests to one token, whatever limit the
@@ -190,7 +198,7 @@ class LocalTokenizers(Parameters, frozen=True):
     `--chat-template-content-format`.
     """
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Additional variables of the chat template; values of the request take precedence."""
+    """Additional variables of the chat template. Values that the request gives take precedence."""
 
     def __post_init__(self) -> None:
         if not (self.auto_discovery_dir or self.model_tokenizer_map):

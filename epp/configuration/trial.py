@@ -69,7 +69,7 @@ _NEVER_FULL: Final = UtilizationDetector(
     queue_depth_threshold=math.inf, metrics_staleness_threshold=Duration(math.inf)
 )
 _STALE: Final = 1
-"""Slot of the test endpoint whose metrics are old."""
+"""Slot of the test endpoint whose metrics are stale."""
 _REFUSING: Final = 4
 
 _LABELS: Final[tuple[Mapping[str, str], ...]] = (
@@ -126,7 +126,9 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
-    """End the test request in one of four ways, which alternate with the number of the decision."""
+    """End the test request of `decision` in one of four ways, which alternate with the number of
+    the decision.
+    """
     match decision.number % 4:
         case 0:
             decision.response_headers("")

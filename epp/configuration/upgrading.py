@@ -152,8 +152,8 @@ def _end_of(node: Any) -> int:
 
 
 class _Document:
-    """The text of a configuration document while it is rewritten, and the positions of
-    its parts.
+    """The text of a configuration document while it is rewritten, and the positions of its parts in
+    the text.
     """
 
     def __init__(self, text: str) -> None:
@@ -162,7 +162,7 @@ class _Document:
         if not self.text.endswith("\n"):
             self.text += "\n"
         self._lines = list(range(1, self.text.count("\n") + 2))
-        """Number of the line in the original text, for each line of the current text."""
+        """Number of the line in the original document, for each line of the current text."""
         self.changes: list[Change] = []
         self.compose()
 
@@ -179,14 +179,14 @@ class _Document:
         return _entries(self.root)
 
     def plugins(self) -> Iterator[tuple[Any, str]]:
-        """Yield the YAML node and the type of each declared plugin."""
+        """Yield the YAML node and the type of each plugin that the document declares."""
         found = self.members.get("plugins")
         for item in _items(found.value if found else None):
             yield item, _text_of(_entries(item).get("type"))
 
     @property
     def names(self) -> list[str]:
-        """Return the name of each declared plugin, or its type if it has no name."""
+        """Return the name of each plugin that the document declares, or its type if it has no name."""
         return [_text_of(_entries(one).get("name")) or kind for one, kind in self.plugins()]
 
     def tell(self, node: Any, what: str) -> None:
@@ -198,7 +198,7 @@ class _Document:
         self.changes.append(Change(self._lines[line], as_one_line(what)))
 
     def replace(self, start: int, end: int, by: str) -> None:
-        """Replace the characters from `start` to `end` by `by`.
+        """Replace the characters of the text from index `start` to `end` by `by`.
 
         Several replacements of one change must be made from the end of the text on, because each
         moves the later positions.
@@ -215,8 +215,8 @@ class _Document:
         self.replace(start, end, _spelt(value, node.style) + ending)
 
     def remove(self, parent: Any, name: str) -> None:
-        """Remove the member `name` of the mapping `parent`, which becomes `{}` if it was the only
-        one.
+        """Remove the member `name` of the YAML mapping `parent`, which becomes `{}` if it was the
+        only one.
         """
         entries = [(key, value) for key, value in parent.value]
         at = next(index for index, (key, _) in enumerate(entries) if key.value == name)
@@ -238,7 +238,7 @@ class _Document:
         self.replace(before, self._line_after(end), "")
 
     def remove_item(self, parent: Any, at: int) -> None:
-        """Remove the item at index `at` of the list `parent`, which must have other items."""
+        """Remove the item at index `at` of the YAML list `parent`, which must have other items."""
         item = parent.value[at]
         start, end = item.start_mark.index, _end_of(item)
         if parent.flow_style:
@@ -251,7 +251,7 @@ class _Document:
         self.replace(self.text.rfind("\n", 0, start) + 1, self._line_after(end), "")
 
     def append(self, parent: Any, value: Any) -> None:
-        """Append an item to the list `parent`, or members to the mapping `parent`."""
+        """Append an item to the YAML list `parent`, or members to the YAML mapping `parent`."""
         end = _end_of(parent)
         if parent.flow_style:
             written = _on_one_line(value)
@@ -354,7 +354,9 @@ def _references(node: Any) -> Iterator[Any]:
 
 
 def _labels(document: _Document) -> bool:
-    """Replace a plugin of type `by-label` by a label selector, if the label is required."""
+    """Replace a plugin of type `by-label` by a label selector, if that plugin requires the label.
+    Return False if there is no such plugin.
+    """
     for plugin, type_name in document.plugins():
         entries = _entries(plugin)
         parameters = entries.get("parameters")
@@ -423,7 +425,9 @@ def _parameters_of(plugin: Any) -> Any:
 
 
 def _stage_handler(document: _Document) -> bool:
-    """Write the deprecated parameters of a handler of stages as `profiles` and `deciders`."""
+    """Write the deprecated parameters of a handler of stages as `profiles` and `deciders`. Return
+    False if there are none.
+    """
     for plugin, type_name in document.plugins():
         entries = _entries(plugin)
         parameters = entries.get("parameters")
@@ -459,7 +463,9 @@ def _stage_handler(document: _Document) -> bool:
 
 
 def _stage_headers(document: _Document) -> bool:
-    """Remove plugins that set the headers of stages, which are always set."""
+    """Remove a plugin that sets the headers that name the endpoints of stages, because these
+    headers are always set. Return False if there is no such plugin.
+    """
     found = document.members.get("plugins")
     items = _items(found.value if found else None)
     for at, (plugin, type_name) in enumerate(document.plugins()):
@@ -584,7 +590,9 @@ def _of_index(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scorer_with(document: _Document, name: str) -> Any:
-    """Return the node of the first `prefix-cache-scorer` that has a parameter `name`, or None."""
+    """Return the node of the first `prefix-cache-scorer` in the document that has a parameter
+    `name`; there must be one.
+    """
     return next(
         one
         for one, kind in document.plugins()
@@ -593,8 +601,8 @@ def _scorer_with(document: _Document, name: str) -> Any:
 
 
 def _precise_scorer(document: _Document) -> bool:
-    """Split the deprecated `precise-prefix-cache-scorer` into the prefix index and the scorer that
-    reads it.
+    """Split a plugin of the deprecated type `precise-prefix-cache-scorer` into the prefix index and
+    the scorer that reads it.
     """
     kinds = [kind for _, kind in document.plugins()]
     for plugin, type_name in document.plugins():
@@ -623,7 +631,9 @@ def _precise_scorer(document: _Document) -> bool:
 
 
 def _detector(document: _Document) -> bool:
-    """Move the section `saturationDetector` into `flowControl`."""
+    """Move the section `saturationDetector` of the document into `flowControl`. Return False if
+    there is nothing to move.
+    """
     old = document.members.get("saturationDetector")
     told = _plain(old.value) if old else None
     flow = document.members.get("flowControl")
@@ -673,7 +683,9 @@ def _has_room(document: _Document) -> bool:
 
 
 def _parser(document: _Document) -> bool:
-    """Move the section `parser` to `requestHandler.parsers`."""
+    """Move the section `parser` of the document to `requestHandler.parsers`. Return False if there
+    is nothing to move.
+    """
     old = document.members.get("parser")
     told = _plain(old.value) if old else None
     handler = document.members.get("requestHandler")
@@ -696,7 +708,7 @@ def _parser(document: _Document) -> bool:
 
 
 def _gates(document: _Document) -> bool:
-    """Remove feature gates that llm-d-router no longer knows."""
+    """Remove a feature gate that llm-d-router no longer knows. Return False if there is none."""
     gates = document.members.get("featureGates")
     items: Sequence[Any] = _items(gates.value) if gates else ()
     for at, item in enumerate(items):

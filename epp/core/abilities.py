@@ -11,13 +11,15 @@ class Origin(StrEnum):
     """The source of an index's knowledge about what endpoints have cached."""
 
     TOLD = "told"
-    """The engines report which blocks they have cached."""
+    """The source is the engines, which report in KV-cache events which blocks they have cached."""
     DECIDED = "decided"
-    """The index estimates cached prompts by the decisions of this picker, and of peers that share
-    theirs.
+    """The source is the decisions of this picker and of peers that share theirs, from which the
+    index estimates the cached prompts.
     """
     PEERS = "peers"
-    """The index estimates cached prompts by the decisions of peers alone."""
+    """The source is the decisions of peers alone, from which the index estimates the cached
+    prompts.
+    """
 
 
 class Abilities(Struct, frozen=True, kw_only=True):
@@ -85,8 +87,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     attribute.
     """
     brings_filter: bool = False
-    """True if the scorer has `filter`: a filter that is added to the profile together with the
-    scorer, or None.
+    """True if the scorer has `filter`, which is a filter that is added to the profile together with
+    the scorer, or None if it adds none.
     """
     names_load_producer: bool = False
     """True if the plugin has `in_flight_load_producer_name`: the name of the producer that counts
@@ -105,16 +107,17 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """Source of what the index knows about cached blocks, or None if it does not count cached
     blocks.
 
-    An index with an origin counts cached blocks of `block_tokens` tokens. Its record of a request
-    that is not served is undone. The first index of each origin contributes to `matched_blocks`.
+    An index with an origin counts cached blocks of `block_tokens` tokens. If a request is not
+    served, what the index recorded for it is undone. The first index of each origin contributes to
+    `matched_blocks`.
     """
     counts_blocks: bool = False
     """True if the index counts blocks; its settings then have `block_tokens`, the number of tokens
     in a block for which it needs hashes.
     """
     caches_media: bool = False
-    """The index counts encoded images, audio and video. If another endpoint encodes them for a
-    request, the index records the request at that endpoint only.
+    """True if the index counts encoded images, audio and video. If another endpoint encodes them
+    for a request, the index records the request at that endpoint only.
     """
     names_sessions: bool = False
     """True if the settings have `session_in`, which returns the session that a request names, or ""

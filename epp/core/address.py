@@ -1,4 +1,4 @@
-"""Addresses of endpoints and peers: "ip:port", IPv6 in brackets."""
+"""Parsing and formatting of the addresses of endpoints and peers: "ip:port", with IPv6 in brackets."""
 
 
 def host_of(address: str) -> str:

@@ -26,8 +26,8 @@ FLOATS: Final = np.dtype(np.float64)
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """Regular expression that matches a valid header name (RFC 9110, 5.6.2)."""
 _NOT_IN_A_HEADER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""Regular expression that finds a character that a gateway refuses in a header value; it would drop
-the whole response.
+"""Regular expression that finds a character that a gateway refuses in a header value. The gateway
+would drop the whole response.
 """
 
 
@@ -46,7 +46,7 @@ class FailingPlugin(Struct):
     failures: int = 0
     what: str = ""
     """Description of the plugin's latest failure, such as "score raised KeyError at
-    near/near.py:14".
+    near/near.py:14"; "" if it did not fail yet.
     """
 
 

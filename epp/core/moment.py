@@ -39,7 +39,7 @@ class Moment(Struct, frozen=True, kw_only=True, gc=False):
     too few answers are known.
     """
     session_tokens: SessionTokens = NO_TOKENS
-    """Creator and reader of the session tokens that lead a session to its endpoint."""
+    """Object that creates and reads the session tokens, which lead a session to its endpoint."""
     cold: bool = True
     """True if no endpoint is estimated to have the beginning of any prompt of the request cached."""
     token_ids: tuple[bytes, ...] = ()

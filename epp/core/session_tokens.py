@@ -16,7 +16,7 @@ from epp.core.types import Endpoint
 _VERSION: Final = b"\x01"
 _TAG_BYTES: Final = 16
 _CHARACTERS: Final = 23
-"""Number of characters of a token: version and tag in base64 without padding. The reference
+"""Number of characters of a session token: version and tag in base64 without padding. The reference
 picker's tokens are padded base64, so their length is a multiple of 4.
 """
 _PURPOSE: Final = b"homing session token 1\0"
@@ -27,8 +27,8 @@ the cache is cleared when it is full.
 
 
 class SessionTokens:
-    """A creator and reader of session tokens. Without a key it creates no token and recognises
-    none.
+    """An object that creates and reads session tokens. Without a key it creates no token and
+    recognises none.
 
     A token is hashed once for each endpoint and key, which takes about 2 µs.
     """
@@ -42,9 +42,9 @@ class SessionTokens:
         self._keys = tuple(keys)
         self._accept_unsigned = accept_unsigned
         self._token_of: dict[str, str] = {}
-        """Token that the first key gives each endpoint, by identity of the endpoint."""
+        """Session token of each endpoint by the first key, by identity of the endpoint."""
         self._identity_of: dict[str, str] = {}
-        """Identity of the endpoint that each token stands for, by token of any key."""
+        """Identity of the endpoint for which each session token stands, by token of any key."""
 
     def __repr__(self) -> str:
         return f"<SessionTokens [{len(self._keys)} keys]>"

@@ -33,8 +33,8 @@ from epp.core.types import Seconds
 
 Asked: TypeAlias = AskReplay | AskSnapshot
 BLOCKS_PER_WORK: Final = 1_024
-"""Number of engine blocks after which one call of `work` stops, which takes one to two
-milliseconds.
+"""Number of blocks of the engine after which one call of `work` stops applying events, which takes
+one to two milliseconds.
 """
 
 _NAMES: Final[dict[type[Event], str]] = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
@@ -68,16 +68,19 @@ class Subscription:
         self._read_payload = read
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
         self.faults: Counter[Fault] = Counter()
-        """Number of events and payloads that could not be used, by reason."""
+        """Number of KV-cache events and payloads of the engine that could not be used, by reason.
+        """
         self._events: dict[type[Event], int] = dict.fromkeys(_NAMES, 0)
         self.unreadable = 0
-        """Number of messages that were not KV-cache events; the shell counts them."""
+        """Number of messages of the engine that were not KV-cache events; the shell counts them."""
         self.waiting_bytes = 0
-        """Size in bytes of the frames queued for `work`, without the replayed frames that are still
-        buffered in the stream.
+        """Size in bytes of the frames of KV-cache events that are queued for `work`. Replayed
+        frames that the stream still buffers do not count.
         """
         self.blocks_heard = 0
-        """Number of engine blocks in the store and removal events that were applied."""
+        """Number of blocks of the engine in the events for stored and removed blocks that were
+        applied.
+        """
         self.engine_clock_s: Seconds | None = None
         """Time at which the engine sent the last decoded frame, in seconds since 1970 by the
         engine's clock; None before the first.
@@ -109,8 +112,8 @@ class Subscription:
 
     @property
     def noted(self) -> int | None:
-        """Return the number of the last frame whose events, and those of all frames before, were
-        applied, or None if there is none.
+        """Return the number of the last frame up to which the events of all frames were applied, or
+        None if there is none.
         """
         last = self._noted if self._waiting else self.stream.last
         return None if last is None or last < 0 else last
@@ -118,12 +121,16 @@ class Subscription:
     # Events of the socket.
 
     def connected(self, now: Seconds) -> list[Asked]:
-        """Record that the source is connected. Return the requests that the caller must send to it."""
+        """Record that the source of the KV-cache events is connected. Return the requests that the
+        caller must send to it.
+        """
         self.stream.connected(now)
         return self._act()
 
     def disconnected(self, now: Seconds) -> list[Asked]:
-        """Record that the source is disconnected. Return the requests that the caller must send."""
+        """Record that the source of the KV-cache events is disconnected. Return the requests that
+        the caller must send.
+        """
         self.stream.disconnected(now)
         return self._act()
 
@@ -135,12 +142,12 @@ class Subscription:
         return self._act()
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Process a frame with number `sequence` of the replay that was requested."""
+        """Store a frame with number `sequence` of the replay that was requested from the engine."""
         self.stream.replayed(sequence, payload, now)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> list[Asked]:
-        """End a replay. `marked` is True if its end marker came, False after a timeout. Return the
-        requests that the caller must send.
+        """End a replay of past frames. `marked` is True if its end marker came, False after a
+        timeout. Return the requests that the caller must send.
         """
         self.stream.replay_ended(now, marked=marked)
         return self._act()
@@ -155,7 +162,9 @@ class Subscription:
     def heartbeat(
         self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds
     ) -> list[Asked]:
-        """Process a heartbeat of the source. Return the requests that the caller must send to it."""
+        """Process a heartbeat of the source of the KV-cache events. Return the requests that the
+        caller must send to it.
+        """
         self.stream.heartbeat(epoch, sequence, interval_s, now)
         return self._act()
 
@@ -188,7 +197,7 @@ class Subscription:
         return bool(self._waiting)
 
     def read(self) -> None:
-        """Decode the payload that `work` would decode first, without applying it.
+        """Decode the first payload that is queued for `work`, without applying its events.
 
         A caller with several subscriptions calls this for all of them before it calls `work`,
         because each of the two loops is faster alone.
@@ -228,8 +237,8 @@ class Subscription:
         return asked
 
     def close(self, now: Seconds) -> None:
-        """Drop all events of this subscription in the indexes, because the endpoint left or its
-        events are no longer needed.
+        """Drop all blocks that this subscription reported to the indexes, because the endpoint left
+        or its events are no longer needed.
         """
         self._clear()
         self._scheduler.take(EventsVoided(self.slot, self.rank), now)
@@ -266,8 +275,8 @@ class Subscription:
         self._scheduler.take(told, now)
 
     def _open(self, batch: Batch, left: int, now: Seconds) -> tuple[Sequence[Event], int]:
-        """Return the events of `batch` and the number of blocks and events in them. If they exceed
-        `left` or a removal was unreadable, queue the events instead and return ((), 0).
+        """Return the events of `batch`, and the number of blocks and events in them. If this number
+        exceeds `left`, or if a removal was unreadable, queue the events instead and return ((), 0).
         """
         if batch.at_s:
             self.engine_clock_s = batch.at_s
@@ -304,8 +313,8 @@ class Subscription:
         return events, blocks + len(events)
 
     def _hear(self, events: Sequence[Event], now: Seconds) -> bool:
-        """Apply events in the scheduler. Return whether they contradict the engine's earlier
-        events.
+        """Apply KV-cache events in the scheduler. Return whether they contradict the engine's
+        earlier events.
         """
         for event in events:
             self._events[type(event)] += 1

@@ -50,7 +50,7 @@ class Stage(StrEnum):
 
 
 CORE_EXTRACTOR: Final = "core-metrics-extractor"
-"""Name of the producer of endpoint attributes for which a configuration names no producer."""
+"""Name of the producer of endpoint attributes that applies if a configuration names none."""
 NO_ATTRIBUTES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
@@ -82,12 +82,13 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     receives.
     """
     incarnation: str = ""
-    """Value that changes when the endpoint's container restarts; knowledge about the old container
+    """Value that changes when the endpoint's container restarts. What is known of the old container
     is then dropped.
     """
     labels: Mapping[str, str] = field(default_factory=dict)
     node_address: str = ""
-    """IP address of the Kubernetes node, with IPv6 in brackets, or "" if unknown."""
+    """IP address of the Kubernetes node of the endpoint, with IPv6 in brackets, or "" if unknown.
+    """
     metrics: MetricsTarget | None = None
     ready_after_s: float = 0.0
     """Time in seconds, after the endpoint joined, at which it is ready without any scrape (static
@@ -215,7 +216,8 @@ class RefusalReason(StrEnum):
     NO_PREFILL_ENDPOINTS = "rejected-no-prefill-endpoints"
     NO_ENCODE_ENDPOINTS = "rejected-no-encode-endpoints"
     OVERLOADED = "rejected-overloaded"
-    """The picker itself is overloaded, so it did not consider the endpoints."""
+    """The picker itself is overloaded, so it refused the request without considering the endpoints.
+    """
     SATURATED = "rejected-saturated"
     SHUTTING_DOWN = "rejected-shutting-down"
     BODIES_HELD = "rejected-bodies-held"
@@ -239,4 +241,6 @@ class Refusal(Struct, frozen=True, kw_only=True):
     eliminated: Mapping[str, int] = field(default_factory=dict)
     """Number of endpoints that each step or filter dropped before the refusal, by its name."""
     stage: Stage | None = None
-    """Stage that has no endpoint, or None if the configuration has only one stage."""
+    """Stage for which no endpoint was left. It is None if the configuration has only one stage, or
+    if the refusal does not come from a single stage.
+    """

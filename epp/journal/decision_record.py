@@ -59,15 +59,15 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
     """The recorded data of the leg of a prefill or encode stage, without its request and lease."""
 
     stage: str
-    """`prefill` or `encode`."""
+    """Stage of the request: `prefill` or `encode`."""
     endpoint: str
     """Name of the endpoint that was chosen for the stage."""
     address: str
     """Address of the endpoint that was chosen for the stage."""
     others: tuple[str, ...]
-    """Addresses of further endpoints that work on the stage."""
+    """Addresses of further endpoints that work on the encode stage; () for the prefill stage."""
     setting: int
-    """Number of the recorded scorers and weights by which the endpoint was chosen."""
+    """Number under which the scorers and weights that chose the endpoint are recorded."""
     matched_blocks: int
     """Number of prompt blocks that the endpoint was estimated to have cached."""
     eliminated: Mapping[str, int]
@@ -77,9 +77,13 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
     parts: list[float]
     """Parts of the chosen endpoint's score, by scorer."""
     prefill_tokens: float
-    """Tokens to prefill for this request, already included in `numbers`."""
+    """Number of prompt tokens that the chosen endpoint must compute for this request, already
+    included in `numbers`.
+    """
     numbers: tuple[float, ...]
-    """`NUMBERS` of the chosen endpoint; () if they are not recorded."""
+    """Load of the chosen endpoint in the order of `epp.core.knowledge.candidates.NUMBERS`; () if it
+    is not recorded.
+    """
     runner_up: str = ""
     """Name of the second-best endpoint for the stage, or "" if there was none."""
     runner_up_scores: bytes = b""
@@ -93,7 +97,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
 
     number: int
     setting: int
-    """Number of the recorded configuration by which the request was routed."""
+    """Number under which the scorers and weights that chose the endpoint are recorded."""
     request_id: str
     model: str
     priority: int
@@ -111,7 +115,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     parts: list[float]
     """Parts of the chosen endpoint's total score, by scorer."""
     prefill_tokens: float
-    """Prompt tokens of this request that the chosen endpoint must compute.
+    """Number of prompt tokens of this request that the chosen endpoint must compute.
 
     `numbers` already include them.
     """
@@ -122,7 +126,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     members: int
     """Generation of the pool's endpoints at the decision."""
     states: int
-    """Number of the recorded endpoint states that applied at the decision."""
+    """Number under which the endpoint states at the time of the decision are recorded."""
     runner_up: str = ""
     """Name of the endpoint with the second-best score, or "" if there was none."""
     runner_up_scores: bytes = b""
@@ -145,7 +149,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     stage.
     """
     uncached_tokens: int = 0
-    """Number of prompt tokens that the endpoint was estimated not to have cached, if there is a
+    """Number of prompt tokens that the endpoint was estimated not to have cached; 0 if there is no
     route.
     """
     earlier: tuple[DecidedLeg, ...] = ()
@@ -163,7 +167,7 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     status: int
     eliminated: Mapping[str, int]
     states: int
-    """Number of the recorded endpoint states that applied at the refusal."""
+    """Number under which the endpoint states at the time of the refusal are recorded."""
 
 
 class Served(Struct, frozen=True, gc=False, array_like=True):
@@ -176,8 +180,8 @@ class Served(Struct, frozen=True, gc=False, array_like=True):
     endpoint: str = ""
     """Name of the endpoint with this address, or "" if the pool has none."""
     matched_blocks: int = 0
-    """Blocks of the prompt that this endpoint was estimated to have cached when the picker learnt
-    of the change.
+    """Number of blocks of the prompt that this endpoint was estimated to have cached when the
+    picker learnt that it served the request.
     """
 
 
@@ -290,7 +294,7 @@ def scores_at_of(record: bytes) -> int:
 
 
 def end_of(record: bytes) -> Ended | None:
-    """Return the end of the request that `record` holds, or None if the request is not known to
+    """Return the recorded end of the request in `record`, or None if the request is not known to
     have ended.
     """
     head = _HEAD.unpack_from(record)

@@ -67,9 +67,9 @@ class Context:
 
     def __init__(self) -> None:
         self.settings: dict[int, Setting] = {}
-        """Recorded configurations by number, oldest first."""
+        """Recorded scorers and weights by the number to which decisions refer, oldest first."""
         self.states: dict[int, States] = {0: {}}
-        """Recorded endpoint states by number, oldest first."""
+        """Recorded endpoint states by the number to which decisions refer, oldest first."""
 
     def past(self, record: bytes, picker: str = "") -> "PastDecision | PastRefusal":
         """Return the decision or refusal in a packed record.
@@ -156,7 +156,7 @@ def changes_in(folder: Path) -> list[PastChange]:
 
 
 class _Reader:
-    """Reads the journal records of one picker process, in order."""
+    """A reader of the journal records of one picker process, in order."""
 
     def __init__(self, since_s: float, until_s: float) -> None:
         """Prepare to read; decisions before `since_s` and after `until_s`, in Unix time, are left

@@ -41,7 +41,9 @@ class EndpointState(Struct, frozen=True):
     """The state of an endpoint, with the reason for it if the endpoint is not simply ready."""
 
     state: str = READY
-    """Standing of the endpoint, or "ejected", "full", "failing" or "slow" for a ready one."""
+    """"ready", the reason why the endpoint is not ready, or "ejected", "full", "failing" or "slow"
+    for a ready endpoint with a problem.
+    """
     reason: str = ""
     """Reason for the state in words, or "" if the endpoint is ready."""
     since_s: float = 0.0

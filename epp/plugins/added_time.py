@@ -122,7 +122,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
     decode steps.
     """
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
-    """Number of tokens that are computed again later, for each token computed now.
+    """Number of prompt tokens that are computed again later, for each prompt token that is computed
+    now.
 
     Caches are full, so new blocks evict others, and the next turn of the evicted prompt is routed
     to the same endpoint.
@@ -140,12 +141,12 @@ class AddedTime(Parameters, frozen=True, dict=True):
     replaces it.
     """
     adapter_load: Duration = Duration(1.0)
-    """Time to load an adapter into a free slot of the endpoint, including the cost to others of the
-    occupied slot.
+    """Time to load a LoRA adapter into a free slot of the endpoint, including the cost to others of
+    the occupied slot.
     """
     adapter_wait: Duration = Duration(1.5)
-    """Time to wait for an adapter slot of the endpoint if all are in use, including the loading of
-    the adapter.
+    """Time to wait for a LoRA adapter slot of the endpoint if all are in use, including the loading
+    of the adapter.
     """
     peer_belief: _Share = 0.8
     """Probability that other pickers sent a little-known prompt to the endpoint that all pickers
@@ -158,8 +159,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
     does not apply.
     """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Number of tokens at the head of the prompt that determine the endpoint that all pickers
-    prefer, as in `prefix-cache-scorer`.
+    """Number of prompt tokens beyond what most endpoints have cached that determine the endpoint
+    that all pickers prefer, as in `prefix-cache-scorer`.
     """
 
     def __post_init__(self) -> None:
@@ -181,8 +182,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     @cached_property
     def _own_prefill(self) -> Floats:
-        """Return the factor by which the request's own prefill counts: 1, plus `eviction_cost` for
-        the blocks that it evicts.
+        """Return the factor by which the prefill of the request itself counts: 1 for its own time,
+        plus `eviction_cost` for the blocks that it evicts.
         """
         return np.array(1.0 + self.eviction_cost)
 
@@ -297,8 +298,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         decoding: Floats,
         decode_tokens: float,
     ) -> None:
-        """Add to `cost` the request's wait for memory, and others' wait for the memory that it
-        takes, in prefill tokens.
+        """Add to `cost` the request's wait for KV-cache memory, and others' wait for the memory
+        that it takes, in prefill tokens.
 
         `decoding` is the time by which existing context prolongs the answer, in prefill tokens. It
         is changed in place.
@@ -382,8 +383,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
 
 def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
-    """Replace values of `column` that are unknown, or marked in `old`, by the median of the other
-    values; return `column`.
+    """Replace the values of `column` that are unknown, or marked in `old`, by the median of its
+    other values. Return `column`.
 
     If no value remains, all become `nobody`.
     """

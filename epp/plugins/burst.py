@@ -29,16 +29,16 @@ _UNLIMITED: Final = -1
 _BLOCK_TOKENS_MIN: Final = 64
 _PREFIX_BLOCKS_MAX: Final = 2_048
 _BATCH_MAX: Final = 65_536
-"""Maximum number of requests in a window whose batch size is unlimited."""
+"""Maximum number of requests in a burst window if the parameters set no limit."""
 _PLACED_BLOCKS_MAX: Final = 262_144
-"""Maximum number of (block, endpoint) pairs stored for a window, about 20 MB.
+"""Maximum number of (block, endpoint) pairs stored for a burst window, about 20 MB.
 
 A full window accepts no more requests.
 """
 
 
 class BalanceBy(StrEnum):
-    """The quantity that is shared evenly between endpoints within a window."""
+    """The quantity that is shared evenly between endpoints within a burst window."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -77,23 +77,25 @@ class BurstSettings(Parameters, frozen=True):
     )
 
     window_duration_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100
-    """Length of a window in milliseconds, from its first request on."""
+    """Length of a burst window in milliseconds. A window begins with its first request."""
     max_per_replica: Annotated[int, Meta(ge=_UNLIMITED)] = _UNLIMITED
-    """Maximum number of requests with equal prompts that one endpoint receives within a window; -1
-    for no limit.
+    """Maximum number of requests with equal prompts that one endpoint receives within a burst
+    window; -1 for no limit.
     """
     block_size_tokens: Annotated[int, Meta(ge=1)] = _BLOCK_TOKENS_MIN
     """Number of tokens in a block; values below 64 become 64."""
     max_prefix_tokens_to_match: Annotated[int, Meta(ge=0)] = 0
     """Maximum number of tokens of a prompt to compare with others; 0 for 2,048 blocks."""
     min_colocate_blocks: Annotated[int, Meta(ge=0)] = 0
-    """Minimum number of leading blocks that prompts must have in common to be placed together; at
-    0, only equal prompts are.
+    """Minimum number of leading blocks that prompts of a burst window must have in common to be
+    placed together; at 0, only equal prompts are.
     """
     max_batch_size: Annotated[int, Meta(ge=_UNLIMITED, le=_BATCH_MAX)] = 1_000
-    """Maximum number of requests in a window; -1 for 65,536."""
+    """Maximum number of requests in a burst window; -1 for 65,536."""
     balance_by: BalanceBy = BalanceBy.REQUESTS
-    """Quantity that is shared evenly between endpoints; empty means `requests`."""
+    """Quantity that is shared evenly between endpoints within a burst window; empty means
+    `requests`.
+    """
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -115,12 +117,12 @@ class BurstSettings(Parameters, frozen=True):
         return min(wanted, _PREFIX_BLOCKS_MAX) if wanted else _PREFIX_BLOCKS_MAX
 
     def open(self) -> AffinityIndex:
-        """Return a new index of these settings, whose first window has not started."""
+        """Return a new index with these settings, whose first burst window has not started."""
         return BurstIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Return True if the running index already has these settings; otherwise it must be
-        replaced.
+        """Return True if `index`, the running index, already has these settings. Return False if it
+        must be replaced.
 
         A replaced index loses only its current window.
         """
@@ -128,7 +130,7 @@ class BurstSettings(Parameters, frozen=True):
 
 
 class BurstIndex:
-    """An `AffinityIndex` of the requests in the current window, counted in blocks.
+    """An `AffinityIndex` of the requests in the current burst window, counted in blocks.
 
     A match covers all blocks of the prompt, or is graded by load.
     """
@@ -140,24 +142,26 @@ class BurstIndex:
         self._ends_at_s: Seconds = -math.inf
         self._window = 0
         self._vacant: set[int] = set()
-        """Slots whose endpoint left the pool, and to which no request was routed since."""
+        """Slots whose endpoint left the pool or restarted, and to which no request was routed
+        since.
+        """
         self._clear()
 
     def _clear(self) -> None:
-        """Drop the requests of the current window."""
+        """Drop the requests of the current burst window."""
         self._window += 1
         self.requests = 0
-        """Number of requests recorded in the current window."""
+        """Number of requests recorded in the current burst window."""
         self._groups: dict[bytes, dict[int, int]] = {}
-        """Number of requests with equal prompts at each slot, by a digest of the prompts, then by
-        slot in order of arrival.
+        """Number of requests of the window with equal prompts at each slot, by a digest of the
+        prompts, then by slot in order of arrival.
         """
         self._load: dict[int, int] = {}
         self._placed = HeldBlocks()
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the slots at which the window prefers to place `request`: all its blocks match
-        there, or fewer at a higher load.
+        """Return, as a match, how much the burst window prefers each slot for `request`. All blocks
+        match at the preferred slots, or fewer at slots with a higher load.
         """
         prompts = self._prompts(request)
         total = sum(map(len, prompts))
@@ -167,9 +171,9 @@ class BurstIndex:
         return Affinity(matched, total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Add `request`, which was routed to `slot`, to the window.
+        """Add `request`, which was routed to `slot`, to the burst window.
 
-        The first request after a window starts the next one.
+        The first request after the end of a window starts the next one.
         """
         if now >= self._ends_at_s:
             self._clear()
@@ -192,7 +196,7 @@ class BurstIndex:
         return self._window, digest, load
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Remove `request` at `slot` from the window; do nothing if the window is over."""
+        """Remove `request` at `slot` from the burst window. Do nothing if its window is over."""
         if recorded is None:
             return
         window, digest, load = recorded
@@ -209,15 +213,15 @@ class BurstIndex:
                 self._placed.remove(slot, prompt)
 
     def forget(self, slot: int) -> None:
-        """Drop the window's requests if one was placed at `slot`, because the endpoint there left
-        or restarted.
+        """Drop all requests of the burst window if one of them was placed at `slot`, because the
+        endpoint there left or restarted.
         """
         if slot in self._load:
             self._clear()
         self._vacant.add(slot)
 
     def expire(self, now: Seconds) -> None:
-        """Drop the requests of a window that is over."""
+        """Drop the requests of the burst window if it is over."""
         if self.requests and now >= self._ends_at_s:
             self._clear()
 
@@ -229,7 +233,7 @@ class BurstIndex:
 
     @property
     def placed_blocks(self) -> int:
-        """Return the number of (block, endpoint) pairs stored for the window."""
+        """Return the number of (block, endpoint) pairs stored for the burst window."""
         return self._placed.blocks
 
     @property
@@ -239,8 +243,8 @@ class BurstIndex:
     def _place(
         self, prompts: list[list[int]], group: dict[int, int], matched: Ints, total: int
     ) -> None:
-        """Write into `matched` how much the window prefers each slot for the request with
-        `prompts`, from 0 to `total`.
+        """Write into `matched`, by slot, how much the burst window prefers each slot for the
+        request with `prompts`, from 0 to `total`.
         """
         slots = len(matched)
         most = self.settings.max_per_replica
@@ -267,8 +271,8 @@ class BurstIndex:
                 matched[slot] = total
 
     def _shared(self, prompts: list[list[int]], slots: int) -> dict[int, int]:
-        """Return the number of leading blocks of `prompts` that the window placed at each slot,
-        without slots below `min_colocate_blocks`.
+        """Return the number of leading blocks that `prompts` have in common with prompts that the
+        burst window placed at each slot, by slot. Slots below `min_colocate_blocks` are omitted.
         """
         least = self.settings.min_colocate_blocks
         if not least:
@@ -280,8 +284,8 @@ class BurstIndex:
         return {slot: held for slot, held in shared.items() if held >= least and slot < slots}
 
     def _least_loaded(self, matched: Ints, total: int, *, avoid: dict[int, int]) -> None:
-        """Set `matched` to `total` at slots without load, to 0 at the slot with the largest load,
-        and linearly between.
+        """Set `matched` to `total` at slots without load in the burst window, to 0 at the slot with
+        the largest load, and linearly between.
 
         Slots in `avoid` rank after all others. The least loaded candidate then has the largest
         match, whatever the set of candidates is.

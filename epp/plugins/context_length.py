@@ -21,7 +21,9 @@ from epp.plugins.contract import (
 CONTEXT_LENGTH_LABEL: Final = "llm-d.ai/context-length-range"
 _NO_LABEL: Final = 0.5
 _OUTSIDE_MOST: Final = 0.3
-"""Score above which a range of tokens contains the prompt's length, and below which it does not."""
+"""Score at the border of a range: an endpoint whose range of tokens contains the prompt's length
+scores at least this, and another endpoint with a range scores less.
+"""
 _WIDTH_TOKENS: Final = 10_000.0
 _DISTANCE_TOKENS: Final = 1_000.0
 _DIGITS_MAX: Final = 15

@@ -27,7 +27,7 @@ from epp.plugins.contract import (
 )
 
 ITEM_MIB: Final = 2
-"""Assumed size in MiB of one cached media item in an engine's encoder cache."""
+"""Assumed size in MiB of one image, audio or video in an engine's encoder cache."""
 CACHE_MIB: Final = 4_096
 ENTRIES_MAX: Final = 131_072
 """Maximum number of (media item, endpoint) pairs that the index stores, about 25 MB."""
@@ -168,7 +168,7 @@ class EncoderCache:
         )
 
     signature: ClassVar[str] = "media"
-    """Name of the kind of keys that this index shares with peers, for `SharedIndex`."""
+    """Text that names the kind of keys that this index shares with peers, for `SharedIndex`."""
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
         """Return the media items of `request` as keys that peers record."""
@@ -231,7 +231,8 @@ class EncoderCacheAffinity(Parameters, frozen=True):
     producer_type: ClassVar[str] = EncoderCacheSettings.type_name
 
     producer_name: str = ""
-    """Name of the `mm-embeddings-cache-producer`; empty for the first one."""
+    """Name of the `mm-embeddings-cache-producer` to read; empty for the first one that is declared.
+    """
 
     @property
     def producer(self) -> str | None:

@@ -213,7 +213,7 @@ class Utilization(Parameters, frozen=True):
     """Conditions that an endpoint must meet, each with a `metric` and its `maxValue`."""
     fallback_on_empty: bool = False
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer` to use; there is at most one."""
+    """Name of the `inflight-load-producer` that counts requests in flight; there is at most one."""
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         keep = _all(candidates)
@@ -279,7 +279,7 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     peak_prefill_throughput: Annotated[float, Meta(gt=0)] | None = None
     prefix_match_info_producer_name: str = ""
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer` to use; there is at most one."""
+    """Name of the `inflight-load-producer` that counts tokens in flight; there is at most one."""
     latency_prediction_info_producer_name: str = ""
     """No effect, because there is no latency predictor."""
 

@@ -35,8 +35,8 @@ def block_lists(chains: Sequence[bytes], blocks_max: int) -> list[list[int]]:
 
 
 class HeldBlocks:
-    """Block hashes of the prompts that were added at each slot, with the number of prompts at the
-    slot that contain each block.
+    """An index of the block hashes of the prompts that were added at each slot, with the number of
+    prompts at the slot that contain each block.
 
     A prompt is the sequence of its chained hashes, so a slot that has a block has all blocks before
     it. The size is unbounded: the caller must remove prompts or limit `blocks`.
@@ -45,14 +45,14 @@ class HeldBlocks:
     def __init__(self) -> None:
         self._counts: dict[int, dict[int, int]] = {}
         self._first: dict[int, dict[int, None]] = {}
-        """Slots that have each first block of a prompt; no other slot can have any block of that
-        prompt.
+        """Slots at which a prompt that begins with each block was added, by the hash of that block.
+        No other slot can have any block of such a prompt.
         """
         self.blocks = 0
-        """Number of (block, slot) pairs in the index."""
+        """Number of (block, slot) pairs in this index."""
 
     def add(self, slot: int, prompt: Sequence[int]) -> None:
-        """Add the blocks of `prompt` at `slot`."""
+        """Add the blocks of `prompt` to those at `slot`."""
         if not prompt:
             return
         counts = self._counts.setdefault(slot, {})
@@ -64,7 +64,9 @@ class HeldBlocks:
         self._first.setdefault(prompt[0], {})[slot] = None
 
     def remove(self, slot: int, prompt: Sequence[int]) -> None:
-        """Remove one addition of `prompt` at `slot`; it must have been added there."""
+        """Remove the blocks of `prompt` at `slot` once. The prompt must have been added there
+        before.
+        """
         if not prompt:
             return
         counts = self._counts[slot]

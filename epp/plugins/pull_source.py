@@ -32,12 +32,12 @@ class PullSource(Parameters, frozen=True):
     """`p2p-source-producer`: name, in each request, an endpoint from which the chosen endpoint can
     pull cached blocks.
 
-    The possible sources are the ready endpoints, before filters, that have at most one cached block
-    of the prompt less than the endpoint with the most. A hash of the request's id selects one of
-    these sources, each with the weight 1 / (1 + its waiting requests). The request header
-    `x-kv-cache-source-host-port` contains the address of the selected source if it has at least
-    `minCachedTokenDelta` tokens of the prompt more than the chosen endpoint. The picker removes a
-    header of that name that a client sends.
+    The possible sources are the ready endpoints, before filters, that are neither ejected nor full.
+    They have at most one cached block of the prompt less than the one of them with the most. A hash
+    of the request's id selects one of these sources, each with the weight 1 / (1 + its waiting
+    requests). The request header `x-kv-cache-source-host-port` contains the address of the selected
+    source if it has at least `minCachedTokenDelta` tokens of the prompt more than the chosen
+    endpoint. The picker removes a header of that name that a client sends.
 
     If the index receives KV-cache events, a source counts with the prompt's blocks that it has in
     host memory (`cpu`), from the first block up to the first missing one. An endpoint that sends no
@@ -62,7 +62,9 @@ class PullSource(Parameters, frozen=True):
     With fewer, computing them is as fast as pulling them.
     """
     prefill_profile_name: str = _PREFILL
-    """No effect, because the endpoint that serves a request also computes its prompt."""
+    """No effect, because the source is always that of the endpoint to which the gateway sends the
+    request.
+    """
 
     @property
     def producer(self) -> str | None:

@@ -60,8 +60,9 @@ class PrefixCache(Parameters, frozen=True):
     prefix decides, not the agreement of pickers.
     """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Number of tokens beyond what most endpoints have cached by which pickers agree on an
-    endpoint: prompts that share them go to the same one, unless a session or conversation decides.
+    """Number of prompt tokens beyond what most endpoints have cached by which pickers agree on an
+    endpoint. Prompts that share these tokens go to the same endpoint, unless a session or
+    conversation decides.
     """
     agreement_session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
     """Request header whose value identifies the session, if the request has no session id of its
@@ -108,8 +109,8 @@ class PrefixCache(Parameters, frozen=True):
 
 
 def _least_first(load: Floats) -> Floats:
-    """Return a score for each value of `load`: 1 for the lowest, 0 for the highest, linear between;
-    all 1 if equal.
+    """Return a score for each value of `load`: 1 for the lowest, 0 for the highest, and linear
+    between. All scores are 1 if the values are equal.
 
     NaN stays NaN. `load` is changed in place.
     """
@@ -163,8 +164,8 @@ class RunningRequests(Parameters, frozen=True):
 
 
 class ActiveRequests(Parameters, frozen=True):
-    """Prefer endpoints with few requests in flight from this picker, which the picker counts
-    itself.
+    """Prefer endpoints with few requests in flight from this picker and its peers, as the pickers
+    count them.
 
     The score of an endpoint is 1 up to `idle_threshold` requests in flight, else (most - own) /
     most * `max_busy_score`, where own is its number of requests in flight and most the largest
@@ -179,7 +180,7 @@ class ActiveRequests(Parameters, frozen=True):
     idle_threshold: Annotated[int, Meta(ge=0)] = 0
     max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer` to use; there is at most one."""
+    """Name of the `inflight-load-producer` that counts requests in flight; there is at most one."""
     request_timeout: str = ""
     """No effect, as in llm-d-router, because requests in flight are counted until they end."""
 
@@ -213,7 +214,7 @@ class TokenLoad(Parameters, frozen=True):
 
     queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer` to use; there is at most one."""
+    """Name of the `inflight-load-producer` that counts tokens in flight; there is at most one."""
 
     @property
     def producer(self) -> str | None:
@@ -311,7 +312,9 @@ class NoHitLru(Parameters, frozen=True):
     lru_size: Annotated[int, Meta(ge=1)] = 1024
     prefix_match_info_producer_name: str = ""
     prefix_plugin_type: str = ""
-    """No effect; accepted, like `prefix_plugin_name`, so that old configurations load."""
+    """No effect. The parameter is accepted, like `prefix_plugin_name`, so that old configurations
+    load.
+    """
     prefix_plugin_name: str = ""
 
     @property

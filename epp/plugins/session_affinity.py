@@ -35,13 +35,15 @@ class EncodedEndpointHeader(Parameters, frozen=True):
 
 
 class SessionIdSettings(Parameters, frozen=True):
-    """Settings of the strategy `session_id`: the source of session names and their lifetime."""
+    """Settings of the strategy `session_id`: the places where requests name their sessions, and the
+    lifetime of sessions.
+    """
 
     sources: SessionSources = ()
     eviction_ttl_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Lifetime of an unused session in seconds; 0 for 300."""
+    """Lifetime in seconds of a session without requests; 0 for 300."""
     eviction_sweep_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """No effect, because an expired session is never found."""
+    """No effect, because an expired session is never found, even before it is removed."""
 
 
 class _SessionAffinity(Parameters, frozen=True):
@@ -76,7 +78,9 @@ class _SessionAffinity(Parameters, frozen=True):
     `evictionSweepSeconds` has no effect.
     """
     profile_name: str = ""
-    """No effect, because there is only one profile."""
+    """No effect, because the session's endpoint is always the one to which the gateway sends the
+    request.
+    """
 
     def __post_init__(self) -> None:
         given = self.encoded_endpoint_header_config.header.strip().lower()
@@ -117,7 +121,9 @@ class _SessionAffinity(Parameters, frozen=True):
         """
         found = []
         if self.profile_name:
-            found.append("profileName has no effect, because there is only one profile")
+            found.append(
+                "profileName has no effect, because it cannot change the endpoint of a session"
+            )
         if self.session_id_config.eviction_sweep_seconds:
             found.append(
                 "evictionSweepSeconds has no effect, because an expired session is never found"
@@ -130,7 +136,7 @@ class _SessionAffinity(Parameters, frozen=True):
         """Return a header with the session token of `endpoint`, which the client sends back with
         the session's next request.
 
-        It is empty with the strategy `session_id`.
+        Return {} with the strategy `session_id`, or if there is no key for tokens.
         """
         if self.strategy is SessionStrategy.SESSION_ID:
             return {}

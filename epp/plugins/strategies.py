@@ -13,12 +13,13 @@ from epp.plugins.strategy import Step, Strategy, config_of, named, producer, ste
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _BURST: Final = "burst-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
-"""Producer with a prefill speed so low that tokens in flight do not drain over time.
-
-They stay until the first token of the answer is seen or counted.
+"""The producer of load in flight, with a prefill speed so low that tokens in flight do not drain
+over time. They stay until the first token of the answer is seen or counted.
 """
 _ADAPTERS: Final = step("lora-affinity-scorer", 1)
-"""The scorer of adapters, with the weight on llm-d-router's page and in its sample configuration."""
+"""The scorer that prefers endpoints with the requested LoRA adapter, with the weight on
+llm-d-router's page and in its sample configuration.
+"""
 
 
 def _sticky(*more: Step) -> str:

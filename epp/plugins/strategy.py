@@ -19,7 +19,7 @@ class Step(Struct, frozen=True, kw_only=True):
     name: str = ""
     """Name of the plugin in the configuration document, or "" for the name of its type."""
     weight: float | None = None
-    """Weight of a scorer, or None for 1."""
+    """Weight of the plugin if it is a scorer, or None for 1."""
     parameters: Mapping[str, object] = field(default_factory=dict)
     decides: bool = True
     """True if the strategy's profile refers to the plugin; False if the plugin is only declared, as
@@ -53,8 +53,8 @@ def producer(type_name: str, /, **parameters: object) -> Step:
 
 
 def named(name: str, plugin: Step) -> Step:
-    """Return `plugin` with the name `name`, so that a strategy can have two plugins of the same
-    type.
+    """Return `plugin`, a plugin of a routing strategy, with the name `name`, so that a strategy can
+    have two plugins of the same type.
     """
     return replace(plugin, name=name)
 

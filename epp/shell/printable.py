@@ -2,8 +2,8 @@
 
 
 def printable(text: str) -> str:
-    """Return `text` unchanged if all characters are printable, else as an ASCII Python literal with
-    escapes.
+    """Return `text` unchanged if all characters are printable, else in ASCII with the escapes of a
+    Python string.
 
     The result is one line that can be encoded in UTF-8. It cannot control a terminal or change the
     direction of writing.

@@ -44,25 +44,29 @@ class BlockLoadSettings(contract.PrefixIndexSettings, frozen=True, kw_only=True)
     """
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index with these settings."""
+        """Return a new, empty index of cached blocks and load, with these settings as its
+        parameters.
+        """
         return BlockLoadIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running index.
+        """Apply all parameters except the block size to the running index `index`.
 
-        Return False, and change nothing, if the block size differs.
+        Return False, and change nothing, if the block size differs, or if `index` has another type.
         """
         return isinstance(index, BlockLoadIndex) and index.adopt(self)
 
 
 class _Load(Struct):
-    """The load that one `record` of a request added to its endpoint."""
+    """The load that one recorded request added to its endpoint."""
 
     generation: int
     missed: int
     pick: int
     lengths: list[int]
-    """Number of blocks of each prompt that count as running; empty if the limit was reached."""
+    """Number of blocks of each of the request's prompts that count as running; empty if the limit
+    of running blocks was reached.
+    """
     ended: bool = False
 
 
@@ -76,9 +80,9 @@ class BlockLoadIndex(contract.PrefixIndex):
         self._load_settings = settings
         self.active = contract.HeldBlocks()
         self._generations: dict[int, int] = {}
-        """Number of times that each slot was forgotten, by slot.
+        """Number of times that the load of each slot (endpoint) was dropped, by slot.
 
-        Requests that were sent before the last time count no longer.
+        Requests that were sent to the slot before the last time count no longer.
         """
         self._missed = np.zeros(0)
         """Number of missed blocks at each slot, reduced by `miss_decay` with each later request."""
@@ -94,7 +98,9 @@ class BlockLoadIndex(contract.PrefixIndex):
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the estimated cached prefix at each slot, and the columns of the slots' load."""
+        """Return the estimated cached prefix of the prompts at each slot, with the columns of the
+        slots' load.
+        """
         known = super().match(request, slots, now)
         active = self.active.held(slots)
         added = np.full(slots, float(known.total))
@@ -150,8 +156,8 @@ class BlockLoadIndex(contract.PrefixIndex):
         self._generations[slot] = self._generations.get(slot, 0) + 1
 
     def _end(self, request: InferenceRequest, slot: int, load: "_Load") -> bool:
-        """Stop counting the blocks of `request` as running at `slot`; return False if they did not
-        count any more.
+        """Stop counting the blocks of `request` as running at `slot`, and return True. Return False
+        if they did not count any more.
         """
         if load.ended or load.generation != self._generations.get(slot, 0):
             return False

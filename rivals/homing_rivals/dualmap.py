@@ -54,7 +54,8 @@ class TwoHashes(Parameters, frozen=True):
 
     ttft_slo: contract.Duration = contract.Duration(5.0)
     block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
-    """Number of tokens in a block; it must be that of `prefix-popularity-producer`."""
+    """Number of tokens in a block of the prompt; it must be that of `prefix-popularity-producer`.
+    """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         ahead = candidates.inflight_prefill_tokens

@@ -42,12 +42,14 @@ class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
     )
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index with these settings."""
+        """Return a new, empty index of the blocks of answered requests, with these settings as its
+        parameters.
+        """
         return AnsweredBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to a running index of this type, as `RoutedBlocksSettings` does;
-        return False if it has another type.
+        """Apply these settings to the running index `index`. Return False, and change nothing, if
+        the block size differs, or if `index` has another type.
         """
         return isinstance(index, AnsweredBlocks) and index.configure(self)
 
@@ -56,12 +58,14 @@ class AnsweredBlocks(RoutedBlocks):
     """An `AffinityIndex` of the blocks of answered requests, which also `CountsInflight`."""
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Return an empty list for the later record of the request, which `release` makes."""
+        """Record nothing yet: return an empty list, into which `release` puts the record when the
+        request has been answered.
+        """
         return []
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Record the blocks of the answered `request` at `slot`; if it failed, `retract` follows
-        and undoes it.
+        """Record the blocks of `request` at `slot`, because its answer has ended. If the request
+        failed, `retract` follows and undoes it.
         """
         recorded.append(super().record(request, slot, now))
 

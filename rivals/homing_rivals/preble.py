@@ -46,13 +46,15 @@ class PrebleHistorySettings(contract.PrefixIndexSettings, frozen=True, kw_only=T
         contract.check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index with these settings."""
+        """Return a new, empty index of cached blocks and recent requests, with these settings as
+        its parameters.
+        """
         return PrebleHistory(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running index.
+        """Apply all parameters except the block size to the running index `index`.
 
-        Return False if the block size differs.
+        Return False if the block size differs, or if `index` has another type.
         """
         return isinstance(index, PrebleHistory) and index.adopt(self)
 
@@ -91,7 +93,9 @@ class _Window:
         self.take_back(self.sent.popleft())
 
     def take_back(self, one: _Sent) -> None:
-        """Subtract the request from the sums; do nothing if it was subtracted before."""
+        """Subtract the request `one` from the window's sums; do nothing if it was subtracted
+        before.
+        """
         self.missed_blocks -= one.missed_blocks
         self.hit_blocks -= one.hit_blocks
         self.requests -= one.requests

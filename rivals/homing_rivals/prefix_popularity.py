@@ -39,12 +39,14 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index with these settings."""
+        """Return a new, empty index of the popularity of prompts' heads, with these settings as its
+        parameters.
+        """
         return PrefixPopularity(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Return True if the running index already has these settings; otherwise it must be
-        replaced, which loses the counts of the last requests.
+        """Return True if the running index `index` already has these settings. Return False
+        otherwise; a new index must then replace it, which loses the counts of the last requests.
         """
         return isinstance(index, PrefixPopularity) and index.settings == self
 
@@ -65,7 +67,7 @@ class PrefixPopularity:
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return, as the match of each slot, the number of blocks of the prompt's shortest head
-        that is not popular.
+        that is not popular; that of its longest examined head if all are popular.
         """
         chain = self._chain(request)
         total = len(chain) // contract.HASH_BYTES
@@ -91,19 +93,20 @@ class PrefixPopularity:
                     del self._counts[head]
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Do nothing, because the request was made.
+        """Undo nothing: a request whose routing is undone was made all the same, so it still
+        counts.
 
         If it is recorded again, which is rare, its heads count twice.
         """
 
     def forget(self, slot: int) -> None:
-        """Do nothing, because the index stores nothing about endpoints."""
+        """Drop nothing for an endpoint that left, because the index stores nothing about endpoints."""
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because old requests are dropped as new ones are counted."""
+        """Drop nothing with time: the oldest request is dropped when a new one is counted."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because the index does not depend on the size of an engine's cache."""
+        """Ignore the size of an engine's cache, because the index does not depend on it."""
 
     def _lengths(self, total: int) -> list[int]:
         """Return the number of blocks of each examined head of a prompt with `total` full blocks,

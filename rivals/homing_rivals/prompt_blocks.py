@@ -22,16 +22,20 @@ class PromptBlocksSettings(Parameters, frozen=True):
     )
 
     block_tokens: Annotated[int, Meta(ge=1)] = 64
-    """Number of tokens in a block."""
+    """Number of tokens in a block of the hashed prompts."""
     blocks_max: Annotated[int, Meta(ge=1)] = 64
     """Maximum number of blocks of a prompt that are hashed."""
 
     def open(self) -> AffinityIndex:
-        """Return an index that hashes prompts with these settings."""
+        """Return a new index that hashes the blocks of prompts, with these settings as its
+        parameters.
+        """
         return PromptBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to a running index."""
+        """Apply these settings to the running index `index`, and return True. Return False if
+        `index` has another type.
+        """
         return isinstance(index, PromptBlocks) and index.configure(self)
 
 
@@ -55,19 +59,19 @@ class PromptBlocks:
         return Affinity(np.zeros(slots, dtype=np.int64), 0)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Do nothing, because this index stores no prompts."""
+        """Record nothing, because this index stores no prompts."""
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Do nothing, because this index stores no prompts."""
+        """Undo nothing, because this index stores no prompts."""
 
     def forget(self, slot: int) -> None:
-        """Do nothing, because this index stores no prompts."""
+        """Drop nothing for an endpoint that left, because this index stores no prompts."""
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because this index stores no prompts."""
+        """Drop nothing with time, because this index stores no prompts."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because this index stores no prompts."""
+        """Ignore the size of an engine's cache, because this index stores no prompts."""
 
 
 INDEXES: Final = (PromptBlocksSettings,)

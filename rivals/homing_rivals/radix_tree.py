@@ -43,7 +43,7 @@ class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
 
     auto_tune: bool = False
     block_size_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Number of tokens in a block, as in smg's metrics page."""
+    """Number of tokens in a block of the tree, as in smg's metrics page."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
     """Maximum number of blocks of an endpoint.
 
@@ -62,13 +62,13 @@ class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
         return self.block_size_tokens
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty tree with these settings."""
+        """Return a new, empty tree of prompts, with these settings as its parameters."""
         return RadixTree(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running tree.
+        """Apply all parameters except the block size to the running tree `index`.
 
-        Return False if the block size differs.
+        Return False, and change nothing, if the block size differs, or if `index` has another type.
         """
         return isinstance(index, RadixTree) and index.configure(self)
 
@@ -80,7 +80,9 @@ class RadixTree(contract.PrefixIndex):
     """
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the match of the prefix index, and the three columns of the tree."""
+        """Return the match of the prefix index (cached blocks at each slot), with the three
+        additional columns of the tree.
+        """
         known = super().match(request, slots, now)
         first = np.zeros(slots)
         holder = self.first_holder(request, now)

@@ -52,9 +52,9 @@ class RoutedBlocksSettings(contract.Parameters, frozen=True):
     Beyond it, the endpoint with the most blocks loses its oldest.
     """
     auto_tune: bool = False
-    """True if the number of blocks that an engine reports replaces `blocks_per_endpoint_max`.
-
-    A report counts only if it came before the first request to the endpoint.
+    """True if the number of blocks that an engine reports replaces `blocks_per_endpoint_max`. A
+    report counts if it came before the first request to the endpoint, or before the parameters were
+    last changed.
     """
     last_partial_block: bool = False
     """True if the rest of a prompt after its last full block counts as a block.
@@ -69,13 +69,13 @@ class RoutedBlocksSettings(contract.Parameters, frozen=True):
     """True if the tail of a prompt is dropped before its head: a repair of the original."""
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index with these settings."""
+        """Return a new, empty index of routed blocks, with these settings as its parameters."""
         return RoutedBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply all parameters except the block size to a running index.
+        """Apply all parameters except the block size to the running index `index`.
 
-        Return False if the block size differs, or the index has another type.
+        Return False, and change nothing, if the block size differs, or if `index` has another type.
         """
         # A subclass learns in another way.
         return type(index) is RoutedBlocks and index.configure(self)
@@ -96,7 +96,9 @@ class RoutedBlocks:
         latest record that contained it.
         """
         self._capacity: dict[int, int] = {}
-        """Maximum number of blocks of each slot, fixed at its first request."""
+        """Maximum number of blocks of each slot, determined at its first request and again when the
+        settings change.
+        """
         self._told: dict[int, int] = {}
         """Number of blocks of each slot's cache that its engine reported."""
         self._records = 0
@@ -117,8 +119,9 @@ class RoutedBlocks:
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the number of blocks of the prompts that were routed to each slot, up to the first
-        block that was routed to no slot.
+        """Return, for each slot, how many blocks of the prompts were routed to it. Each prompt
+        counts up to the first block that was routed to no slot; with `contiguous`, to the slot's
+        own first missing block.
         """
         matched = np.zeros(slots, dtype=np.int64)
         total = 0
@@ -159,7 +162,7 @@ class RoutedBlocks:
                 self._drop(slot, key)
 
     def forget(self, slot: int) -> None:
-        """Drop the blocks of `slot`, and its limit."""
+        """Drop all blocks of `slot`, with its limit and the cache size that its engine reported."""
         for key in tuple(self._recent.get(slot, ())):
             self._drop(slot, key)
         self._recent.pop(slot, None)
@@ -167,7 +170,7 @@ class RoutedBlocks:
         self._told.pop(slot, None)
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because blocks do not expire."""
+        """Drop nothing with time, because blocks do not expire in this index."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """Store the number of blocks that the engine of `slot` reports, which limits the slot's

@@ -21,9 +21,9 @@ class Locality(StrEnum):
     """The part of a SimHash that is used as the key of the hash ring."""
 
     HASHED = "hashed"
-    """Use a hash of all bits of the SimHash."""
+    """Key of the hash ring: a hash of all bits of the SimHash."""
     BAND = "band"
-    """Use the first bits of the SimHash."""
+    """Key of the hash ring: the first bits of the SimHash."""
 
 
 def simhash(features: Ints) -> int:

@@ -46,7 +46,7 @@ class StayInTime(Parameters, frozen=True):
     colocated: bool = True
     """True if endpoints that prefill also decode.
 
-    The number of running requests is then a factor of an endpoint's cost.
+    The number of requests in flight, including this one, is then a factor of an endpoint's cost.
     """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
@@ -66,8 +66,8 @@ class StayInTime(Parameters, frozen=True):
         return contract.scores_of_cost(queued)
 
     def _cost(self, tokens: "Floats | float", prompt: float) -> Floats:
-        """Return the cost of prefilling `tokens` of a prompt of `prompt` tokens, in
-        prefill tokens.
+        """Return the cost of computing `tokens` tokens of a prompt of `prompt` tokens, as the
+        number of prefill tokens that cost the same without attention.
         """
         cost: Floats = np.asarray(tokens * (1.0 + (prompt - tokens / 2) / self.attention_tokens))
         return cost

@@ -156,8 +156,9 @@ def kv_pressure(candidates: Candidates, *, overload: float, balance: float) -> b
 def best_holders(
     tree: Affinity, candidates: Candidates, cache_threshold: float, overlap_decay: float
 ) -> Bools:
-    """Return bool[n]: True for the candidates that have the prompt's deepest known block and the
-    least prefill work; none on a miss.
+    """Return bool[n]: True for at most 8 candidates that have the prompt's deepest known block;
+    with `overlap_decay`, only for those of them with the least prefill work. All are False on a
+    miss.
 
     The first candidate in the list is taken if the block is known only at endpoints that are no
     candidates.

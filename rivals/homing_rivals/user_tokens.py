@@ -46,11 +46,13 @@ class UserTokensSettings(Parameters, frozen=True):
         return request.headers.get(self.header_name.lower(), "") or request.session_id
 
     def open(self) -> AffinityIndex:
-        """Return a new, empty index with these settings."""
+        """Return a new, empty index of the tokens of users, with these settings as its parameters."""
         return UserTokens(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to a running index; the weights apply only to later requests."""
+        """Apply these settings to the running index `index`, and return True; the weights apply
+        only to later requests. Return False if `index` has another type.
+        """
         return isinstance(index, UserTokens) and index.configure(self)
 
 
@@ -139,7 +141,7 @@ class UserTokens:
             user.tokens -= tokens
 
     def forget(self, slot: int) -> None:
-        """Do nothing, because tokens of users belong to no endpoint."""
+        """Drop nothing for an endpoint that left, because tokens of users belong to no endpoint."""
 
     def expire(self, now: Seconds) -> None:
         """Drop tokens that are older than the window, and users without tokens."""
@@ -152,7 +154,7 @@ class UserTokens:
         self._find_extremes()
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because the index does not depend on the size of an engine's cache."""
+        """Ignore the size of an engine's cache, because the index does not depend on it."""
 
     def _name_of(self, request: InferenceRequest) -> bytes:
         """Return a hash of 16 bytes of the user's name, or b"" if the request has no user."""

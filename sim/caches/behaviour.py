@@ -71,22 +71,24 @@ class UnhashedPool(BlockPool):
     """
 
     def match(self, keys: Sequence[int], ends: Sequence[int], blocks_max: int) -> tuple[int, int]:
-        """Return (0, 0), because no block can be hit."""
+        """Return (0, 0): no block of a prompt is cached here, because blocks of this pool have no
+        hash.
+        """
         return 0, 0
 
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
     ) -> None:
-        """Do nothing, because blocks of this pool have no hash."""
+        """Register nothing, because blocks of this pool have no hash and cannot be hit."""
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
-        """Return True without a change, because blocks of this pool have no hash."""
+        """Return True: nothing needs to be registered, because blocks of this pool have no hash."""
         return True
 
 
 def parts_of(request: EngineRequest) -> PromptParts:
-    """Return the parts of a request's prompt and answer, which the request must have if its engine
-    has a prompt cache.
+    """Return the parts of a request's prompt and answer (`request.parts`). Raises AssertionError if
+    the request has none; only requests of engines without a prompt cache may have none.
     """
     assert request.parts is not None, "an engine with a prompt cache is told the parts of prompts"
     return request.parts

@@ -129,7 +129,7 @@ class MessageSlots:
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
         """Store the messages of the computed prompt, except the last one, in the request's slot.
-        Writing takes no time.
+        Empty the slot if they have less than `cache_min_tokens` tokens. Writing takes no time.
         """
         slot, prompt = self._slot_of[request], parts_of(request)
         kept = prompt.messages - 1
@@ -140,8 +140,8 @@ class MessageSlots:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Free the request's slot. The slot trims the last message and the answer; if the prompt
-        was not completely computed, the slot is emptied.
+        """Free the request's slot, and trim the last message and the answer from it. The slot is
+        emptied if the messages that it should store were not completely computed.
         """
         slot = self._slot_of.pop(request)
         if slot.pending:
@@ -152,7 +152,9 @@ class MessageSlots:
         return 0.0
 
     def _occupy(self, slot: _Slot, request: EngineRequest, tokens: int) -> Found:
-        """Assign the slot to the request, which reuses the first `tokens` tokens of its content."""
+        """Assign the slot to the request, and return that the first `tokens` tokens of the slot's
+        messages are reused for its prompt.
+        """
         prompt = parts_of(request)
         slot.request = request
         slot.pending = prompt.messages < 2 or tokens < prompt.ends[prompt.messages - 2]

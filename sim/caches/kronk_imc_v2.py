@@ -109,7 +109,9 @@ class Sessions:
         self._session_of: dict[EngineRequest, _Snapshot | None] = {}
         """Session that each running request has chosen; None if its prompt is too short for one."""
         self.rebuilds = 0
-        """Number of requests so far that found no snapshot of a head of their prompt."""
+        """Number of requests so far, without those whose prompt is too short, that found no
+        snapshot of a head of their prompt.
+        """
 
     def pool(self, blocks_total: int) -> BlockPool:
         """Return a pool in which no block can be hit, because a snapshot is restored into the

@@ -38,7 +38,7 @@ class KronkSpc(behaviour.CacheBehaviour, frozen=True):
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "SystemPromptBuffer":
-        """Return a cache without a system prompt."""
+        """Return a system prompt cache whose buffer is empty."""
         copy_s_per_token = profile.kv_bytes_per_token / self.bytes_per_s
         return SystemPromptBuffer(self.cache_min_tokens, copy_s_per_token)
 
@@ -68,8 +68,8 @@ class SystemPromptBuffer:
         return Found(system[1], system[1] * self._copy_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the request's system prompt if it is not in the buffer. Return the time in seconds
-        to copy it out and in again.
+        """Store the request's system prompt in the buffer. Return the time in seconds to copy it
+        out and in again; 0 if the request has none, or if the buffer already has it.
         """
         system = self._system_prompt(request)
         if system is None or system == self._held:
@@ -78,7 +78,9 @@ class SystemPromptBuffer:
         return 2 * system[1] * self._copy_s_per_token
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Do nothing, because the buffer does not depend on running requests."""
+        """Return 0: the end of a request changes nothing here, because the buffer does not depend
+        on running requests.
+        """
         return 0.0
 
     def _system_prompt(self, request: EngineRequest) -> tuple[int, int] | None:

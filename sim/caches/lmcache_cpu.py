@@ -185,9 +185,13 @@ class Tier:
         return Found(upto * size, (upto - held) * size * self._load_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Do nothing, because the pool has the blocks until it evicts them."""
+        """Return 0: a computed prompt is not written to CPU memory, because blocks are copied there
+        when the pool evicts them.
+        """
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Do nothing, because the blocks stay in the pool until it evicts them."""
+        """Return 0: the end of a request writes nothing to CPU memory, because its blocks stay in
+        the pool until the pool evicts them.
+        """
         return 0.0

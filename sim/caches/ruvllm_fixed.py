@@ -49,7 +49,7 @@ class _Node(Struct, eq=False):
     parent: "_Node | None"
     last_access_s: Seconds
     tokens: int = 0
-    """Number of stored tokens, from the start of the node's part."""
+    """Number of this node's tokens that are stored, counted from the beginning of its part."""
     children: int = 0
     hits: int = 0
     users: int = 0

@@ -79,17 +79,21 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def length_s(self) -> Seconds:
-        """Length of the period in seconds of the run."""
+        """Length in seconds of the period in which the request rate is changed."""
         return self.to_s - self.from_s
 
     @property
     def last(self) -> float:
-        """Factor on the request rate at the end of the period."""
+        """Factor on the request rate at the end of the period: `factor_end`, or `factor` if the
+        rate is constant.
+        """
         return self.factor if self.factor_end is None else self.factor_end
 
     @property
     def consumed_s(self) -> Seconds:
-        """Seconds of the trace that are replayed in the period: the integral of the factor."""
+        """Seconds of the trace that are replayed in the period: the integral of the factor over the
+        period.
+        """
         return self.length_s * (self.factor + self.last) / 2
 
     def after_s(self, consumed_s: Seconds) -> Seconds:

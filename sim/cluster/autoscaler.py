@@ -135,7 +135,7 @@ class Autoscaler:
         cluster.loop.after(settings.interval_s, self._evaluate)
 
     def _own(self, cluster: Cluster) -> list[SimulatedPod]:
-        """Return the pods of the autoscaler that run or will restart."""
+        """Return the pods that the autoscaler scales and that run, or that will restart."""
         return [
             pod
             for pod in cluster.pods

@@ -70,7 +70,7 @@ def no_request_lost(cluster: Cluster) -> None:
 
 
 def _decode_legs(rank: Engine) -> tuple[EngineRequest, ...]:
-    """Return the decode legs of a rank that have blocks and do not run."""
+    """Return the decode legs on a data-parallel rank that have KV blocks and do not compute yet."""
     return () if rank.legs is None else (*rank.legs.fetching, *rank.legs.fetched)
 
 

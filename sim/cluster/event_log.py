@@ -47,10 +47,12 @@ class EventLog:
     """
 
     def __init__(self, block_tokens: int) -> None:
-        """Start an empty log; `block_tokens` is the engine's block size in tokens."""
+        """Start an empty log of KV-cache events; `block_tokens` is the engine's block size in
+        tokens.
+        """
         self.block_tokens = block_tokens
         self.next = 0
-        """Number of the frame that will be sent next."""
+        """Number that the next frame of KV-cache events will have."""
         self.ended_at_s: Seconds = math.inf
         """Time when the engine process ended; infinite while it runs."""
         self._frames: list[Frame] = []
@@ -59,7 +61,9 @@ class EventLog:
 
     @property
     def first(self) -> int:
-        """Number of the oldest retained frame, or of the next frame if none is retained."""
+        """Number of the oldest retained frame of KV-cache events, or of the next frame if none is
+        retained.
+        """
         return self.next - len(self._frames)
 
     def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
@@ -95,7 +99,9 @@ class EventLog:
         raise AssertionError("no cache is reset in simulated time")
 
     def end_step(self, now: Seconds) -> None:
-        """Send a frame with the changes of the step that has ended, if there are any."""
+        """Store the KV-cache changes of the step that has ended as a frame that is sent at `now`.
+        Do nothing if the step changed nothing.
+        """
         changes = [change for change in self._changes if change.hashes]
         self._changes = []
         if not changes:
@@ -111,27 +117,31 @@ class EventLog:
         self._changes = []
 
     def frame(self, number: int) -> Frame | None:
-        """Return the frame with this number, or None if it is no longer retained."""
+        """Return the frame of KV-cache events with this number, or None if it is no longer
+        retained.
+        """
         at = number - self.first
         return self._frames[at] if at >= 0 else None
 
     def next_at(self, instant: Seconds) -> int:
-        """Return the number of the first frame that was sent after the time `instant`."""
+        """Return the number of the first frame of KV-cache events that was sent after the time
+        `instant`; the number of the next frame if there is none.
+        """
         number = self.next
         while number > self.first and self._frames[number - 1 - self.first].sent_at_s > instant:
             number -= 1
         return number
 
     def retained(self, first: int, before: int) -> Sequence[Frame]:
-        """Return the retained frames from number `first` to below `before`: those that an engine
-        replays before it sends frame `before`.
+        """Return the retained frames of KV-cache events from number `first` to below `before`. An
+        engine that is asked to replay from `first` sends these before it sends frame `before`.
         """
         first = max(first, self.first, before - FRAMES_KEPT_MAX)
         return self._frames[first - self.first : max(first, before) - self.first]
 
     def changes_of(self, frame: Frame, block_tokens: int) -> list[Changed]:
-        """Return the changes in `frame` for an index with blocks of `block_tokens`, a multiple of
-        the engine's block size.
+        """Return the stored and removed blocks in `frame`, converted for an index with blocks of
+        `block_tokens`, a multiple of the engine's block size.
 
         A block of the index counts as stored as long as the engine's block at its end is stored.
         """
@@ -150,8 +160,8 @@ class EventLog:
         return known
 
     def _change(self, *, held: bool) -> _Change:
-        """Return the last open change if it has the same kind (stored or removed), else a new
-        one.
+        """Return the change that collects blocks of this kind (stored or removed) in the current
+        step: the last one if it has this kind, else a new one.
         """
         if self._changes and self._changes[-1].held is held:
             return self._changes[-1]

@@ -14,7 +14,7 @@ from sim.cluster.pods import Pods
 
 class FaultKind(StrEnum):
     DIE = "die"
-    """The pod ends and does not restart, unless it is the last one."""
+    """The pod ends and does not restart. Nothing happens if no other pod runs."""
     RESTART = "restart"
     """The pod's process dies and restarts after `duration_s` with an empty cache."""
     JOIN = "join"

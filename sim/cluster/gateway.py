@@ -199,7 +199,7 @@ class Gateway:
         self._loop.after(delay_s + frontend_s, self._submit, request)
 
     def _reach_sidecar(self, request: SimulatedRequest) -> None:
-        """Let the sidecar of the decode pod send the prefill leg."""
+        """Let the sidecar of the decode pod, which now has `request`, send the prefill leg."""
         if request.fate is None and self._connects(request):
             assert request.pod is not None
             assert request.handover is not None
@@ -274,7 +274,9 @@ class Gateway:
     # Calls from handovers.
 
     def decode(self, handover: Handover) -> None:
-        """Give the request to the engine of its decode pod, after the time of its front end."""
+        """Give the request of `handover` to the engine of its decode pod, after the time of that
+        server's front end.
+        """
         request = handover.request
         assert handover.decode_pod is not None
         profile = handover.decode_pod.kind.profile
@@ -287,7 +289,9 @@ class Gateway:
             self._submit(handover.request)
 
     def unfit(self, request: SimulatedRequest, pod: SimulatedPod) -> Failure | None:
-        """Return why the server of a prefill pod answers 400, or None."""
+        """Return the reason why the server of the prefill pod `pod` answers 400 to the prefill leg
+        of `request`, or None if it accepts the leg.
+        """
         return _unfit(pod.kind, structs.replace(request.arrival, output_tokens=1), None)
 
     def prefill_request(self, request: SimulatedRequest, pod: SimulatedPod) -> EngineRequest:

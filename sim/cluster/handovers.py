@@ -1,4 +1,4 @@
-"""The prefill legs of disaggregated requests, and the transfers of their KV blocks.
+"""The prefill legs of disaggregated requests, and the transfers of their KV blocks to decode pods.
 
 A request goes to the sidecar of its decode pod. With the serial connector, which is the default,
 the sidecar sends a prefill leg to the prefill pod, waits for its end, and then gives the request to
@@ -46,36 +46,44 @@ LOAD_FAILED_STATUS: Final = 500
 
 
 class HandoverTotals(Struct):
-    """Totals of the handovers of a run."""
+    """Totals over all handovers (transfers of KV blocks from a prefill pod to a decode pod) of a
+    run.
+    """
 
     transfers: int = 0
-    """Number of transfers that ended."""
+    """Number of KV transfers that delivered all their bytes."""
     tokens: int = 0
-    """Prompt tokens that these transfers moved."""
+    """Number of prompt tokens whose KV blocks these transfers moved."""
     size_bytes: float = 0.0
-    """Bytes that these transfers moved."""
+    """Number of bytes that these transfers moved."""
     transfer_s: Seconds = 0.0
-    """Time from the start to the end of these transfers, in total."""
+    """Sum over these transfers of the seconds from the start of a transfer to its end."""
     reservation_s: Seconds = 0.0
-    """Time from the arrival of decode legs at their engines to the reservation of their blocks, in
-    total."""
+    """Sum over all decode legs of the seconds from a leg's arrival at its engine to the reservation
+    of its blocks.
+    """
     leases_expired: int = 0
-    """Number of leases that ended before the blocks were read."""
+    """Number of leases that ended before the decode engine had read the blocks of the prefill pod.
+    """
 
 
 class Gate(Protocol):
-    """The gateway as handovers use it."""
+    """The methods of the gateway that handovers call."""
 
     def decode(self, handover: "Handover") -> None:
-        """Give the request to the engine of its decode pod, after the time of its front end."""
+        """Give the request of `handover` to the engine of its decode pod, after the time of that
+        server's front end.
+        """
         ...
 
     def unfit(self, request: SimulatedRequest, pod: SimulatedPod) -> Failure | None:
-        """Return why `pod` would reject the prefill leg of `request`, or None."""
+        """Return the reason why the server of the prefill pod `pod` would reject the prefill leg of
+        `request`, or None if it would accept the leg.
+        """
         ...
 
     def prefill_request(self, request: SimulatedRequest, pod: SimulatedPod) -> EngineRequest:
-        """Return the prefill leg of `request` as the engine of `pod` gets it."""
+        """Return the prefill leg of `request` in the form that the engine of `pod` receives."""
         ...
 
     def fail(self, request: SimulatedRequest, failure: Failure, status: int) -> None:
@@ -95,34 +103,40 @@ class Handover:
     def __init__(self, request: SimulatedRequest, pod: SimulatedPod) -> None:
         self.request = request
         self.pod = pod
-        """Prefill pod."""
+        """Pod that computes the prompt of the request."""
         self.life = pod.life
-        """Value of the prefill pod's `life` at the decision. The pod's engine was lost since then
-        if it differs."""
+        """Value of the prefill pod's `life` when the picker chose the pod. If the pod's `life` is
+        different now, the engine has lost its state since then.
+        """
         self.engine: EngineRequest | None = None
         """Prefill leg in the prefill pod's engine; None before it arrives."""
         self.prefilled_at: Seconds | None = None
-        """End of the prefill. From then on, the prefill pod holds blocks."""
+        """Time when the prefill leg ended, from which on the prefill pod holds its blocks; None
+        before.
+        """
         self.decode_pod: SimulatedPod | None = None
-        """Decode pod; None until its sidecar has the request."""
+        """Pod that decodes the request; None until its sidecar has the request."""
         self.decode_life = 0
         self.decode: EngineRequest | None = None
         """Decode leg in the decode pod's engine; None before it arrives."""
         self.decode_since: Seconds | None = None
-        """Arrival of the decode leg at its engine, which sends heartbeats from then on."""
+        """Time when the decode leg arrived at its engine, which sends heartbeats from then on; None
+        before.
+        """
         self.decode_lost_at: Seconds | None = None
-        """Time when the decode engine lost the leg before its transfer began; None if it has not
-        lost it."""
+        """Time when the decode engine lost the leg before its KV transfer began; None if it has not
+        lost it.
+        """
         self.reserved_at: Seconds | None = None
-        """Time when the decode engine reserved the blocks."""
+        """Time when the decode engine reserved the blocks of the whole prompt; None before."""
         self.began_at: Seconds = 0.0
-        """Start of the transfer."""
+        """Time when the KV transfer started; 0 before."""
         self.received_at: Seconds | None = None
-        """End of the transfer; None before it, or if it failed."""
+        """Time when the KV transfer ended; None before, or if it failed."""
         self.size_bytes = 0.0
-        """Bytes of the transfer, including those that moved during the prefill."""
+        """Size in bytes of the KV transfer, including bytes that moved during the prefill."""
         self.transfer: Transfer | None = None
-        """Transfer in progress, or None."""
+        """KV transfer in progress, or None if none is."""
         self.lease_ends_at: Seconds = 0.0
         self.cancelled = False
         """True if the request no longer needs its prefill leg."""
@@ -152,9 +166,13 @@ class Handovers:
         self._network = Network(loop)
         self._sending: dict[int, Nics] = {}
         self._receiving: dict[int, Nics] = {}
-        """NICs by the number of their pod."""
+        """Network interfaces (NICs) of each pod that receive KV blocks, by the pod's number;
+        `_sending` has those that send.
+        """
         self._met: set[tuple[int, int, int, int]] = set()
-        """Number and life of each two processes between which a transfer began."""
+        """Pairs of processes that have connected to each other for a transfer, each as (number and
+        `life` of the sending pod, number and `life` of the receiving pod).
+        """
         self._open: dict[Handover, None] = {}
         """Handovers whose request needs the prefill leg, or whose blocks the prefill pod holds."""
         self.totals = HandoverTotals()
@@ -165,7 +183,9 @@ class Handovers:
     # Calls from the gateway.
 
     def plan(self, request: SimulatedRequest, prefill: Endpoint) -> Handover | None:
-        """Return a handover from `prefill`, or None if that is the decode pod itself."""
+        """Return a new handover of `request` from the pod of `prefill`, or None if that pod itself
+        decodes the request.
+        """
         assert request.route is not None
         if request.route.endpoint.endpoint_id == prefill.endpoint_id:
             return None
@@ -173,7 +193,9 @@ class Handovers:
         return Handover(request, self._pods.at(prefill))
 
     def begin(self, handover: Handover) -> None:
-        """Send the prefill leg from the sidecar, and the decode leg if both are concurrent."""
+        """Send the prefill leg from the sidecar of the decode pod, and the decode leg too if both
+        run concurrently.
+        """
         request, settings = handover.request, self._settings
         assert request.pod is not None
         assert settings is not None
@@ -185,12 +207,14 @@ class Handovers:
             self._gate.decode(handover)
 
     def decoding(self, handover: Handover, engine: EngineRequest) -> None:
-        """Report that the decode engine now gets `engine`, the decode leg of this handover."""
+        """Record that the decode engine receives `engine`, the decode leg of this handover, now."""
         handover.decode = engine
         handover.decode_since = self._loop.now
 
     def prefilled(self, handover: Handover) -> None:
-        """Report that the prefill leg has ended in its engine, which holds its blocks."""
+        """Record that the prefill leg has ended in its engine, which holds the blocks for the
+        lease. Start the next stage: the decode leg, or the transfer if its blocks are reserved.
+        """
         now, settings = self._loop.now, self._settings
         assert handover.engine is not None
         assert settings is not None
@@ -206,22 +230,28 @@ class Handovers:
             self._transfer(handover)
 
     def hang_up(self, handover: Handover) -> None:
-        """Report that the request has ended. The gateway has removed it from the decode pod."""
+        """Abort the prefill leg of a request that has ended, and give up its decode leg. The
+        gateway has removed the request from the decode pod.
+        """
         self._abort_prefill(handover)
         self._lose_decode(handover)
 
     def decode_failed(self, handover: Handover) -> None:
-        """Report that the decode pod died, with its engine and its sidecar; `pod_died` follows."""
+        """Abort the prefill leg, because the decode pod died with its engine and its sidecar;
+        `pod_died` follows.
+        """
         self._abort_prefill(handover)
 
     def prefill_failed(self, handover: Handover) -> None:
-        """Report that the prefill pod died before the end of the leg."""
+        """Fail the request, because the prefill pod died before the end of the prefill leg."""
         self._fail(handover, Failure.PREFILL_POD_DIED, PREFILL_DIED_STATUS)
 
     # Calls from the pods.
 
     def reserved(self, pod: SimulatedPod, engine: EngineRequest) -> None:
-        """Report that the decode engine of `pod` has reserved the blocks of a leg."""
+        """Record that the decode engine of `pod` has reserved the blocks of the decode leg
+        `engine`. Begin the KV transfer if the prompt is computed.
+        """
         handover: Handover = pod.requests[engine.request_id].handover
         assert handover.decode is engine
         assert handover.decode_since is not None
@@ -231,7 +261,9 @@ class Handovers:
             self._transfer(handover)
 
     def pod_died(self, pod: SimulatedPod) -> None:
-        """Report that `pod` died; the gateway has received its requests and prefill legs."""
+        """End the KV transfers from and to `pod`, which died. Requests that were reading blocks
+        from it fail. The gateway already has the pod's requests and prefill legs.
+        """
         unread: list[Handover] = []
         for handover in [one for one in self._open if pod in (one.pod, one.decode_pod)]:
             transfer, handover.transfer = handover.transfer, None
@@ -251,7 +283,9 @@ class Handovers:
     # The course of a handover.
 
     def _prefill(self, handover: Handover) -> None:
-        """Give the prefill leg to its engine."""
+        """Give the prefill leg to the engine of the prefill pod, or fail the request if that pod
+        died or rejects the leg.
+        """
         request, pod = handover.request, handover.pod
         if handover.cancelled:
             self._open.pop(handover, None)
@@ -268,12 +302,16 @@ class Handovers:
         pod.submit(handover.engine)
 
     def _answered(self, handover: Handover) -> None:
-        """Give the request to the decode engine, because the sidecar has the prefill's answer."""
+        """Give the request to the decode engine, because the sidecar has received the answer to the
+        prefill leg.
+        """
         if not handover.cancelled:
             self._gate.decode(handover)
 
     def _transfer(self, handover: Handover) -> None:
-        """Begin the transfer: the prompt is computed, and the blocks are reserved."""
+        """Begin the KV transfer of a handover whose prompt is computed and whose blocks are
+        reserved. Fail the request if the prefill pod no longer has the blocks.
+        """
         decode_pod, leg, settings = handover.decode_pod, handover.decode, self._settings
         assert decode_pod is not None
         assert leg is not None
@@ -294,7 +332,8 @@ class Handovers:
         )
 
     def _exposed(self, handover: Handover, source: Nics, target: Nics) -> float:
-        """Return the share of the bytes that remain after the prefill; 1 without push.
+        """Return the share (0 to 1) of the transfer's bytes that remain to be moved after the
+        prefill. It is 1 if the prefill engine does not push each layer as soon as it is computed.
 
         Bytes that move during the prefill take no bandwidth from other transfers here.
         """
@@ -317,7 +356,9 @@ class Handovers:
         )
 
     def _transferred(self, handover: Handover) -> None:
-        """Let the decode leg continue, and release the blocks of the prefill pod."""
+        """Let the decode leg continue after its KV transfer, and release the blocks of the prefill
+        pod.
+        """
         leg, totals = handover.decode, self.totals
         assert leg is not None
         assert handover.decode_pod is not None
@@ -331,7 +372,9 @@ class Handovers:
         handover.decode_pod.received(leg)
 
     def _look_at_lease(self, handover: Handover) -> None:
-        """Release the blocks if the lease has ended, or look again when it ends."""
+        """Release the blocks of the prefill pod if the lease, with all renewals by heartbeats, has
+        ended; else check again when it ends.
+        """
         if handover not in self._open:
             return
         connector, now = handover.connector, self._loop.now
@@ -353,7 +396,9 @@ class Handovers:
         handover.pod.release(handover.engine)
 
     def _abort_prefill(self, handover: Handover) -> None:
-        """End a prefill leg that has not ended, because its request is gone."""
+        """Abort a prefill leg whose request is gone. Do nothing in the engine if the leg was not
+        sent, or if it has ended and its lease keeps the blocks.
+        """
         handover.cancelled = True
         leg, pod = handover.engine, handover.pod
         if leg is None or handover.prefilled_at is not None:
@@ -364,7 +409,9 @@ class Handovers:
             pod.abort(leg.request_id)
 
     def _lose_decode(self, handover: Handover) -> None:
-        """Process the end of the decode leg in its engine, unless its transfer is in progress."""
+        """Record that the decode engine lost the decode leg, and remove the leg if its blocks are
+        reserved. Do nothing while its KV transfer is in progress.
+        """
         if handover.transfer is not None:
             return
         handover.decode_lost_at = self._loop.now
@@ -388,7 +435,7 @@ class Handovers:
         self._gate.fail(request, failure, status)
 
     def _there(self, handover: Handover) -> bool:
-        """Return whether the prefill pod has been alive since the decision."""
+        """Return whether the process of the prefill pod that the picker chose still runs."""
         return handover.pod.alive and handover.pod.life == handover.life
 
     # The network.

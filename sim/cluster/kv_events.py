@@ -25,8 +25,8 @@ from sim.cluster.simulated_pod import SimulatedPod
 
 WATCH_S: Final[Seconds] = 0.25
 CONNECT_PAUSE_S: Final[Seconds] = 0.5
-"""Maximum pause in seconds before a picker connects to a new endpoint. This constant and `WATCH_S`
-have the values of `epp/shell/engines/kv_events`.
+"""Maximum pause in seconds before a picker connects to a new endpoint to receive its KV-cache
+events. This constant and `WATCH_S` have the values of `epp/shell/engines/kv_events`.
 """
 _NUMBER_BYTES: Final = 8
 
@@ -63,7 +63,9 @@ class _Source:
         self._random = random
         self._connects_at = connects_at
         self._next = 0
-        """Number of the frame of KV-cache events that the subscription receives next."""
+        """Number of the frame of KV-cache events that the subscription receives next from the
+        engine.
+        """
         self._replay: tuple[Seconds, int] | None = None
         """Time when the requested replay arrives, and the number of its first frame; None if no
         replay is requested.
@@ -75,8 +77,8 @@ class _Source:
         )
 
     def catch_up(self, now: Seconds) -> None:
-        """Process all frames, replays and connection changes that happened until `now`, in order of
-        time.
+        """Process all frames of KV-cache events, replays and connection changes that happened until
+        `now`, in order of time.
         """
         while (at := self._next_at()) <= now:
             self._happen(at)
@@ -85,15 +87,15 @@ class _Source:
             self._act(self.subscription.watch(now), now)
 
     def close(self, now: Seconds) -> None:
-        """End the subscription. Do nothing if the scheduler has given the slot to another
-        endpoint.
+        """End the subscription to an endpoint's KV-cache events. Do nothing if the scheduler has
+        given the endpoint's slot to another endpoint.
         """
         if self._scheduler.pool.slot_of(self.endpoint) == self.slot:
             self.subscription.close(now)
 
     def _next_at(self) -> Seconds:
-        """Return the time of the subscription's next event (connection, frame, replay or end of the
-        process); infinite if none is known.
+        """Return the time of the next thing that happens to the subscription: the connection, a
+        frame, a replay, or the end of the engine's process. The time is infinite if none is known.
         """
         if not self._connected:
             return self._connects_at
@@ -107,7 +109,7 @@ class _Source:
         return at
 
     def _happen(self, at: Seconds) -> None:
-        """Process the subscription's next event, which happens at the time `at` that `_next_at`
+        """Process the next thing that happens to the subscription, at the time `at` that `_next_at`
         returned.
         """
         subscription, log, delay_s = self.subscription, self.log, self._settings.delay_s
@@ -147,8 +149,8 @@ class _Source:
         self._act(subscription.disconnected(at), at)
 
     def _act(self, asked: Sequence[Asked], at: Seconds) -> None:
-        """Schedule the replays in `asked`, and apply the events that the subscription has
-        received.
+        """Schedule the replays of frames that are requested in `asked`, and apply the KV-cache
+        events that the subscription has received.
         """
         questions = [*asked]
         while self.subscription.works:
@@ -221,7 +223,7 @@ class Listener:
         self.catch_up(now)
 
     def catch_up(self, now: Seconds) -> None:
-        """Process all events of all subscriptions that have arrived by `now`."""
+        """Process all KV-cache events of all subscriptions that have arrived by `now`."""
         for source in self._sources.values():
             source.catch_up(now)
 

@@ -22,15 +22,15 @@ class Link(Struct, frozen=True, kw_only=True):
 
     name: str
     bytes_per_s: float
-    """Bandwidth of one NIC in one direction."""
+    """Bandwidth of one NIC in one direction, in bytes per second."""
     setup_s_min: Seconds
     setup_s_max: Seconds
     source: str
 
     @property
     def setup_s(self) -> Seconds:
-        """Time from the start of a transfer to its first byte: the middle of the published
-        range.
+        """Seconds from the start of a transfer to its first byte: the middle of the published
+        range, `setup_s_min` to `setup_s_max`.
         """
         return (self.setup_s_min + self.setup_s_max) / 2
 
@@ -77,11 +77,13 @@ LINKS: Final[Mapping[str, Link]] = {
         ),
     )
 }
-"""Known links by name."""
+"""Kinds of networks between pods for KV transfers, by name."""
 
 ACROSS_ZONES_S_MIN: Final[Seconds] = 10e-3
 ACROSS_ZONES_S_MAX: Final[Seconds] = 50e-3
-"""Range of the additional set-up time of a transfer between two zones, from the same source."""
+"""This and `ACROSS_ZONES_S_MIN` are the range of the additional set-up time in seconds of a
+transfer between two zones. The source is `_PUBLISHED`.
+"""
 ACROSS_ZONES_S: Final[Seconds] = (ACROSS_ZONES_S_MIN + ACROSS_ZONES_S_MAX) / 2
 
 
@@ -90,24 +92,29 @@ class KVTransferSettings(Struct, frozen=True, kw_only=True):
 
     link: Link
     hop_s: Seconds = 0.001
-    """Time of one message between the sidecar of the decode pod and the prefill pod."""
+    """Time in seconds of one message between the sidecar of the decode pod and the prefill pod."""
     concurrent: bool = False
     """True if both legs are sent at once, as by the connectors for SGLang and Mooncake."""
     push: bool = False
     """True if the prefill engine writes each layer when it is computed. It needs concurrent legs,
     because the decode engine must have reserved its blocks before."""
     first_contact_s: Seconds = 0.0
-    """Additional time of the first transfer between two engine processes; about 5 s are reported
-    for NIXL. 0 if all processes have connected to each other before the run."""
+    """Additional seconds of the first transfer between two engine processes; about 5 s are reported
+    for NIXL. 0 if all processes have connected to each other before the run.
+    """
 
 
 class Nics:
-    """All NICs of a pod in one direction. Tensor-parallel shards move in parallel over them."""
+    """All network interfaces (NICs) of a pod together, in one direction (sending or receiving).
+    Tensor-parallel shards move in parallel over them.
+    """
 
     __slots__ = ("active", "bytes_per_s")
 
     def __init__(self, bytes_per_s: float) -> None:
-        """Create idle NICs with a total bandwidth of `bytes_per_s`, which must be above 0."""
+        """Create the idle NICs of one pod for one direction, with a total bandwidth of
+        `bytes_per_s`, which must be above 0.
+        """
         assert bytes_per_s > 0
         self.bytes_per_s = bytes_per_s
         self.active: dict[Transfer, None] = {}
@@ -115,11 +122,15 @@ class Nics:
 
     @property
     def share_bytes_per_s(self) -> float:
-        """Bandwidth of each active transfer, or of the next one if none is active."""
+        """Bandwidth in bytes per second of each active transfer, or of the next one if none is
+        active.
+        """
         return self.bytes_per_s / max(1, len(self.active))
 
     def share_with_another_bytes_per_s(self) -> float:
-        """Return the bandwidth of each transfer if one more becomes active."""
+        """Return the bandwidth in bytes per second that each transfer has if one more becomes
+        active.
+        """
         return self.bytes_per_s / (len(self.active) + 1)
 
 
@@ -136,7 +147,9 @@ class Transfer:
         self.bytes_left = bytes_left
         """Bytes of this transfer that had not arrived at the time `settled_at`."""
         self.bytes_per_s = 0.0
-        """Present bandwidth of this transfer; 0 during its set-up and after its end."""
+        """Present bandwidth of this transfer in bytes per second; 0 during its set-up and after its
+        end.
+        """
         self.settled_at: Seconds = 0.0
         self._done = done
         self._version = 0
@@ -157,7 +170,9 @@ class Network:
         setup_s: Seconds,
         done: Callable[[], None],
     ) -> Transfer:
-        """Start a transfer and return it; `done` is called when the last byte has arrived."""
+        """Start a transfer of `size_bytes`, whose bytes flow after `setup_s` seconds, and return
+        it. `done` is called when the last byte has arrived.
+        """
         transfer = Transfer(source, target, size_bytes, done)
         self._loop.after(setup_s, self._flow, transfer, transfer._version)
         return transfer
@@ -169,7 +184,9 @@ class Network:
             self._leave(transfer)
 
     def _flow(self, transfer: Transfer, version: int) -> None:
-        """Let the bytes of a transfer flow, after its set-up."""
+        """Begin to move the bytes of a transfer, because its set-up has ended. Do nothing if the
+        transfer was cancelled.
+        """
         if version != transfer._version:
             return
         transfer.settled_at = self._loop.now
@@ -192,7 +209,9 @@ class Network:
         self._share(transfer)
 
     def _share(self, changed: Transfer) -> None:
-        """Compute the shares of all transfers at both ends of `changed` again."""
+        """Compute the bandwidth of all active transfers again that share a sender or a receiver
+        with `changed`.
+        """
         for transfer in {**changed.source.active, **changed.target.active}:
             self._settle(transfer)
             transfer.bytes_per_s = min(
@@ -203,7 +222,7 @@ class Network:
             self._loop.after(left_s, self._end, transfer, transfer._version)
 
     def _settle(self, transfer: Transfer) -> None:
-        """Subtract the bytes that have arrived since the last change of the share."""
+        """Subtract the bytes that have arrived since the last change of the transfer's bandwidth."""
         now = self._loop.now
         arrived = transfer.bytes_per_s * (now - transfer.settled_at)
         transfer.bytes_left = max(0.0, transfer.bytes_left - arrived)

@@ -46,8 +46,8 @@ class Partition(Struct, frozen=True):
 
 
 class SlowPeer(Struct, frozen=True):
-    """A picker whose frames, sent and received, take `more_s` seconds longer than those of other
-    pickers.
+    """A picker whose frames to and from other pickers take `more_s` seconds longer than those
+    between the others.
     """
 
     replica: int
@@ -91,12 +91,12 @@ class _Peer:
         self.exchange = exchange
         self.started_at = started_at
         self.phase_s = phase_s
-        """Time of the picker's first request to its exchange for frames. Further requests follow at
-        multiples of the interval.
+        """Time at which the picker first looks for decisions to send to its peers. It looks again
+        at multiples of the interval.
         """
         self.flush_at: Seconds = math.inf
-        """Time of the picker's next request to its exchange for frames; infinite if none is
-        scheduled.
+        """Time at which the picker next looks for decisions to send to its peers; infinite if none
+        is scheduled.
         """
         self.beat_at: Seconds = -math.inf
         """Time when the picker last sent a heartbeat to its peers."""
@@ -127,9 +127,12 @@ class Peering:
         self._received: list[Received] = []
         """Counters of received records, one object for each picker process, ended ones included."""
         self.frames = 0
-        """Number of frames sent, where a frame counts once for each receiver."""
+        """Number of frames that pickers sent to each other; a frame to several receivers counts
+        once for each.
+        """
         self.bytes = 0
-        """Size of the sent frames in bytes, counted for each receiver."""
+        """Size in bytes of the frames that pickers sent to each other, counted for each receiver.
+        """
         self.frames_lost = 0
 
     def greet(self) -> None:
@@ -199,8 +202,8 @@ class Peering:
         self._loop.after(SNAPSHOT_S_MAX, still_there)
 
     def touched(self, replica: int) -> None:
-        """Schedule the sending of decisions by picker `replica`, which has just decided or seen the
-        end of a request.
+        """Schedule the sending of decisions to the peers of picker `replica`, which has just made a
+        decision or seen the end of a request.
         """
         peer = self._peers[replica]
         if peer is not None:
@@ -241,8 +244,8 @@ class Peering:
         }
 
     def _flush_from(self, peer: _Peer, since: Seconds) -> None:
-        """Schedule the next time at or after `since` at which `peer` requests frames from its
-        exchange, unless an earlier one is scheduled.
+        """Schedule the next time at or after `since` at which `peer` looks for decisions to send.
+        Do nothing if an earlier time is scheduled.
         """
         assert self._settings is not None
         interval_s = self._settings.interval_s

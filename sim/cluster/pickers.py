@@ -57,7 +57,9 @@ class Pickers:
         self._pods = pods
         self._prefill_rule = prefill_rule
         self._prefill: list[Endpoint] = []
-        """Announced endpoints with a prefill role; empty without a rule."""
+        """Announced endpoints with a prefill role; empty if the cluster has no rule that chooses
+        prefill pods.
+        """
         self._open_policy = open_policy
         self._seed = seed
         self.policies = [self._open(at) for at in range(settings.replicas)]
@@ -67,7 +69,7 @@ class Pickers:
         because requests wait.
         """
         self.assigner = Assigner(settings.assignment, settings.replicas, seed)
-        """Chooser of a running picker for each request."""
+        """Chooser of the picker for each request, among the pickers that run."""
         self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
         """Scrapers of pods by id of the endpoint, one dictionary for each picker."""
@@ -125,7 +127,9 @@ class Pickers:
         return routed
 
     def response_started(self, request: SimulatedRequest) -> None:
-        """Report the response headers of `request`, which several endpoints serve, to its picker."""
+        """Report the response headers of `request`, which several endpoints serve, to the picker
+        that routed it.
+        """
         policy, route, replica = _routed(request)
         policy.response_started(route, self._loop.now)
         self.peering.touched(replica)
@@ -139,8 +143,8 @@ class Pickers:
         self._lines[replica].admit()
 
     def reschedule(self, request: SimulatedRequest, served: Endpoint) -> None:
-        """Report to the picker that routed `request` that the fallback endpoint `served` answered
-        it.
+        """Report to the picker that routed `request` that the gateway reached the fallback endpoint
+        `served` instead of the first one.
         """
         policy, route, replica = _routed(request)
         policy.reschedule(route, served, self._loop.now)
@@ -181,7 +185,7 @@ class Pickers:
 
     def announce(self) -> None:
         """Announce the pods that discovery lists now to every picker, which scrapes them from now
-        on.
+        on. Do nothing while the pickers rest.
         """
         if self._resting:
             return

@@ -136,7 +136,7 @@ class Pods:
             self.kill(pod)
 
     def kill(self, pod: SimulatedPod) -> None:
-        """End the process of `pod` and fail its requests, even if the pod has already ended."""
+        """Kill the process of `pod` and fail its requests, whether or not the process still runs."""
         pod.die()
         self._count()
         cut = list(pod.requests.values())

@@ -41,7 +41,9 @@ class PrefillRule(Protocol):
 
 
 class RoundRobinPrefill:
-    """A rule that takes all prefill endpoints in turn, for prompts of at least `tokens_min`."""
+    """A rule that chooses prefill endpoints round robin, for prompts of at least `tokens_min`
+    tokens.
+    """
 
     def __init__(self, *, tokens_min: int = 0) -> None:
         self._tokens_min = tokens_min

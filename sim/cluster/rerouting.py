@@ -29,8 +29,9 @@ class Reschedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Connections:
-    """Decides which connections of a run fail. The decision depends only on the seed, the request
-    and the attempt, so that every policy has the same failures.
+    """Decides which connections of a run fail: those whose random number is below the share of the
+    period. The number depends only on the seed, the request and the attempt, so it is the same
+    under every policy.
     """
 
     def __init__(self, reschedules: Sequence[Reschedule], *, seed: int) -> None:

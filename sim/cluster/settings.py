@@ -41,7 +41,7 @@ class ClientSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     retries: Annotated[int, Meta(ge=0, le=1_000)] = 0
     """Maximum number of retries of a request that was answered with 429 or 503, found no running
-    picker, or lost its pod.
+    picker, or lost the pod that prefills or decodes it.
     """
     pause_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 1.0
     """Pause before the first retry of a request, in seconds. Each further pause is twice as long as
@@ -64,9 +64,9 @@ class Absence(Struct, frozen=True):
     requests from `to_s` on.
 
     A period that begins at 0 means that the picker joins late. The new process begins without any
-    state. It scrapes pods from `from_s` on, and receives requests from `to_s` on or when it has a
-    snapshot from its peers. In between, other pickers receive the requests; without others, they
-    fail. Pods finish the answers in progress.
+    state. It scrapes pods from `from_s` on. It receives requests from `to_s` on; if pickers share
+    decisions, it first waits for a snapshot from a peer, at most `SNAPSHOT_S_MAX`. Other pickers
+    receive the requests meanwhile; without others, they fail. Pods finish the answers in progress.
     """
 
     replica: int

@@ -159,9 +159,9 @@ class SimulatedPod:
         stores: Stores | None = None,
         reserved: Callable[["SimulatedPod", EngineRequest], None] | None = None,
     ) -> None:
-        """Start the pod. With `tells` it publishes KV events; `stores` holds caches shared
-        by pods. `reserved` gets each decode leg when the engine has reserved its blocks; a pod with
-        a KV connector needs it.
+        """Start the pod. If `tells` is true it publishes KV-cache events; `stores` holds the caches
+        that pods share. `reserved` is called with each decode leg when the engine has reserved its
+        blocks; only a pod with a KV connector needs it.
         """
         self._connected = kind.engine.kv_connector is not None
         self._tell_reserved = reserved
@@ -184,8 +184,8 @@ class SimulatedPod:
         self.life = 0
         """Counter that increases whenever the pod's process starts or ends."""
         self.requests: dict[str, Any] = {}
-        """Requests in the pod's engine, by request id. The owner of the pod adds and removes
-        them.
+        """Requests that the pod serves, in its engine or at its sidecar, by request id. A prefill
+        leg is represented by its handover. The owner of the pod adds and removes them.
         """
         self.scrapers: list[Scraper] = []
         """Scrapers of the pod. They are called before anything changes that the metrics page
@@ -269,7 +269,9 @@ class SimulatedPod:
         self._follow()
 
     def abort(self, request_id: str) -> None:
-        """Remove the request with this id from the engine, because its client has left."""
+        """Remove the request with this id from the engine, because its client has left. A request
+        in a running pass leaves at the end of the pass.
+        """
         self._catch_up()
         self.engine.cut(self._loop.now)
         if self.engine.abort(request_id) and self.engine.passes:
@@ -376,7 +378,9 @@ class SimulatedPod:
         self.life += 1
 
     def _show(self) -> None:
-        """Update the metrics page to the present state of the engine, between two passes."""
+        """Set the content of the metrics page to the present state of the engine, between two
+        passes.
+        """
         engine, settings = self.engine, self.kind.engine
         adapters: AdapterReport | None = None
         if settings.max_loras:
@@ -427,13 +431,17 @@ class SimulatedPod:
             self._announce_reserved()
 
     def _changed(self) -> None:
-        """Continue after a change of the blocks, which the page shows at once if no step runs."""
+        """Continue after blocks were received, released or given up. If no step runs, the metrics
+        page shows the change at once.
+        """
         if self.engine.ends_at is None:
             self._show()
         self._follow()
 
     def _announce_reserved(self) -> None:
-        """Report the decode legs whose blocks were reserved since the last call."""
+        """Report the decode legs whose blocks the engine has reserved since the last call to the
+        pod's owner.
+        """
         for rank in self.ranks:
             assert rank.legs is not None
             if rank.legs.reserved:
@@ -447,7 +455,7 @@ class SimulatedPod:
         return next(rank for rank in self.ranks if rank.legs is not None and rank.legs.has(request))
 
     def _in_transfer(self) -> int:
-        """Return how many decode legs have blocks and are not computed yet."""
+        """Return how many decode legs have reserved or received blocks and are not computed yet."""
         return sum(rank.legs.waiting for rank in self.ranks if rank.legs is not None)
 
     def _end_step(self, due: Seconds, life: int) -> None:
@@ -493,7 +501,7 @@ class SimulatedPod:
 
 
 def _summed(some: Mapping[str, float], others: Mapping[str, float]) -> Mapping[str, float]:
-    """Return for each name in `others` the sum of its values in `some` and `others`. `some` has no
-    other names.
+    """Return the sum of the values in `some` and `others` for each name in `others`. A name that is
+    missing in `some` counts as 0; `some` has no names that `others` lacks.
     """
     return {name: some.get(name, 0.0) + tokens for name, tokens in others.items()}

@@ -23,7 +23,7 @@ class Fate(StrEnum):
     REFUSED = "refused"
     """The picker refused the request."""
     FAILED = "failed"
-    """The pod could not serve the request, or died."""
+    """The request could not be served, for one of the reasons in `Failure`."""
     ABORTED = "aborted"
     """The client aborted the request."""
 
@@ -63,7 +63,9 @@ class SimulatedRequest:
         self.forget_attempt()
 
     def forget_attempt(self) -> None:
-        """Reset the fields that describe an attempt, before the request is sent or sent again."""
+        """Reset the fields that describe one attempt of the request, before it is sent for the
+        first time or again.
+        """
         self.routed_at: Seconds | None = None
         self.wait: Wait | None = None
         """Handle of the request's wait at its picker, for the renderer or in the waiting line. None
@@ -89,7 +91,7 @@ class SimulatedRequest:
         """
         self.submitted_at: Seconds | None = None
         self.hashes: PromptHashes | None = None
-        """Hashes of the prompt, stored from routing until the engine receives the request."""
+        """Hashes of the prompt, stored from routing until the engines have received the request."""
         self.handover: Handover | None = None
         """Prefill leg and KV transfer, or None if its pod computes the prompt."""
         self.engine: EngineRequest | None = None

@@ -56,7 +56,7 @@ class ArmResult(Struct, kw_only=True):
 
 
 class Ports(Struct, frozen=True, kw_only=True):
-    """Free ports on this machine for the programs of one arm."""
+    """Free ports on this machine for the programs of one arm (round robin or Homing) of the demo."""
 
     gateway: int
     admin: int
@@ -67,13 +67,15 @@ class Ports(Struct, frozen=True, kw_only=True):
 
 
 class DemoPods(Struct, frozen=True, kw_only=True):
-    """The simulated pods of one arm."""
+    """The settings of the simulated pods of one arm (round robin or Homing) of the demo."""
 
     profile: str = PROFILE
     blocks: int | None = None
     """KV blocks of a pod. None means `cache_blocks()`."""
     stream_interval_tokens: int = 1
-    """Tokens in each chunk of an answer. Fewer chunks leave the machine more time for the picker."""
+    """Number of tokens in each chunk of a streamed answer. Larger and thus fewer chunks leave the
+    machine more time for the picker.
+    """
 
 
 class Child:
@@ -164,7 +166,9 @@ class Arm:
         pods: DemoPods | None = None,
         document: Path | None = None,
     ) -> None:
-        """Create an arm. If `pods` is None, it has the pods of the demo. `document` is the configuration file of the picker."""
+        """Create one arm of the demo with the pods `pods`; None for `DemoPods()`. `document` is the
+        configuration file of the picker; None for its default.
+        """
         self.name = name
         self._pods = pods or DemoPods()
         self._document = document

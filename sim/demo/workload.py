@@ -84,7 +84,9 @@ def conversations(settings: WorkloadSettings, seed: int) -> list[Conversation]:
 
 
 def requests_in(workload: Sequence[Conversation]) -> int:
-    """Return how many requests the workload sends in total, if every request is answered."""
+    """Return how many requests all conversations of the workload send in total, if every request is
+    answered.
+    """
     return sum(len(conversation.turns) for conversation in workload)
 
 

@@ -194,8 +194,8 @@ def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable
 
 
 def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the conditions of the run for reports. They do not contain the given headers, because
-    these may be keys.
+    """Return the conditions of a run of `sim drive` (trace, URL, models and other flags) by name,
+    for reports. They do not contain the given headers, because these may be keys.
     """
     return {
         "trace": Path(options.trace).name,

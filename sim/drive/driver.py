@@ -1,10 +1,11 @@
 """The sender of `sim drive`: it sends the requests of a trace at the trace's times, in an open
 loop.
 
-The loop does not wait for answers, so that a slow gateway does not reduce the load. If
-`in_flight_max` requests are in flight, further ones are counted but not sent. A turn that waits for
-the end of the previous turn is not in flight. The driver measures
-how late it sent each request, because lateness means that the driver itself is slow.
+Only a turn of a conversation waits: for the end of the previous turn and its think time, if the
+trace names the previous turn. All other requests are sent at their times, so that a slow gateway
+does not reduce the load. If `in_flight_max` requests are in flight, further ones are counted but
+not sent. A turn that waits is not in flight. The driver measures how late it sent each request,
+because lateness means that the driver itself is slow.
 """
 
 import asyncio
@@ -78,7 +79,9 @@ class Driver:
         self._ends: OrderedDict[int, asyncio.Future[Seconds]] = OrderedDict()
         """End time of each of the last requests, by their index in the trace."""
         self.not_sent = 0
-        """Number of requests that were not sent because too many were in flight."""
+        """Number of requests that were not sent because `in_flight_max` requests were in flight, or
+        `ENDS_KEPT_MAX` were waiting or in flight.
+        """
         self.unfit = 0
         """Number of requests that were not sent because their token ids cannot be written as
         text.

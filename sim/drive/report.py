@@ -75,7 +75,10 @@ def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummar
         figure("In numbers", facts_table(_facts(summary))),
         figure("What was run", facts_table(_conditions(summary))),
     ]
-    said = "Real requests at the trace's times; no request waited for another's answer."
+    said = (
+        "Real requests at the trace's times. Only turns of conversations waited, for the answers "
+        "that they continue."
+    )
     return page(
         f"{summary.conditions['trace']}, as real requests",
         "\n".join([*warnings_of(summary), said]),
@@ -116,8 +119,8 @@ def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[st
 
 
 def _ranks(found: Summary) -> list[str]:
-    """Return the cells of a row: mean and percentiles of a latency, with a dash for a missing
-    one.
+    """Return the cells of a row of the latency table: mean and percentiles as text, with a dash for
+    a missing one.
     """
     return [seconds(getattr(found, rank, None)) for rank in _RANKS]
 

@@ -27,7 +27,9 @@ class Streamed(Struct, kw_only=True):
     status: int = 0
     """HTTP status of the response, or 0 if there was none."""
     served_by: str = ""
-    """Value of the response header that the caller of `ask` named, or ""."""
+    """Value of the response header that the caller of `ask` named; "" if it named none, or the
+    response lacks it.
+    """
     ttft_s: Seconds = 0.0
     """Time in seconds from sending the request to the first chunk with text, or 0 if there was
     none.

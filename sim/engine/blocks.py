@@ -63,14 +63,16 @@ class Run:
 
 
 class Holding:
-    """The KV blocks that one request uses, in the order of its chain."""
+    """The KV blocks that one request uses, in the order of the request's chain."""
 
     __slots__ = ("open_blocks", "piece", "registered_blocks", "runs")
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.registered_blocks = 0
-        """Number of blocks in `runs`, which are complete and can be hit by other requests."""
+        """Number of the request's blocks in `runs`. They are complete, so other requests can hit
+        them.
+        """
         self.open_blocks = 0
         """Number of blocks that the request uses without a hash, because they are not completely
         computed.
@@ -272,9 +274,9 @@ class BlockPool:
             self.watcher.stored(keys, ends, position, upto)
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
-        """Register the holding's blocks before block `upto` like `register`, if this only extends
-        the holding's last run, and no other run has blocks of its last key or of the keys that
-        follow. Otherwise return False without a change.
+        """Register the holding's blocks before block `upto` as `register` does, and return True, if
+        this only extends the holding's last run, and no other run has blocks of its last key or of
+        the keys that follow. Return False without a change otherwise.
 
         Registrations by other holdings meanwhile make no difference if it returns True, because
         they reach the same place of the chain later.

@@ -106,8 +106,9 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
 
     running: int
     waiting: int
-    """Number of requests that have no computed token yet, or were preempted; includes decode legs
-    in transfer."""
+    """Number of requests that have no computed token yet, or were preempted. Decode legs whose
+    blocks are in transfer, or have arrived and are not computed yet, are included.
+    """
     deferred: int
     """Number of requests in `waiting` that only lack an adapter slot, or whose KV blocks are in
     transfer or have just arrived."""
@@ -121,7 +122,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     fetched: int = 0
     """Number of decode legs in `deferred` whose blocks are received."""
     to_fetch: int = 0
-    """Number of decode legs in `waiting` without blocks."""
+    """Number of decode legs in `waiting` that have not reserved blocks yet."""
 
 
 class Step(Struct, kw_only=True):
@@ -220,7 +221,8 @@ class Engine:
         """
         self._pending: _Pending | None = None
         self._aborted: list[EngineRequest] = []
-        """Requests aborted during the running step, which leave at its end."""
+        """Requests that were aborted during the running step, and that leave the engine at its end.
+        """
         self._deferred = 0
         self._resident: dict[str, None] = {}
         """LoRA adapters in slots, the least recently used first."""
@@ -240,7 +242,7 @@ class Engine:
         """
         self._passes_done = 0
         self._context_tokens = 0
-        """Number of known tokens (prompt and generated) of all decoding requests together."""
+        """Sum over all decoding requests of their known tokens (prompt and generated so far)."""
         self._due: list[tuple[int, int, EngineRequest]] = []
         """Heap of (number of passes after which the request ends, admission, request). An entry is
         void if its number differs from the request's `due`.
@@ -256,8 +258,8 @@ class Engine:
         which they need a new block.
         """
         self._taken: list[int] | None = None
-        """Number of KV blocks used by the passes after the first one of the running step, by the
-        number of these passes up to one block size. None until it is needed.
+        """Number of KV blocks that the passes after the first one of the running step use: element
+        n is for n such passes, up to one block size. None until it is needed.
         """
 
     @property
@@ -334,7 +336,9 @@ class Engine:
         self._legs_at(now).release(request)
 
     def _legs_at(self, now: Seconds) -> Legs:
-        """Return the legs, which are about to change."""
+        """Return the legs of disaggregated requests for a change at `now`. Shorten the running step
+        to the pass in progress before, because the change may affect later passes.
+        """
         assert self.legs is not None, "an engine with legs has a connector"
         self.cut(now)
         self.legs.stalled = False
@@ -369,8 +373,8 @@ class Engine:
         self._resident.pop(adapter, None)
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass that starts at `now` and return its result, or None if there is no
-        request.
+        """Do one pass that starts at `now` and return its result. None if there is no request, or
+        if none can be computed before a KV transfer ends.
         """
         decoding = dict.fromkeys(self.running)
         if self._partial is not None:
@@ -389,8 +393,8 @@ class Engine:
         return step
 
     def begin(self, now: Seconds) -> Seconds | None:
-        """Begin a step of one or more passes at `now`; return the time of its end, or None if there
-        is no request.
+        """Begin a step of one or more passes at `now`; return the time of its end. None if there is
+        no request, or if none can be computed before a KV transfer ends.
         """
         preemptions = self.preemptions
         pending = self._begin_pass(now)
@@ -507,14 +511,14 @@ class Engine:
         assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders are known"
 
     def holders(self) -> Iterator[EngineRequest]:
-        """Yield the requests that hold blocks: running ones, and legs."""
+        """Yield the requests that hold KV blocks: running ones, and legs of disaggregated requests."""
         yield from self.running
         if self.legs is not None:
             yield from self.legs
 
     def _check_decoding(self, decoding: list[EngineRequest]) -> None:
         """Check the context and the blocks of decoding requests between two passes. Raises
-        AssertionError.
+        AssertionError if the counts of tokens or blocks do not agree.
         """
         size = self.settings.block_size_tokens
         assert sum(len(phase) for phase in self._phases) == len(decoding)
@@ -876,7 +880,7 @@ class Engine:
             self._decode(request)
 
     def _decode(self, request: EngineRequest) -> None:
-        """Add a request to the decoding ones, which get a token in each pass."""
+        """Add a request to the decoding ones, which get a token in each pass of the engine."""
         size = self.settings.block_size_tokens
         request.lead = request.known_tokens - self._passes_done
         request.due = self._passes_done + request.output_tokens - request.generated_tokens

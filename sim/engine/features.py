@@ -51,7 +51,9 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         self.speculation()
 
     def speculation(self) -> Speculation:
-        """Return the feature's parameters in the form that the engine uses."""
+        """Return the speculative decoding that the parameters `acceptance` and `draft_s` describe,
+        in the form that the engine uses.
+        """
         return speculation_of(self.acceptance, self.draft_s)
 
 

@@ -123,8 +123,8 @@ def fit_attention(file: Path) -> Attention:
 
 
 def _linear_table(file: Path, layers: int) -> tuple[_Floats, _Floats]:
-    """Return numbers of tokens, and for each the seconds of all layers except attention, head and
-    sampler.
+    """Return (numbers of tokens, seconds): the kernel time, for each number of tokens in a step, of
+    all layers except attention, head and sampler.
     """
     rows = _rows(file, ("layer",))
     weights = {

@@ -36,14 +36,16 @@ class KVConnector(Struct, frozen=True, kw_only=True):
 
     @property
     def heartbeat_s(self) -> Seconds:
-        """Interval of a decode engine's heartbeats while it has a decode leg: a sixth of the
-        lease.
+        """Interval in seconds of a decode engine's heartbeats while it has a decode leg: a sixth of
+        the lease.
         """
         return self.lease_s / 6
 
     @property
     def renewal_s(self) -> Seconds:
-        """Time for which a heartbeat renews the lease at least: two thirds of the lease."""
+        """Minimum time in seconds, from a heartbeat on, to which the heartbeat extends the lease:
+        two thirds of the lease.
+        """
         return self.lease_s * 2 / 3
 
 
@@ -61,26 +63,35 @@ class Legs:
         self.held: dict[EngineRequest, None] = {}
         """Finished prefill legs whose blocks are held for a decode engine, the oldest first."""
         self.reserved: list[EngineRequest] = []
-        """Decode legs that got their blocks since the owner last cleared this list."""
+        """Decode legs that reserved their KV blocks since the engine's owner last cleared this
+        list.
+        """
         self.stalled = False
-        """True if requests wait and no pass can compute anything, until the owner changes
-        something."""
+        """True if requests wait and no pass can compute anything, until the engine's owner changes
+        something, for example when a transfer ends.
+        """
         self.shared_blocks = 0
-        """Sum of `shared_blocks` of all these legs, which do not decode."""
+        """Sum of `shared_blocks` over all legs in `fetching`, `fetched` and `held`."""
 
     def __iter__(self) -> Iterator[EngineRequest]:
-        """Iterate over all legs with blocks."""
+        """Yield the legs in `fetching`, `fetched` and `held`: all legs that have KV blocks and do
+        not run.
+        """
         yield from self.fetching
         yield from self.fetched
         yield from self.held
 
     def has(self, request: EngineRequest) -> bool:
-        """Return whether a transfer or a lease keeps blocks for `request`."""
+        """Return whether KV blocks are kept for `request`, by a transfer in progress (decode leg)
+        or by a lease (prefill leg).
+        """
         return request in self.fetching or request in self.held
 
     @property
     def waiting(self) -> int:
-        """Number of decode legs that count as waiting, with the reason `deferred`."""
+        """Number of decode legs that have KV blocks and count as waiting, with the reason
+        `deferred`: those in transfer, and those whose blocks have arrived.
+        """
         return self.fetching_now + len(self.fetched)
 
     @property
@@ -132,7 +143,7 @@ class Legs:
         self.shared_blocks -= request.shared_blocks
 
     def hold(self, request: EngineRequest) -> None:
-        """Hold the blocks of a prefill leg that has finished."""
+        """Hold the KV blocks of a prefill leg that has finished, for the decode engine."""
         self.held[request] = None
         self.shared_blocks += request.shared_blocks
 

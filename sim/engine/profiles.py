@@ -55,11 +55,13 @@ nothing.
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 # The ranges exclude nan.
 _StepTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=60.0)]
-"""Seconds that each step, or each request, takes regardless of its content. No engine needs a
-minute.
+"""Type of a constant in seconds that each step, or each request, takes regardless of its content.
+The limit is 60 s, because no engine needs more.
 """
 _TokenTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=0.1)]
-"""Seconds for each token, or for each pair of tokens in attention."""
+"""Type of a constant in seconds for each token, or for each pair of tokens in attention; at most
+0.1 s.
+"""
 _Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=100.0)]
 _Bytes: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e15)]
@@ -72,8 +74,8 @@ class StepWork(Struct):
     decodes: int = 0
     decode_context_tokens: int = 0
     longest_context_tokens: int = 0
-    """Length in tokens of the longest context among the decoding requests; set only if the profile
-    has a skew.
+    """Length in tokens of the longest context among the decoding requests. It matters only if the
+    profile has a skew, and may be 0 otherwise.
     """
     shared_tokens: int = 0
     """Number of context tokens that several decoding requests share, counted for all of these
@@ -123,7 +125,9 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def said(self) -> str:
-        """Sentence part with the largest of the three errors, and each of them, in per cent."""
+        """Part of a sentence that states the error of an estimated profile in per cent: the largest
+        of the errors of prefill, decode and KV-cache size, then each of them.
+        """
         worst = max(self.prefill, self.decode, self.kv_tokens)
         return (
             f"within ± {worst:.0%} (prefill {self.prefill:.0%}, decode {self.decode:.0%}, KV "
@@ -135,11 +139,11 @@ class KVWindow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV cache of a model in which some layers have a sliding window."""
 
     tokens: _Count
-    """Length of the window."""
+    """Length of the sliding window in tokens."""
     bytes_per_token: _Count
-    """KV-cache bytes per token of all layers with the window."""
+    """KV-cache bytes per token of all layers with the sliding window together."""
     other_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)]
-    """KV-cache bytes per token of all other layers."""
+    """KV-cache bytes per token of all layers without a sliding window together."""
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,7 +160,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV-cache bytes per token of the whole model: 2 * layers * KV heads * head size * bytes of a
     number. 0 if unknown. With a `kv_window`, it is the mean at the usual context length."""
     kv_window: KVWindow | None = None
-    """Sizes of layers with a sliding window; None if all layers keep all tokens."""
+    """Sizes of the layers with a sliding window; None if the KV cache keeps all tokens in all
+    layers.
+    """
     layers: _Count | None = None
     """Number of layers; None if unknown. Only layer-wise KV transfers need it."""
     decode_s: _StepTime
@@ -283,8 +289,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.step_s(work)
 
     def linear_layers_s(self, tokens: int) -> float:
-        """Return the time in seconds of all layers except attention, in a step that computes
-        `tokens` tokens.
+        """Return the time in seconds of the linear layers in a step that computes `tokens` tokens:
+        of all layers except attention and the output layer, and except experts if the profile has a
+        curve for these.
         """
         points = self.linear_tokens
         if not points:
@@ -354,7 +361,9 @@ def estimate_warnings(profiles: Iterable[Profile]) -> list[str]:
 
 
 def estimate_warning(name: str, said: str) -> str:
-    """Return the warning about the estimated profile `name`; `said` is its error in words."""
+    """Return the warning that profile `name` is estimated and not measured; `said` is its error in
+    words.
+    """
     return (
         f"Profile {name} is estimated, {said}: times may be wrong by as much, and by more if "
         "requests queue."

@@ -39,12 +39,12 @@ class RankedEngine:
 
     @property
     def running(self) -> tuple[EngineRequest, ...]:
-        """Requests that any rank is computing."""
+        """Requests that the engine of any data-parallel rank is computing."""
         return tuple(request for rank in self.ranks for request in rank.running)
 
     @property
     def waiting(self) -> tuple[EngineRequest, ...]:
-        """Requests in the waiting queue of any rank."""
+        """Requests in the waiting queue of the engine of any data-parallel rank."""
         return tuple(request for rank in self.ranks for request in rank.waiting)
 
     @property

@@ -40,8 +40,8 @@ class SpeculativeEngine(Engine):
         """Number of tokens that the running pass gives to each decoding request."""
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass that starts at `now` and return its result, or None if there is no
-        request.
+        """Do one pass that starts at `now` and return its result. None if there is no request, or
+        if none can be computed before a KV transfer ends.
         """
         return None if self._begin_pass(now) is None else self.end()
 

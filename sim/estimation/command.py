@@ -69,8 +69,8 @@ def _add_estimate(kinds: _Commands) -> None:
         help=f"GPU to estimate for: one of {', '.join(gpus())}",
     )
     engine = parser.add_argument_group("engine, with the flags of vllm serve").add_argument
-    engine("--tp", type=_degree, default=1, metavar="N", help="GPUs that share every layer: "
-        "--tensor-parallel-size (default 1)")  # fmt: skip
+    engine("--tp", type=_degree, default=1, metavar="N", help="number of GPUs that share "
+        "every layer, as --tensor-parallel-size of vllm serve (default 1)")  # fmt: skip
     engine("--quantization", choices=("auto", *FORMATS), default="auto", metavar="FORMAT",
         help=f"format of the weights: auto (from config.json), or one of {', '.join(FORMATS)} "
         "(default auto)")  # fmt: skip

@@ -73,9 +73,9 @@ def estimated_profile(
 ) -> Profile:
     """Return the estimated profile of the model `shape`, with its error.
 
-    `efficiency` and `memory`, if not None, replace the fitted values, to leave measurements out;
-    the profile then has no error. Raises `DoesNotFitError`, and `ProfileError` if the attention
-    heads cannot be divided among the GPUs.
+    `efficiency` and `memory`, if not None, replace the fitted values, to leave measurements out; if
+    both are given, the profile has no error. Raises `DoesNotFitError`, and `ProfileError` if the
+    attention heads cannot be divided among the GPUs.
     """
     _check_division(shape, settings.tensor_parallel)
     known = fitted() if efficiency is None or memory is None else None
@@ -120,7 +120,9 @@ def estimated_profile(
 
 
 def _window(at: Roofline) -> KVWindow | None:
-    """Return the sizes of the layers with a sliding window, or None if there are none."""
+    """Return the sizes of the layers with a sliding window for a profile, or None if the model has
+    no such layers.
+    """
     shape = at.shape
     if not shape.windowed_layers:
         return None

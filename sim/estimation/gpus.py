@@ -40,7 +40,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fp4_flops: _Positive | None = None
     """Peak arithmetic in FP4, or None if the GPU does not support FP4."""
     interconnect_bytes_per_s: _Positive
-    """Bandwidth of each GPU to the other GPUs of its host, in one direction."""
+    """Bandwidth in bytes per second of each GPU to the other GPUs of its host, in one direction."""
     peer_to_peer: Literal["link", "pcie"] = "link"
     """Connection between the GPUs of a host: `link` for NVLink or Infinity Fabric, `pcie` for
     PCIe.

@@ -276,15 +276,18 @@ class _Family(Struct, frozen=True):
     inner: str = "moe_intermediate_size"
     latent: bool = False
     windows: Literal["all", "flagged", "layers"] = "all"
-    """Layers that have the window of the key `sliding_window`: all of them, all if
-    `use_sliding_window` is set, or some of them.
+    """Rule for the layers that have the window of the key `sliding_window`, unless `layer_types`
+    names them: "all"; "flagged" (those after the first `max_window_layers` if `use_sliding_window`
+    is true, else none); or "layers" (by `sliding_window_pattern`).
     """
     pattern: int = 0
-    """Default of `sliding_window_pattern`: one of so many layers has no sliding window. 0 if all
-    layers have one.
+    """Default n of the key `sliding_window_pattern`: one of n layers has no sliding window. 0 if
+    all layers have one.
     """
     usual: Mapping[str, Any] = {}
-    """Defaults in transformers of keys that a `config.json` may leave out."""
+    """Default values in transformers of the keys that a `config.json` of this architecture may
+    leave out.
+    """
 
 
 _GEMMA_3: Final = _Family(
@@ -295,7 +298,9 @@ _GEMMA_3: Final = _Family(
         "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
     },
 )  # fmt: skip
-"""Rules for Gemma 3. The defaults are those of `Gemma3TextConfig` in transformers 4.57."""
+"""Rules for reading the `config.json` of Gemma 3. The defaults are those of `Gemma3TextConfig` in
+transformers 4.57.
+"""
 _FAMILIES: Final[Mapping[str, _Family]] = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(),
@@ -361,7 +366,9 @@ def read_config(path: Path, name: str = "", quantization: str = "") -> ReadConfi
 
 
 class _Keys:
-    """The keys of a `config.json` with typed access. Errors name the file and the key."""
+    """The values of a `config.json` by key, with methods that check their types. Errors name the
+    file and the key.
+    """
 
     def __init__(self, file: Path, values: Mapping[str, Any], within: str = "") -> None:
         self._file = file
@@ -530,8 +537,8 @@ def _experts(keys: _Keys, family: _Family, layers: int) -> Experts | None:
 
 
 def _windows(keys: _Keys, family: _Family, layers: int) -> tuple[int, int]:
-    """Return (number of layers with a sliding window, size of the window in tokens), or (0, 0) if
-    no layer has one.
+    """Return (number of layers with a sliding window, size of the window in tokens). The size is 0
+    if the model defines no window.
     """
     kinds = keys.get("layer_types")
     others = set(map(str, kinds)) - {"full_attention", "sliding_attention"} if kinds else set()

@@ -208,8 +208,8 @@ def pooled(efficiencies: Mapping[str, Efficiency], gpu: Gpu) -> Efficiency:
 
 
 class Roofline(Struct, frozen=True, kw_only=True):
-    """The times of one model on several GPUs of one kind, each of which has a share of every
-    layer.
+    """A calculator of the times and the memory of one model on several GPUs of one kind, each of
+    which has a share of every layer.
     """
 
     shape: ModelShape
@@ -348,8 +348,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return numbers * (1 if self.kv_format == "fp8" else _BYTES)
 
     def step_s(self, tokens: int) -> Seconds:
-        """Return the time in seconds of a step with `tokens` tokens, in all layers, without
-        attention to the context, communication and the output layer.
+        """Return the time in seconds that a step with `tokens` tokens spends in all layers.
+        Attention to the context, communication between GPUs and the output layer are not included.
         """
         return self.products_s(tokens) + self.experts_s(tokens) + self.elementwise_s(tokens)
 

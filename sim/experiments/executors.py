@@ -30,7 +30,9 @@ class ExecutorError(Exception):
 
 
 class Submitting(Protocol):
-    """The only method of `concurrent.futures.Executor` that is used here."""
+    """The interface of an executor that runs submitted tasks: the method `submit`, as in
+    `concurrent.futures.Executor`.
+    """
 
     def submit(self, task: Callable[..., Any], /, *given: Any) -> "Future[Any]": ...
 
@@ -53,8 +55,8 @@ class Submitted:
         self.stop()
 
     def stop(self) -> None:
-        """Cancel the jobs that have not begun, and end the iterator `outcomes` without waiting for
-        jobs that are running on the cluster.
+        """Cancel the jobs that have not begun, and end the iterator that `outcomes` returned. Do
+        not wait for jobs that are running on the cluster.
         """
         self._stopped = True
         for future in list(self._busy.values()):

@@ -91,9 +91,9 @@ class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
         """Run all jobs, write the results to `folder` after each job, print the table, and return
         the exit code. Nothing is written if `folder` is None.
 
-        A large trace is read once before the runs, so that the processes find it in the cache.
-        Raises `JobError`, `TraceError` and `OSError`; results of earlier jobs are already written
-        then.
+        A large trace of which all requests are replayed is read once before the runs, so that the
+        processes find it in the cache on disk. Raises `JobError`, `TraceError` and `OSError`;
+        results of earlier jobs are already written then.
         """
         results: dict[int, Result] = {}
         summary: OfRuns | None = None

@@ -103,8 +103,8 @@ def _seeds_needed(gain: float, varied: Varied) -> int | None:
     """
 
     def error(seeds: int) -> float:
-        """Return a number proportional to the smallest gain that runs with `seeds` seeds
-        confirm.
+        """Return a number that is proportional to the smallest gain that a tuning with `seeds`
+        seeds confirms, with the same factor for all numbers of seeds.
         """
         quantile = student_t(CONFIDENCE, _freedom(varied, seeds)) * _factor(varied, seeds)
         # More resamples do not make a recording longer.

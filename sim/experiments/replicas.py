@@ -139,7 +139,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command line of `sim replicas`."""
     parser = subparsers.add_parser(
         "replicas",
-        help="show what several pickers of one pool cost, by what they share",
+        help="measure how much hit rate and latency get worse with several pickers, by what they share",
         description=f"Standard workloads over {PODS} pods and 1 to 8 pickers.",
         allow_abbrev=False,
     )
@@ -148,7 +148,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "traces",
         nargs="*",
         metavar="TRACE",
-        help="trace files, in addition to the standard workloads",
+        help="trace files to run in addition to the standard workloads",
     )
     add(
         "--workload",

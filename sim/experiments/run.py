@@ -166,8 +166,9 @@ class Run:
     def ceilings(
         self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
     ) -> Ceilings | None:
-        """Return the highest hit rates that a prompt cache could reach with the run's requests.
-        They take one more pass over the trace.
+        """Return the shares of the run's prompt tokens that prompt caches would hit: one unlimited
+        cache, and the pods' caches if requests were placed at random or by affinity. They take one
+        more pass over the trace.
 
         `watched` receives the arrivals and must yield them again; it can show progress. None if
         `stop` is called during the pass.
@@ -294,8 +295,8 @@ def jitter_in_effect_s(settings: RunSettings) -> Seconds:
 
 
 def _configured(scenario: Scenario, cluster: ClusterSettings) -> Iterator[SchedulerSettings | None]:
-    """Yield the scheduler settings that a scenario gives to pickers during the run; None for a
-    baseline.
+    """Yield the scheduler settings of each configuration that the scenario's events give to pickers
+    during the run; None for a baseline.
     """
     for incident in scenario.incidents:
         if isinstance(incident, Configure):
@@ -390,8 +391,9 @@ def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arriv
 
 
 def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
-    """Yield the arrivals unchanged. Raises `TraceError` at an arrival whose blocks have a length at
-    which different blocks could give the same text.
+    """Yield the arrivals unchanged. Raises `TraceError` at an arrival whose block size neither
+    divides the picker's block size nor is a multiple of it, because different blocks could then
+    give the same text.
 
     Prompts that consist of stretches may have stretches of any length: the stretch's id fits into
     its first token, or rendering the text raises an error.

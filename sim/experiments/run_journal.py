@@ -66,7 +66,9 @@ class RunJournal:
         return self._runs.get(key)
 
     def add(self, key: str, run: RunSummary) -> KeptRun:
-        """Append a completed run to the journal, and return the part of it that is stored."""
+        """Append a completed run to the journal. Return the figures of the run that the journal
+        stores.
+        """
         kept = KeptRun(**{name: getattr(run, name) for name in KeptRun.__struct_fields__})
         self._write(_Line(key, kept))
         self._runs[key] = kept

@@ -352,7 +352,7 @@ def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
 
 
 def print_trace_warnings(settings: RunSettings) -> None:
-    """Print a warning on stderr for each likely mistake in the trace.
+    """Print a warning on stderr for each likely mistake in the trace, such as a wrong time unit.
 
     Raises the errors that opening the trace raises.
     """

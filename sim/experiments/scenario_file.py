@@ -339,8 +339,8 @@ def _policy(path: Path, place: str, config: str) -> PolicySource:
 
 
 def _named(path: Path, named: str) -> str:
-    """Return the path of the file `named` in the folder of the scenario if that file exists, else
-    `named` unchanged.
+    """Return the path of the file `named` in the folder of the scenario file if it exists there,
+    else `named` unchanged. `named` may have the form FILE.toml:NAME.
     """
     beside = path.parent / named
     file, colon, _ = named.partition(".toml:")

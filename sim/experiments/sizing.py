@@ -146,8 +146,8 @@ class PodSearch:
 
     @property
     def perhaps(self) -> int | None:
-        """Smallest number of pods below the result whose mean figures keep all bounds, although
-        their 95 % confidence limits do not. None if there is none.
+        """Smallest number of pods below the result whose figures keep all bounds, although their 95
+        % confidence limits do not. None if there is none.
         """
         pods = self.pods
         return min(
@@ -315,7 +315,9 @@ class Sizing:
         return smallest_of_all(self.every[at].known)
 
     def _search(self, searches: Sequence[PodSearch]) -> None:
-        """Carry out several searches concurrently: each round runs the next runs of all of them."""
+        """Run several searches concurrently to their ends: each round runs the next runs of all of
+        them together.
+        """
         while True:
             wanted = [(one, *each) for one in searches for each in one.wanted()]
             if not wanted:
@@ -487,10 +489,8 @@ def repeated(settings: RunSettings, repetition: int) -> RunSettings:
 
 
 def _used(bounds: Sequence[BoundSummary]) -> float | None:
-    """Return the largest used share among the bounds: the figure as a share of its limit. It
-    exceeds 1 if a bound is broken.
-
-    None if the share of a bound is unknown.
+    """Return the largest used share among the bounds (`BoundSummary.used`). It exceeds 1 if a bound
+    is broken. None if the share of a bound is unknown.
     """
     told = [bound.used for bound in bounds]
     known = [one for one in told if one is not None]

@@ -5,7 +5,8 @@ By default, for every filter and scorer of the profile:
 - the weight of each scorer varies from 0.1 to 10 on a logarithmic scale, or is off; the weight of a
   single scorer has no effect and is fixed;
 - each number whose type has bounds varies: between them if there are two, else from a tenth of the
-  present value to ten times it, on a logarithmic scale. A number that is 0 or not given is fixed.
+  present value to ten times it, on a logarithmic scale. A number that is not given is fixed, and
+  so is a number that is 0 and has only one bound.
 
 Rules for refusing requests, measured speeds of engines and memory limits of indexes are not a
 matter of tuning. They vary only if the file of `--space` names them.
@@ -77,7 +78,9 @@ class DimensionKind(StrEnum):
 
 
 class Range(Struct, frozen=True, kw_only=True):
-    """Numbers from `low` to `high` between which a dimension varies."""
+    """The range of numbers from `low` to `high` within which a dimension of the search space
+    varies.
+    """
 
     low: float
     high: float
@@ -104,10 +107,10 @@ class Range(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The values between which a dimension varies, by labels."""
+    """A choice of values for a dimension of the search space, each with a label."""
 
     values: Mapping[str, Any]
-    """Value that is written to the configuration, by its label."""
+    """Values of the choice by label; the chosen value is written to the configuration."""
 
     def __str__(self) -> str:
         return ", ".join(self.values)
@@ -316,7 +319,8 @@ def _numbers(kind: type[Any]) -> Iterator[tuple[str, inspect.IntType | inspect.F
 
 def _span(kind: inspect.IntType | inspect.FloatType, present: float | None) -> Range | None:
     """Return the default range of a parameter with the type `kind` and the value `present`. None if
-    the type has no bounds, or if its only bound and `present` give no range.
+    the type has no bounds, if `present` is None, or if the type has one bound and `present` is 0,
+    negative or infinite.
     """
     low = kind.gt if kind.ge is None else kind.ge
     high = kind.lt if kind.le is None else kind.le

@@ -284,8 +284,8 @@ class Tuning:
 
 
 def _is_worse(found: DifferenceSummary, allowed: float) -> bool:
-    """Return whether a figure is significantly worse than that of the present configuration, and by
-    more than the share `allowed`.
+    """Return whether a figure is significantly worse than that of the present configuration, by
+    more than the share `allowed`. A loss whose share is unknown counts as larger.
     """
     return found.verdict == WORSE and (found.relative is None or abs(found.relative) > allowed)
 

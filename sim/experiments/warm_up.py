@@ -163,7 +163,7 @@ class _Reuse:
         seconds since their text's last use.
         """
         self._last: dict[int, _Use] = {}
-        """Use of each text so far, by the text's id."""
+        """Last and first use of each text so far, by the text's id."""
         self._begun: set[str] = set()
         """Sessions that began in the trace; only in a generated trace."""
 

@@ -26,9 +26,9 @@ NOT_MODELLED: Final = (
         "engines offload no other data, and fetch no blocks from other pods."
     ),
     (
-        "The simulator does not model prefill and decode on different pods, pipeline "
-        "parallelism inside a pod, data parallelism unless `--engine` enables it, and CUDA "
-        "graphs for only some batch sizes."
+        "The commands of the simulator do not model prefill and decode on different pods. The "
+        "simulator does not model pipeline parallelism inside a pod, data parallelism unless "
+        "`--engine` enables it, and CUDA graphs for only some batch sizes."
     ),
     (
         "The simulator does not model images, audio and video, structured output, and several "

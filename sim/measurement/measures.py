@@ -260,8 +260,8 @@ class Measures:
         """Plug-ins that raised errors during the run, of every picker; set at the end of the run."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
-        """Number of requests that the picker refused, by reason. `failures` counts requests that
-        failed on pods, by reason.
+        """Number of requests that the picker refused, by reason. `failures` counts the failed
+        requests, by reason.
         """
         self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}
@@ -539,7 +539,9 @@ class Measures:
 
 
 def _input_tokens(series: Series, window: Window) -> float:
-    """Return the number of prompt tokens of the requests whose first token came within the window."""
+    """Return the number of prompt tokens of the requests whose first token came in the steady part
+    of the run (`window`).
+    """
     first_s = series.arrived_s + series.ttft_s
     inside = (first_s >= window.start_s) & (first_s <= window.end_s)
     return float(series.prompt_tokens[inside].sum())

@@ -32,7 +32,8 @@ statistics in that field.
 GOODPUT: Final = "goodput"
 LOST: Final = "lost"
 SHARES: Final = (GOODPUT, LOST)
-"""Names of bounds on a share of the requests. All other bounds are times in seconds."""
+"""Names of the bounds that limit a share of the requests. All other bounds limit times in seconds.
+"""
 NAMES: Final = (
     *(f"{name}-{rank}" for name, (_, ranks) in _TIMES.items() for rank in ranks),
     GOODPUT,
@@ -142,7 +143,9 @@ def bound_summaries(
 
 
 def _busiest_of(runs: Sequence[ComparedRun]) -> list[PartSummary]:
-    """Return the busiest part of each run; an empty list if a run does not report it."""
+    """Return the figures of the busiest part of each run; an empty list if at least one run does
+    not report them.
+    """
     parts = [run.busiest for run in runs if run.busiest is not UNSET]
     return parts if len(parts) == len(runs) else []
 

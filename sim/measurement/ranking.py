@@ -50,8 +50,8 @@ strategies. A strategy above it is not eligible to be the best, because figures 
 requests.
 """
 BEHIND: Final = 1.05
-"""Minimum ratio to the best figure from which a strategy counts as behind, if its confidence
-interval also excludes the best.
+"""Ratio to the best figure above which a strategy counts as behind, unless it is level with the
+best (`is_level`).
 """
 
 WITHOUT_ADAPTERS: Final = "without_adapters"

@@ -1,9 +1,5 @@
-"""The contents of summary.json of the commands that run simulations: replay, compare, sweep, tune,
-size, leaderboard and others.
-
-Field names are keys, in the order of the file. A field with the value `UNSET` is left out; None is
-written as null and means that there is no value. `as_json` writes all summaries, `read_run` reads
-that of a run.
+"""Return the total of one measure over cases: the geometric mean of the ratios to the best, and the
+case with the worst ratio. The ratios are None, and the counts 0, if no case has a ratio.
 """
 
 from collections.abc import Mapping
@@ -218,8 +214,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     bad_lines: int | UnsetType = UNSET
     requests_per_s: float | UnsetType | None = UNSET
     traffic: Traffic | UnsetType = UNSET
-    """The origin of the requests: generated or resampled. `traffic` and `requests_per_s` are set only
-    in repeated runs.
+    """The origin of the requests: generated, resampled or recorded. `traffic` and `requests_per_s`
+    are set only in repeated runs.
     """
     digest: str
     warnings: list[str]
@@ -257,8 +253,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     """Traffic between pickers; set only if pickers share decisions."""
     retries: int | UnsetType = UNSET
     rescheduled: int | UnsetType = UNSET
-    """Number of requests that were served by another pod than the first one that the picker named.
-    `rescheduled` and `retries` are set only if retries are possible.
+    """Number of requests that were served by another pod than the first one that the picker named;
+    set only if pickers name fallback endpoints. `retries` is set only if clients retry.
     """
 
 
@@ -315,7 +311,9 @@ class AssumptionSummary(Summary, frozen=True, kw_only=True):
 
 
 class PodSamples(Summary, frozen=True, kw_only=True):
-    """State of one pod at each sample time. Samples before the pod joined are 0."""
+    """State of one pod at each sample time. Samples before the pod joined, or while it does not
+    run, are 0; a hit rate remains.
+    """
 
     running: list[int]
     waiting: list[int]
@@ -558,7 +556,7 @@ class TuneSummary(SearchSummary, frozen=True, kw_only=True):
     """
     power: PowerSummary | None
     """The smallest gains that could be confirmed; None if the tuning stopped before they were
-    computed, or if no traffic could be drawn for them.
+    computed, or if no valid random configuration differs from the present one.
     """
     higher_is_better: list[str]
     rungs: list[float]

@@ -20,8 +20,8 @@ from epp.core.types import Seconds
 from sim.engine.engine import Step
 
 STALL_MEDIANS: Final = 3
-"""A gap between tokens of more than this number of median gaps counts as a stall, because a prompt
-was computed in the meantime.
+"""A gap between tokens counts as a stall if it is longer than this number of median gaps, because a
+prompt was computed in the meantime.
 """
 STRETCHES_MAX: Final = 512
 
@@ -113,7 +113,8 @@ class TokenGaps:
                     stretch.count(request.token_gap_s, 1)
 
     def within(self, start_s: Seconds, end_s: Seconds) -> Gaps:
-        """Return the gaps of all counting periods that lie completely between the two times.
+        """Return the gaps between tokens in all counting periods that lie completely between the
+        two times.
 
         The covered time is a little shorter than requested.
         """
@@ -122,7 +123,8 @@ class TokenGaps:
         )
 
     def around(self, start_s: Seconds, end_s: Seconds) -> Gaps:
-        """Return the gaps of all counting periods that overlap the time between the two arguments.
+        """Return the gaps between tokens in all counting periods that overlap the time from
+        `start_s` to `end_s`.
 
         The covered time is a little longer than requested.
         """

@@ -190,12 +190,12 @@ class MetricsPage:
                 registry=self.registry,
             )
         self.transfers: TransferSeries | None = None
-        """Series about KV transfers; None without a connector."""
+        """Metrics of KV transfers on the page; None if the engine has no KV connector."""
         if settings.kv_connector is not None:
             self.transfers = TransferSeries(self.registry, self._labels)
         self._cache_config(settings, max_model_len_tokens, ranks)
         self._rendered: bytes | None = None
-        """Text of the page, or None if a metric changed since it was rendered."""
+        """Bytes of the rendered metrics page, or None if a metric changed since it was rendered."""
 
     def observe(self, step: Step, after: EngineSnapshot, wall_s: Seconds) -> None:
         """Count an engine step that has ended, and set the gauges to the engine's state `after` it.
@@ -244,7 +244,8 @@ class MetricsPage:
     def finish(self, request: EngineRequest, reason: str, tokens_max: int) -> None:
         """Count a request that has left the engine.
 
-        `reason` is `stop`, `length` or `abort`; `tokens_max` is its limit of answer tokens.
+        `reason` is `stop`, `length` or `abort`; `tokens_max` is the request's limit of answer
+        tokens.
         """
         self._rendered = None
         self._add("request_success", 1, finished_reason=reason)
@@ -282,7 +283,9 @@ class MetricsPage:
         return self._rendered
 
     def _count_fetched(self, request: EngineRequest) -> None:
-        """Count the part of a prompt that another engine computed."""
+        """Count, in the metrics page's counters about external caches, the prompt tokens of a
+        request that another engine computed.
+        """
         fetched = request.fetched_tokens
         self._add("external_prefix_cache_queries", request.prompt_tokens - request.cached_tokens)
         self._add("external_prefix_cache_hits", fetched)

@@ -64,7 +64,9 @@ class KVEventSource(Struct, frozen=True, kw_only=True):
 
 
 class _Peer(asyncio.Protocol):
-    """One ZMTP connection; `peers` are all connections of the same socket."""
+    """One ZMTP connection of a subscriber to a simulated pod; `peers` are all connections to the
+    same socket.
+    """
 
     socket_type: SocketType
 
@@ -96,7 +98,9 @@ class _Peer(asyncio.Protocol):
             self.receive(message)
 
     def receive(self, message: Message) -> None:
-        """Handle a message from the other end of the connection."""
+        """Handle a message that the subscriber at this connection has sent: a subscription, or the
+        request for a replay.
+        """
         raise NotImplementedError
 
     def send(self, message: Message) -> None:
@@ -121,7 +125,9 @@ class _Peer(asyncio.Protocol):
 
 
 class _Subscriber(_Peer):
-    """A connection that receives each new frame whose topic it has subscribed to."""
+    """A connection that receives each new frame whose topic begins with one that the connection has
+    subscribed to.
+    """
 
     socket_type = SocketType.PUB
 

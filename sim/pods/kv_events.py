@@ -30,7 +30,9 @@ class TokenChain(list[int]):
     def __init__(
         self, tokens: bytes, *, block_size_tokens: int, adapter: str, cache_salt: str
     ) -> None:
-        """Hash `tokens`, which are 4 little-endian bytes each."""
+        """Compute the block hashes of the sequence `tokens`, in which each token is 4 little-endian
+        bytes.
+        """
         seed = chain_seed(adapter, cache_salt)
         super().__init__(hash_chain(tokens, block_size_tokens=block_size_tokens, seed=seed))
         self.tokens = tokens

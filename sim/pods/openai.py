@@ -1,8 +1,7 @@
 """The OpenAI API of a simulated vLLM server: request bodies in, JSON values out. This module does
 no I/O.
 
-Sampling parameters are accepted and ignored, because the simulated answer depends on the prompt
-alone.
+Sampling parameters such as `temperature` are accepted and have no effect on the simulated answer.
 """
 
 from typing import Any, Final, TypeAlias

@@ -195,7 +195,7 @@ class Pod:
     def prepare(self, body: Body, prompt: bytes) -> Generation:
         """Create the answer to `prompt`, without submitting it to an engine.
 
-        Raises `ApiError` 400 if prompt and answer exceed the context.
+        Raises `ApiError` 400 if the prompt is empty, or if prompt and answer exceed the context.
         """
         prompt_tokens = len(prompt) // TOKEN_BYTES
         context = self.settings.max_model_len_tokens
@@ -225,8 +225,8 @@ class Pod:
         return Generation(request, answer, tokens_max)
 
     def reset_cache(self) -> None:
-        """Clear the prefix cache of each rank. Raises `ApiError` 503 if a cache is in use by
-        running requests.
+        """Clear the prefix cache of each data-parallel rank. Raises `ApiError` 503 if a cache is in
+        use by running requests; the caches of other ranks are cleared all the same.
         """
         cleared = [rank.engine.pool.clear() for rank in self._ranks]
         if not all(cleared):

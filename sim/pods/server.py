@@ -370,7 +370,7 @@ async def serve(
             await open_servers.enter_async_context(serving(server, listener, tasks))
             addresses.append(address)
         ready(addresses)
-        log.info("pods are listening", pods=len(pods), first=addresses[0].url)
+        log.info("simulated pods are listening", pods=len(pods), first=addresses[0].url)
         await stop.wait()
         log.info("simulated pods are stopping")
 

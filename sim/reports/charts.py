@@ -51,7 +51,7 @@ class Size(Struct, frozen=True):
 
     @property
     def without_title(self) -> "Size":
-        """This size minus the space for the title of the x axis."""
+        """This size of a chart without the space for the title of the x axis."""
         return Size(self.width, self.height - BOTTOM + 26)
 
 
@@ -201,7 +201,9 @@ def chart(parts: Sequence[str], label: str, size: Size = FULL, about: str = "") 
 
 
 def series_group(number: int, parts: Iterable[str], name: str = "") -> str:
-    """Return the SVG elements of series `number` as a group, which a click on the legend can hide."""
+    """Return the SVG elements `parts` of series `number` of a chart as a group, which a click on
+    the legend can hide.
+    """
     return f'<g data-series="{number}" data-name="{escape(name)}">{"".join(parts)}</g>'
 
 

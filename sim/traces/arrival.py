@@ -25,13 +25,13 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     `Arrival.after` and the request id refer to it.
     """
     time_s: Seconds
-    """Arrival time of the request since the start of the trace. If `after` is set, it is the
-    earliest possible time, computed as if answers took no time.
+    """Arrival time of the request in seconds since the start of the trace. If `after` is set, it is
+    the earliest possible time, computed as if answers took no time.
     """
     prompt_tokens: int
-    """Length of the prompt, at least 1."""
+    """Length of the prompt in tokens, at least 1."""
     output_tokens: int
-    """Length of the answer, at least 1. The scheduler does not see it."""
+    """Length of the answer in tokens, at least 1. The scheduler does not see it."""
     output_tokens_max: int | None = None
     """Limit of answer tokens that the client sent with the request; None if the trace has no limit.
     """
@@ -65,7 +65,9 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """`index` of the earlier request for whose answer this request waits; None if it does not wait.
     """
     think_s: Seconds = 0.0
-    """Pause between the end of the answer to request `after` and the sending of this request."""
+    """Pause in seconds between the end of the answer to request `after` and the sending of this
+    request.
+    """
     path: str = ""
     body: bytes = b""
     """Raw body as the client sent it to `path`. If it is empty, `prompts.body_of` makes a body from
@@ -100,8 +102,8 @@ class TraceError(ValueError):
     """
 
     def __init__(self, path: str, line: int, field: str, expected: str) -> None:
-        """Create the error. `field` is the faulty field, or "" if the error is about the whole
-        line.
+        """Create an error in the trace file `path`. `field` is the faulty field, or "" if the error
+        is about the whole line.
         """
         where = f"{path}:{line}" if line else path
         super().__init__(f"{where}: {field}: {expected}" if field else f"{where}: {expected}")
@@ -117,8 +119,8 @@ class FieldError(ValueError):
     """
 
     def __init__(self, field: str, expected: str) -> None:
-        """Create the error. `field` is the faulty field, or "" if the error is about the whole
-        line.
+        """Create an error in a line of a trace. `field` is the faulty field, or "" if the error is
+        about the whole line.
         """
         super().__init__(f"{field}: {expected}")
         self.field = field

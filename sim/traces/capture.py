@@ -51,7 +51,7 @@ def unpack_blocks(packed: bytes) -> tuple[int, ...]:
 
 
 class CaptureWriter:
-    """A writer of a capture file, line by line. The caller closes the file."""
+    """A writer of a capture file, one request after the other. The caller closes the file."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class CaptureWriter:
         self._file.write(self._encode(header) + b"\n")
 
     def write(self, line: CaptureLine) -> None:
-        """Append one line to the capture."""
+        """Append the line of one request to the capture file."""
         self._file.write(self._encode(line) + b"\n")
         self.lines += 1
 

@@ -72,8 +72,8 @@ class Meaning(Struct, frozen=True, kw_only=True):
     name has none.
     """
     usual_time_unit: str
-    """Time unit if neither the user, nor the name of the column, nor the size of the numbers shows
-    it.
+    """Time unit of the trace's times if neither the user, nor the name of the column, nor the size
+    of the numbers shows it.
     """
     delay_unit: str
 

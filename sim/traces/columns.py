@@ -29,11 +29,13 @@ _DEPTH_MAX: Final = 4
 _SHAPES_MAX: Final = 256
 """Maximum number of different sets of column names whose roles are cached."""
 _PREFIXES_MAX: Final = 2**24
-"""Maximum number of different prefixes in a trace, because one token of generated text cannot
-encode larger ids.
+"""Maximum number of different shared prefixes that a trace may name, because one token of generated
+text cannot encode larger ids.
 """
 _WHOLE_REQUEST: Final = "payload"
-"""Name of a member that holds a whole request; its own members are not treated as columns."""
+"""Name of the JSON member that holds a whole request; its own members are not treated as columns of
+the trace.
+"""
 _TAKES: Final = frozenset({"columns", "time_unit", "tokenizer"})
 _MEMBER: Final = re.compile(rb'"(\w{1,64})"\s*:')
 

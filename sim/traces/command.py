@@ -42,8 +42,8 @@ _ESTIMATES: Final = (
 _TOKEN_ESTIMATES: Final = (
     *("prompt_tokens", "output_tokens", "prompt_tokens_total", "output_tokens_total"),
 )
-"""Fields of the inspection that are estimates too if the trace has prompts as text instead of token
-counts.
+"""Fields of the output of `sim trace inspect` that are estimates too if the trace has prompts as
+text instead of token counts.
 """
 
 
@@ -84,7 +84,7 @@ def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="KV cache size of each pod in tokens (default: the profile's)",
     )
     add("--seed", type=int, default=1, help="seed of the random placement (default: 1)")
-    add("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print the properties of the trace as JSON")
     parser.set_defaults(run=_run(_inspect))
 
 
@@ -128,7 +128,7 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--steady", action="store_true", help="generate constant traffic: sessions are already "
         "running at the start, and no request arrives after the end; needs a workload with one rate, or --rate")  # fmt: skip
     add("--seed", type=int, default=1, help="seed of the random draw (default: 1)")
-    add("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print the summary of the written file as JSON")
     parser.set_defaults(run=_run(_generate))
 
 
@@ -140,7 +140,7 @@ def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add("trace", type=Path, metavar="IN")
     add("out", type=Path, metavar="OUT", help="output file; compressed if the name ends in .gz")
     add_reading_flags(parser, "--format", "--trace-format")
-    add("--to", choices=("capture", "mooncake"), required=True, help="format of OUT")
+    add("--to", choices=("capture", "mooncake"), required=True, help="format of the file OUT")
     add("--limit", type=_positive, metavar="N", help="stop after N requests")
     add(
         "--salt-file",
@@ -156,7 +156,7 @@ def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="random seed of a workload file that defines none (default: 1)",
     )
     add("--force", action="store_true", help="replace OUT if it exists")
-    add("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print the summary of the written file as JSON")
     parser.set_defaults(run=_run(_convert))
 
 

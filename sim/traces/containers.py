@@ -149,7 +149,7 @@ class _Text:
                 return ""
 
     def take(self) -> None:
-        """Consume the character that `next_character` returned."""
+        """Consume the character of the JSON file that `next_character` returned."""
         self._at += 1
 
     def value(self) -> str:

@@ -26,7 +26,7 @@ _COMMON_MIN: Final = 16
 
 
 class Parts(Struct, frozen=True):
-    """Consecutive parts of a prompt: their hashes and their lengths in tokens."""
+    """The parts of one prompt in their order: their hashes and their lengths in tokens."""
 
     hashes: list[int]
     tokens: list[int]
@@ -54,7 +54,9 @@ def parts_of(arrival: Arrival) -> tuple[Parts, Parts]:
 
 
 class Hits:
-    """Counters of the prompt tokens that caches hit under each placement, request by request."""
+    """Counters of the prompt tokens that caches would hit under each placement of requests (such as
+    random or by affinity). `add` counts one request.
+    """
 
     def __init__(
         self,
@@ -74,8 +76,8 @@ class Hits:
         self._random = Random(f"{seed}:placement")
         self._slot_of: dict[int, int] = {}
         self.tokens, self.uses = array("I"), array("I")
-        """Largest length in tokens, and number of uses, of each distinct part of prompts, by its
-        slot.
+        """Largest length in tokens (`tokens`) and number of uses (`uses`) of each distinct part of
+        prompts, by the part's slot (number).
         """
         self.requests = 0
         self.load = [0] * pods
@@ -158,7 +160,9 @@ class Placement:
 
     def __init__(self, pods: int, kv_tokens: int) -> None:
         self.masks: list[int] = []
-        """Bit mask of the pods that have received the part, by slot of the part."""
+        """Pods that have received each part of a prompt, as a bit mask, by the part's slot
+        (number).
+        """
         self.hit_tokens = 0
         self.lru_hit_tokens = 0
         self._lru = [LruCache(kv_tokens) for _ in range(pods)]

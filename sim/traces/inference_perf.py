@@ -45,7 +45,9 @@ class _SharedPrefix(Struct):
     num_groups: _Positive = field(default=10)
     num_prompts_per_group: _Positive = 10
     num_unique_system_prompts: _Positive | None = None
-    """This field and the next are alternative names of `num_groups` and `num_prompts_per_group`."""
+    """Alternative name of `num_groups` in inference-perf. `num_users_per_system_prompt` is that of
+    `num_prompts_per_group`.
+    """
     num_users_per_system_prompt: _Positive | None = None
     system_prompt_len: _Count | _Distribution = 100
     question_len: _Positive = 50
@@ -105,8 +107,8 @@ class _Document(Struct):
 
 
 def workload_of(document: bytes) -> workloads.Generated:
-    """Return the workload of an inference-perf file, and the seed that the file defines. Raises
-    `FieldError`.
+    """Return the workload that an inference-perf file describes, together with the seed that the
+    file defines. Raises `FieldError` if the file is invalid.
     """
     try:
         tree = yaml.safe_load(document)

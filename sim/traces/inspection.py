@@ -88,7 +88,7 @@ class Reuse(Struct, frozen=True, kw_only=True):
     text.
     """
     gap_s: Quantiles
-    """Time between two consecutive uses of the same part."""
+    """Seconds between two consecutive uses of the same part of a prompt."""
     live_tokens_max: int
     """Working set of the trace: maximum over time of the tokens in parts that were used before and
     will be used again.
@@ -222,7 +222,7 @@ def quantiles(values: npt.NDArray[Any]) -> Quantiles:
 
 
 class _Timing:
-    """Statistics of the gaps between arrivals, and of the busiest window of 10 s."""
+    """Statistics of the gaps between arrivals in a trace, and of the busiest window of 10 s."""
 
     def __init__(self) -> None:
         self.latest_s: Seconds = 0.0

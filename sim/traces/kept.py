@@ -69,7 +69,8 @@ class CachedTraces:
     """
 
     def __init__(self, folder: Path, *, bytes_max: int = KEPT_BYTES_MAX) -> None:
-        """Use `folder`, which is created when the first trace is cached.
+        """Create a cache of parsed traces in `folder`. The folder is created when the first trace
+        is cached.
 
         `bytes_max` limits the size of all entries together.
         """
@@ -169,7 +170,9 @@ class CachedTraces:
 
 
 class _Writer:
-    """A writer of one cache entry into a temporary file with a unique name."""
+    """A writer of one entry of the cache of parsed traces, into a temporary file with a unique
+    name.
+    """
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         """Create the temporary file in `folder`. Raises `OSError`."""

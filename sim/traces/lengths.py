@@ -72,8 +72,8 @@ def lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Spr
 
 
 def _small_poisson(random: Random, mean: float) -> int:
-    """Draw a Poisson number by Knuth's method: count random factors until their product is at most
-    exp(-mean).
+    """Return a random number with a Poisson distribution of mean `mean`, by Knuth's method: count
+    random factors until their product is at most exp(-mean).
     """
     limit, product, count = math.exp(-mean), random.random(), 0
     while product > limit:

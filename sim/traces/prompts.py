@@ -45,14 +45,18 @@ _WORD: Final = 2**64 - 1
 _STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd constant that is added for each token, so that the hashes at all tokens of a block differ."""
 _SEEDS_KEPT_MAX: Final = 64
-"""Maximum number of cached hash seeds; there is one for each pair of model and salt in a trace."""
+"""Maximum number of hash seeds that are cached; there is one for each pair of model and salt in a
+trace.
+"""
 _STRIDES_KEPT_MAX: Final = 4096
 """Number of blocks (of 8 bytes each) for which strides are cached, for each block size.
 `_STRIDE_SIZES_MAX` limits the number of block sizes.
 """
 _STRIDE_SIZES_MAX: Final = 16
 _PART: Final = Struct("=QQ")
-"""Binary form of (block id, first token) that is hashed for the base of a block."""
+"""Binary form of (block id, number of the block's first token) that is hashed for the base of a
+block.
+"""
 _OWN_PROMPT: Final = b"prompt"
 _OWN_ANSWER: Final = b"answer"
 
@@ -280,8 +284,8 @@ class PromptHashes:
 
 
 def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
-    """Return the ids of the parts of a prompt and of its answer, and the token at which each part
-    ends.
+    """Return the ids of the parts of a prompt and its answer, and the number of tokens from the
+    beginning of the prompt to the end of each part. The answer is the last part.
     """
     numbers: list[int] = []
     ends: list[int] = []
@@ -302,8 +306,8 @@ def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
 
 
 def _strides_of(block_tokens: int, blocks: int) -> npt.NDArray[np.uint64]:
-    """Return the numbers that are added to the base of a part for the hash at the end of each
-    block.
+    """Return the numbers that are added to the base of a part to get the hash at the end of each
+    block: block size times `_STRIDE` times 1, 2, 3 and so on, modulo 2^64.
     """
     ends = np.arange(1, blocks + 1, dtype=np.uint64)
     ends *= np.uint64(block_tokens * _STRIDE & _WORD)
@@ -312,7 +316,7 @@ def _strides_of(block_tokens: int, blocks: int) -> npt.NDArray[np.uint64]:
 
 @lru_cache(_STRIDE_SIZES_MAX)
 def _strides(block_tokens: int) -> npt.NDArray[np.uint64]:
-    """Return the cached strides of prompts of up to 4096 blocks; they are the same for every
+    """Return `_strides_of` for the first 4096 blocks, cached because it is the same for every
     prompt.
     """
     return _strides_of(block_tokens, _STRIDES_KEPT_MAX)
@@ -324,5 +328,7 @@ def _seed(model: str, cache_salt: str) -> int:
 
 
 def _own(what: bytes, index: int) -> int:
-    """Return the id of text that no other request has. `what` is prompt or answer."""
+    """Return the id of a text that only request number `index` has. `what` says whether the text is
+    in the prompt or is the answer.
+    """
     return xxhash.xxh64_intdigest(what, index)

@@ -68,8 +68,8 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     """Folder in which big traces are cached in parsed form, or "" to parse them each time."""
 
     def at_rate_s(self, arrivals: int) -> Seconds:
-        """Return the arrival time of the request number `arrivals` (from 0) in a trace without
-        times.
+        """Return the arrival time in seconds of the request number `arrivals` (from 0) in a trace
+        without times, at the constant rate `rate_per_s`.
         """
         return arrivals / (self.rate_per_s or 1.0)
 
@@ -125,10 +125,14 @@ Format: TypeAlias = LineFormat | DocumentFormat
 
 
 class Trace:
-    """A trace file that can be iterated repeatedly. Its counters describe the latest iteration."""
+    """A trace file that can be iterated repeatedly. Its counters, such as `bad_lines`, describe the
+    latest iteration.
+    """
 
     def __init__(self, path: Path, trace_format: Format, options: ReadOptions) -> None:
-        """Create a trace of `path` in a known format. Use `open_trace` to detect the format."""
+        """Create a trace that is read from `path` in a known format. Use `open_trace` to detect the
+        format.
+        """
         self.path = path
         self.format = trace_format
         self.options = options
@@ -157,7 +161,8 @@ class Trace:
     def is_kept(self) -> bool:
         """True if the trace is big enough for the cache on disk and a cache folder is set.
 
-        A complete iteration then writes the cache entry, and later ones read it.
+        A complete iteration then writes the cache entry, unless a line is malformed or a request
+        has a body, and later iterations read it.
         """
         if not self.options.kept_in or isinstance(self.format, DocumentFormat):
             return False
@@ -244,8 +249,8 @@ class Trace:
         return kept, kept.name_of(self.path, how)
 
     def _kept(self) -> Iterator[Arrival]:
-        """Yield the requests from the cache on disk as far as its entry is intact, and all others
-        from the file.
+        """Yield the requests from the trace's entry in the cache on disk as far as that is intact,
+        and all others from the trace file.
         """
         before = _stamp(self.path)
         try:
@@ -261,8 +266,8 @@ class Trace:
             return
 
         def as_named() -> bool:
-            """Return False if the trace has malformed lines, or if the file changed since the name
-            of its cache entry was computed.
+            """Return whether the trace may be cached under its name: it has no malformed lines, and
+            the file has not changed since the name of its cache entry was computed.
             """
             return not self.bad_lines and _stamp(self.path) == before
 

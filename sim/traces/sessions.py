@@ -35,14 +35,14 @@ class Session(Struct, kw_only=True):
 
     turns: Iterator[Turn]
     start_s: Seconds = 0.0
-    """Start time since the beginning of the trace. For a child session, the pause after the answer
-    that starts it.
+    """Start time in seconds since the beginning of the trace. For a child session, the pause in
+    seconds after the answer that starts it.
     """
 
 
 class _Next(Struct):
-    """The next turn of a session, and the index of the request for whose answer it waits (None if
-    it does not wait).
+    """The next turn of a session that is to be merged, with the index of the request for whose
+    answer it waits (None if it does not wait).
     """
 
     session: Session

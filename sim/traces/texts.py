@@ -36,7 +36,7 @@ class TextPrompt(Struct, frozen=True):
     path: str
     """API path of the request, or "" if the row has a whole request, which is sent unchanged."""
     body: Mapping[str, Any]
-    """Members of the OpenAI request body, with the prompt."""
+    """Members of the OpenAI request body, including the prompt."""
     answer: str | None = None
     """Text of the recorded answer, or None if the row has none."""
 
@@ -107,8 +107,8 @@ def _collect(value: Any, parts: list[str]) -> None:
 
 
 def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | None:
-    """Return the prompt in the member `name` of `row`; None for a conversation without question or
-    answer.
+    """Return the prompt in the member `name` of `row`; None if the member is a conversation without
+    question or answer.
 
     The member is a text, messages as OpenAI or ShareGPT write them, or a whole request. The prompt
     of a ShareGPT conversation is its first question with everything before it, as in the benchmarks

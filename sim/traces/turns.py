@@ -39,9 +39,11 @@ class Turns:
         self._options = options
         self._timed = timed
         self._begun = 0
-        """Number of requests so far that were timed by the constant rate."""
+        """Number of requests so far whose time was computed from the constant rate, because the
+        trace has none for them.
+        """
         self._latest: OrderedDict[str, tuple[int, ArrivalTime]] = OrderedDict()
-        """Index and arrival time of the latest turn of each session."""
+        """Index and arrival time of the latest turn of each session, by the session's name."""
 
     def next(
         self, index: int, time_s: Seconds | None, session: str, delay_s: Seconds | None, field: str

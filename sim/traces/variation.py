@@ -223,8 +223,9 @@ def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
 
 
 def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
-    """Return the session of the longest earlier prompt with which this prompt begins, or
-    `otherwise`. Record that the session now ends with this prompt.
+    """Return the session (by its first request's index) of the longest earlier prompt with which
+    this prompt begins, or `otherwise` if there is none at most `SESSION_GAP_S` before. Record that
+    the session now ends with this prompt.
     """
     full = arrival.blocks[: sum(1 for _ in arrival.spans())]
     session = otherwise
@@ -243,7 +244,8 @@ def _laid(
 ) -> Iterator[Arrival]:
     """Yield the requests of the blocks `drawn`, end to end in order of time and with new indices.
 
-    `end_s` is the end of the trace.
+    `end_s` is the time of the last request in the trace; a request that would come later moves to
+    the beginning.
     """
     owner = _owners(members)
     fresh = (number for number in count(1) if number not in owner)
@@ -293,7 +295,7 @@ def _as_copy(
     fresh: Iterator[int],
 ) -> Arrival:
     """Return the request of a repeated block as if another user sent it: with new ids for text of
-    this block only, and a new session name. All requests of one copy share `renamed`.
+    this block only, a new session name, and no raw body. All requests of one copy share `renamed`.
     """
 
     def other(text: int) -> int:

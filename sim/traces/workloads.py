@@ -19,7 +19,7 @@ from sim.traces.sessions import Session, Turn, arrival_of, merge
 
 
 class Stage(Struct, frozen=True, kw_only=True):
-    """A period of a load with a constant arrival rate."""
+    """A period of an open load in which requests arrive at a constant mean rate."""
 
     rate_per_s: float
     duration_s: Seconds
@@ -30,14 +30,14 @@ class OpenLoad(Struct, frozen=True, kw_only=True):
 
     stages: tuple[Stage, ...]
     gap_s: Seconds = 0.0
-    """Pause between two stages of the load."""
+    """Pause in seconds between two stages of the load."""
     burstiness: float = 1.0
     """Coefficient of variation of the gaps between arrivals: 0 for even arrivals, 1 for Poisson,
     above 1 for bursts.
     """
 
     def times(self, random: Random) -> Iterator[Seconds]:
-        """Yield the random arrival times in seconds, in order."""
+        """Yield the random arrival times of the load's requests in seconds, in order."""
         begin = 0.0
         for stage in self.stages:
             end = begin + stage.duration_s
@@ -71,7 +71,7 @@ class Concurrency(Struct, frozen=True, kw_only=True):
 class ClosedLoad(Struct, frozen=True, kw_only=True):
     """A load in which each request waits for an earlier answer.
 
-    A lane begins the next stage when its last request is answered.
+    A lane begins the next stage `gap_s` seconds after its last request is answered.
     """
 
     stages: tuple[Concurrency, ...]
@@ -79,8 +79,8 @@ class ClosedLoad(Struct, frozen=True, kw_only=True):
 
 
 class Adapters(Struct, frozen=True, kw_only=True):
-    """LoRA adapters that requests name, as (name, weight of its random choice); empty if all use
-    the base model.
+    """The LoRA adapters that a workload's requests name, as (name, weight of its random choice);
+    empty if all requests use the base model.
     """
 
     weights: tuple[tuple[str, float], ...] = ()
@@ -223,8 +223,8 @@ def steady_arrivals(
     """Return the generated requests of `workload` at a constant rate, in order of time.
 
     Sessions that began before the trace are under way at its start: the trace has their remaining
-    turns. No request arrives after the last second of the load. All times assume that answers take
-    no time. Raises `FieldError` if `cannot_be_steady` gives a reason.
+    turns. No request arrives after the end of the load. All times assume that answers take no time.
+    Raises `FieldError` if `cannot_be_steady` gives a reason.
     """
     problem = cannot_be_steady(workload)
     if problem:
@@ -280,7 +280,8 @@ def _without_history(given: Iterator[Arrival], history_s: Seconds) -> Iterator[A
 
 
 _Source = Callable[[int, int], Iterator[Turn]]
-"""Function (lane, number of lanes) -> the turns of one more session for this lane of a closed loop.
+"""Function (number of the lane, number of lanes) -> the turns of one more session. A lane of a
+closed loop sends one request after the other.
 """
 
 
@@ -362,8 +363,8 @@ def _nothing_shared(
 
 
 class _Prompt(Struct):
-    """A question of a group with its system prompt; with `multi_turn` also the conversation before
-    it.
+    """One prompt of a group: a question after the group's system prompt; with `multi_turn` also the
+    conversation before the question.
     """
 
     name: str

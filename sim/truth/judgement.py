@@ -34,7 +34,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     """
 
     truth: str
-    """Name of the recording's folder."""
+    """Name of the folder of the recording with which the simulation is compared."""
     what: str
     recorded: float | None
     """Recorded value; None for a fitted constant, which no recording contains."""

@@ -227,8 +227,8 @@ class Ladder:
         return outcomes
 
     def stage(self, rate_per_s: float, duration_s: Seconds) -> Outcomes:
-        """Send requests at a rate for `duration_s`, simulate until all are answered, and return the
-        results.
+        """Send requests at `rate_per_s` for `duration_s` seconds to the arm's pool, simulate until
+        all are answered, and return the results.
         """
         self._ended.clear()
         self._cluster.clients.go_on(self._arrivals(rate_per_s, duration_s))
@@ -310,7 +310,9 @@ def _mean_error(
     simulated: Sequence[Outcomes],
     tolerance: float,
 ) -> Judgement:
-    """Return the mean of the absolute relative errors."""
+    """Return a comparison of the output rate (tokens/s) over the stages of the rows given. Its
+    error is the mean of the stages' absolute relative errors.
+    """
     ours = np.array([outcome.output_tokens_per_s for outcome in simulated])
     theirs = np.array(recorded)
     return Judgement(

@@ -96,8 +96,8 @@ class RecordedRequest(Struct, frozen=True, kw_only=True):
 def judge(
     folder: Path, description: dict[str, Any], report: ReportProgress, given: Profile | None = None
 ) -> Iterator[Judgement]:
-    """Compare a latency recording with its simulation: yield the results without a fit, then the
-    fitted host time and skew, and the results with them.
+    """Compare a latency recording with its simulation: yield the results without a fit; then, for a
+    recording of more than 150 requests, the fitted host time and skew, and the results with them.
 
     A `given` profile, with its KV cache, replaces the recording's own; nothing is fitted then.
     Raises `TruthError`.
@@ -186,8 +186,8 @@ def fit(
     served: Sequence[RecordedRequest],
     report: ReportProgress,
 ) -> Profile:
-    """Return `profile` with the host time and skew with which the simulation has the recorded means
-    of the first requests.
+    """Return `profile` with the host time and skew with which the simulation has the same mean
+    latencies of the first requests as the recording.
 
     The method is Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical
     slopes.

@@ -30,7 +30,7 @@ from sim.truth.judgement import (
 )
 
 Event: TypeAlias = tuple[str, list[int]]
-"""A change of the cache: "stored" or "removed", and the hashes of the blocks."""
+"""A change of an engine's KV cache: "stored" or "removed", and the hashes of the blocks."""
 
 
 class Description(Struct, frozen=True, kw_only=True):

@@ -247,7 +247,7 @@ def test_json_is_read_like_yaml():
         ),
         (
             {"type": "session-affinity-filter", "parameters": {"profileName": "prefill"}},
-            "plugins[0] (session-affinity-filter): profileName has no effect, because there is only one profile",
+            "plugins[0] (session-affinity-filter): profileName has no effect, because it cannot change the endpoint of a session",
         ),
         (
             {"type": "dcgm-data-source"},

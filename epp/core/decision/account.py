@@ -47,14 +47,18 @@ class _CachedProperty(Generic[_Found]):
 
 
 class Route(StrEnum):
-    """The stages that have an endpoint of their own; the values are those of llm-d-router."""
+    """The stages of a request that have an endpoint of their own: decode always, prefill and encode
+    only if they run elsewhere. The values are those of llm-d-router.
+    """
 
     DECODE_ONLY = "decode-only"
     PREFILL_DECODE = "prefill-decode"
     ENCODE_DECODE = "encode-decode"
     ENCODE_PREFILL_DECODE = "encode-prefill-decode"
     AGGREGATED_FALLBACK = "aggregated-fallback"
-    """One endpoint serves the whole request, because a stage that must run had no endpoint."""
+    """One endpoint serves the whole request, because no endpoint was left for a stage that had to
+    run.
+    """
 
 
 class Ranking(Struct, frozen=True, kw_only=True, dict=True):
@@ -68,7 +72,7 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
     candidate.
     """
     picked: int
-    """Position of the chosen endpoint among the candidates."""
+    """Position of the chosen endpoint among the candidates that were scored."""
 
     @property
     def total(self) -> float:
@@ -116,13 +120,15 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     stage: Stage = Stage.DECODE
     endpoint: Endpoint
     fallbacks: tuple[Endpoint, ...]
-    """Fallback endpoints of the decode stage; further endpoints of the encode stage."""
+    """Endpoints that were chosen for the same stage besides `endpoint`. In the decode stage they
+    are fallback endpoints; in the encode stage they encode media as well.
+    """
     ready: int
     """Number of endpoints that were ready and in the gateway's subset, before filters."""
     dropped: Mapping[str, Ints]
-    """Slots of the endpoints that each filter dropped, by name of the filter."""
+    """Slots of the endpoints that each filter dropped in this decision, by name of the filter."""
     candidates: Candidates
-    """Candidates that were scored, which are those that no filter dropped."""
+    """Candidates that were scored in this decision, which are those that no filter dropped."""
     tellers: tuple[TellsCost | None, ...]
     lease: Lease
     matched_blocks: int
@@ -134,8 +140,8 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     or has one rank.
     """
     costs: tuple[Cost, ...] | None = None
-    """Costs that the scorers in `tellers` computed during the decision, or None if they can be
-    computed later from the stored numbers of the two best endpoints.
+    """Costs that the scorers computed during the decision, a `Cost` for each scorer that has costs.
+    None if they can be computed later from the stored numbers of the two best endpoints.
     """
 
     @property
@@ -192,7 +198,7 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
     """
     shadow: ShadowVerdict | None
     route: Route | None = None
-    """Route of the request, or None if the configuration has only one stage."""
+    """Route of the request through the stages, or None if the configuration has only one stage."""
     uncached_tokens: int = 0
     """Number of prompt tokens that the decode endpoint is estimated not to have cached, if the
     configuration has several stages.
@@ -205,8 +211,8 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def runner_up_of(scored: Scored, picked: int) -> int | None:
-    """Return the position of the candidate with the highest sum other than `picked`, or None if
-    there is no other.
+    """Return the position of the candidate with the highest weighted sum of scores, without the
+    candidate at `picked`. Return None if there is no other candidate.
     """
     if scored.total.size < 2:
         return None
@@ -226,8 +232,9 @@ def costs_to_keep(
     """Return the costs of the chosen endpoint and the runner-up, or None if they can be computed
     later from the stored numbers of these two endpoints.
 
-    A cost depends on more than these numbers if adapters matter, if peers do not share, or if a
-    scorer uses the median of other endpoints because a load report is missing or old.
+    A cost depends on more than these numbers if an endpoint reports LoRA adapters or a peer does
+    not share its decisions. It also does if a load report is missing or old, because a scorer then
+    uses the median of other endpoints.
     """
     load = columns.last_load
     if not (
@@ -265,5 +272,7 @@ def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int)
 
 
 def rounded_parts(scorers: Sequence[str], parts: Sequence[float]) -> dict[str, float]:
-    """Return the weighted score of each scorer, rounded to four digits, by name of the scorer."""
+    """Return `parts`, the weighted score of a candidate by each of `scorers`, rounded to four
+    digits, by name of the scorer.
+    """
     return {scorer: round(part, 4) for scorer, part in zip(scorers, parts, strict=True)}

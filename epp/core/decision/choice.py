@@ -1,8 +1,8 @@
 """The choice of one endpoint among candidates by one profile.
 
 `choose` runs the four placement steps: it filters, prefers endpoints with fresh metrics, scores and
-picks. The acting profile and the shadow profile use it, and so will each stage of a request that
-several endpoints serve. It records nothing: its caller decides what follows from a choice.
+picks. The acting profile, the shadow profile and each stage of a request that several endpoints
+serve use it. It records nothing: its caller decides what follows from a choice.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class ProfileState(Struct):
     failures: PluginFailures
     """Failures of the profile's plugins so far."""
     kept_scores: KeptScores | None = None
-    """Cache of the profile's scores, or None if no score of the profile can be cached or borrowed
+    """Cache of the scores of the profile's scorers. None if no score can be cached, or borrowed
     from the acting profile.
     """
     filters_alike: bool = False
@@ -46,9 +46,9 @@ class Staleness(Struct, frozen=True):
     """
 
     age_s_max: Seconds
-    """Age in seconds above which an endpoint's metrics are stale."""
+    """Age in seconds above which the metrics of an endpoint count as stale."""
     unreachable: Bools
-    """True for each endpoint slot whose scrapes get no answer."""
+    """True for each endpoint, by slot, whose scrapes get no answer."""
 
 
 class Choice(Struct, frozen=True, gc=False):
@@ -57,9 +57,9 @@ class Choice(Struct, frozen=True, gc=False):
     """
 
     offered: Candidates
-    """Candidates from which the filters started."""
+    """Candidates of the decision before filters."""
     ranked: Candidates
-    """Candidates that the filters left, which were scored."""
+    """Candidates that the filters of the profile left, which were then scored."""
     dropped: dict[str, Ints]
     """Slots of the endpoints that were not scored, by the name of the filter that dropped them,
     "stale-metrics" or "unreachable".
@@ -73,13 +73,13 @@ class Choice(Struct, frozen=True, gc=False):
     sound: bool
     """True if none of the profile's plugins failed in this decision."""
     request: InferenceRequest
-    """Request as the scorers saw it."""
+    """Request as the scorers of the profile saw it."""
     slot: int
     """Slot of the chosen endpoint."""
 
     @property
     def others(self) -> list[int]:
-        """Return the slots of the picker's other choices."""
+        """Return the slots of the endpoints that the picker plugin chose besides the first one."""
         others: list[int] = self.ranked.slot[self.picked[1:]].tolist()
         return others
 
@@ -138,8 +138,8 @@ def choose(
 
 
 def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
-    """Return `kept` without stale endpoints if any fresh one is left, and without unreachable ones
-    if any other is left.
+    """Return the candidates of `kept` and the slots that were dropped, by reason. Stale endpoints
+    are dropped if any fresh one is left, and unreachable ones if any other is left.
     """
     unreachable = staleness.unreachable[kept.candidates.slot]
     stale = kept.candidates.metrics_age_s > staleness.age_s_max

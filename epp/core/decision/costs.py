@@ -83,8 +83,8 @@ def cost_of(
     candidates: Candidates,
     positions: Sequence[int],
 ) -> Cost:
-    """Call `plugin` for the cost of the candidates at `positions`: the chosen one, then the
-    runner-up if there is one.
+    """Return the cost that `plugin` computes for the candidates at `positions`: the chosen one,
+    then the runner-up if there is one.
 
     Raises `CostError` for a malformed result, and any exception of the plugin.
     """

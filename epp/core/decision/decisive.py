@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 LEVEL: Final = 1e-9
-"""Difference of two sums, relative to the sum of all absolute summands, up to which it is only
-rounding.
+"""Difference of two sums up to which it counts as rounding, relative to the sum of all absolute
+summands.
 """
 
 

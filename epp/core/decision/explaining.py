@@ -34,7 +34,7 @@ class Explained(Struct, frozen=True):
     be computed.
     """
     earlier: tuple[Leg, ...] = ()
-    """Legs of the stages before decode."""
+    """Legs of the prefill and encode stages of the same request."""
 
 
 def explained(

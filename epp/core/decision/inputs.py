@@ -35,8 +35,8 @@ class PageScraped(Struct, frozen=True, gc=False):
 
 
 class ScrapeFailed(Struct, frozen=True, gc=False, kw_only=True):
-    """A failed scrape of the metrics of the endpoint in `slot`. `answered` is False if no response
-    came in time.
+    """A failed scrape of the metrics of the endpoint in `slot`. `answered` is False if there was no
+    connection, or no response in time.
     """
 
     slot: int
@@ -53,14 +53,16 @@ class LoadReported(Struct, frozen=True, gc=False):
 
 
 class ResponseStarted(Struct, frozen=True, gc=False):
-    """The headers of a successful response arrived for `lease`, which several endpoints serve."""
+    """The arrival of the headers of a successful response to the request of `lease`, which several
+    endpoints serve.
+    """
 
     lease: Lease
 
 
 class OutputStarted(Struct, frozen=True, gc=False):
-    """The arrival of the first chunk of an answer, which shows that the prompt of `lease` is
-    prefilled.
+    """The arrival of the first chunk of the answer to the request of `lease`, which shows that its
+    prompt is prefilled.
     """
 
     lease: Lease
@@ -76,7 +78,7 @@ class ServedBy(Struct, frozen=True, gc=False):
 
 
 class RequestEnded(Struct, frozen=True, gc=False):
-    """The end of the request of `lease`. A second such input for the same lease has no effect."""
+    """The end of the request of `lease`. It has no effect if the lease is already closed."""
 
     lease: Lease
     outcome: Outcome
@@ -127,16 +129,16 @@ class EventsHeard(Struct, frozen=True, gc=False):
 
 
 class BlocksChanged(Struct, frozen=True, gc=False):
-    """The changes of cached keys that followed from an `EventsHeard`, for a reader that has no
-    tokens, such as a capture.
+    """The changes of cached block keys that followed from an `EventsHeard`, for a reader that has
+    no token ids, such as the re-enactment of a capture.
     """
 
     slot: int
     changes: Sequence[Changed]
     cleared: bool = False
-    """True if all blocks of the rank were dropped before these changes."""
+    """True if all blocks of the engine's rank were dropped before these changes."""
     engine_block_tokens: int = 0
-    """Number of tokens in the largest block of the engine."""
+    """Number of tokens in the largest block of the engine; 0 if unknown."""
     rank: int = 0
 
 
@@ -154,8 +156,8 @@ class StreamChanged(Struct, frozen=True, gc=False):
 
 
 class EventsVoided(Struct, frozen=True, gc=False):
-    """The events received so far from one rank of the engine in `slot` are invalid; recorded
-    decisions stay.
+    """The KV-cache events received so far from one rank of the engine in `slot` are invalid. Blocks
+    that are assumed from decisions stay.
     """
 
     slot: int
@@ -163,7 +165,7 @@ class EventsVoided(Struct, frozen=True, gc=False):
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """A call for bounded housekeeping, sent about once a second."""
+    """A call for the scheduler's bounded housekeeping, which the caller sends about once a second."""
 
 
 Input: TypeAlias = (
@@ -195,12 +197,13 @@ class Effects(Struct, frozen=True):
     requests until its next successful scrape.
     """
     restarted: tuple[str, ...] = ()
-    """Names of the affinity indexes that start empty because of new settings."""
+    """Names of the affinity indexes that start empty, because they cannot adopt the new settings.
+    """
     moved: bool = False
-    """True if the request of this input now counts for another endpoint, or for none."""
+    """True if the request that this input is about now counts for another endpoint, or for none."""
     heard: EventResult | None = None
-    """Result of applying KV-cache events in the first index that receives them; None for other
-    inputs, or if it failed.
+    """Result of applying KV-cache events in the first index that receives them. None for other
+    inputs, if no index receives events, or if all that do failed.
     """
 
 

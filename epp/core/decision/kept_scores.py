@@ -1,9 +1,10 @@
 """A cache of the scores that scorers gave to candidates.
 
-Scores of some scorers stay valid for several requests: those that declare to read only what scrapes
-change (`KEPT_READS`). Such a scorer runs again for the same candidates only after a column that it
-reads has changed. A scorer that failed runs at every decision. Cached scores are final: they are
-clamped, and unknown values are filled in. The cached arrays are never shared with plugins.
+Scores of some scorers stay valid for several requests: those that declare to read only the values
+in `KEPT_READS`, which change with the reports of engines. Such a scorer runs again for the same
+candidates only after a column that it reads has changed. A scorer that failed runs at every
+decision. Cached scores are final: they are clamped, and unknown values are filled in. The cached
+arrays are never shared with plugins.
 
 Other scores are borrowed. If the shadow profile has the very same scorer as the acting profile, it
 uses the scores that the acting profile just computed.
@@ -53,20 +54,25 @@ class _Set:
         reads, at the version in `seen`.
         """
         self.seen = [_OUTDATED] * scorers
-        """Version of the columns that each scorer reads when its row was computed, by row."""
+        """Version of the columns that each scorer reads, at which its row of scores was computed,
+        by row.
+        """
         self.version = _OUTDATED
         """Version of all columns at which every row with declared reads was found up to date; -1 if
         none was.
         """
         self.model = ""
-        """Name of the model for which the rows of scorers that read the model are valid."""
+        """Name of the model for which the current scores of scorers that read the model are valid.
+        """
         self.by_model: OrderedDict[tuple[int, str], tuple[int, Floats | float]] = OrderedDict()
-        """Version of the columns and the scores, by (row, model), least recently used first."""
+        """Scores of scorers that read the model, with the version of the columns for which they
+        were computed. They are stored by (row, model), least recently used first.
+        """
 
 
 class KeptScores:
-    """A cache of the scores of one profile's scorers, which are pure functions of their declared
-    reads.
+    """A cache of the scores that the scorers of one profile gave. A scorer must be a pure function
+    of the values that it declares to read.
     """
 
     @classmethod
@@ -91,7 +97,9 @@ class KeptScores:
         }
         self._lent = list(lent)
         self._lent_by = list(lent.values())
-        """Rows of the acting profile that are borrowed, in the order of `_lent`."""
+        """Rows of the acting profile's scores that are borrowed, in the order of `_lent`, the rows
+        of this profile that they fill.
+        """
         declared = ((row, scorer.plugin.abilities.reads) for row, scorer in enumerate(scorers))
         reads = {
             row: names
@@ -110,7 +118,7 @@ class KeptScores:
         """
         self._slot = _NOBODY
         self._set = _Set(self._scorers, 0)
-        """The cached set for the candidates in `_slot`."""
+        """Cached scores of the candidates that were looked up last, whose slots are in `_slot`."""
 
     def recall(
         self, request: InferenceRequest, candidates: Candidates
@@ -181,8 +189,8 @@ class KeptScores:
                     kept.by_model.popitem(last=False)
 
     def _find(self, slot: Ints) -> None:
-        """Set `_set` to the cached set for the candidates in `slot`. The set is found by content,
-        because filters copy arrays.
+        """Make the cached scores of the candidates in `slot` the current ones, `_set`; create them
+        if there are none. They are found by content, because filters copy arrays.
         """
         self._slot = slot
         key = slot.tobytes()

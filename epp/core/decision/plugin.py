@@ -28,8 +28,9 @@ from epp.core.types import Endpoint
 
 MODEL: Final = "model"
 KEPT_READS: Final = (*VERSIONED, MODEL)
-"""Names in a scorer's `reads` that change rarely. If a scorer reads only these, its scores are
-cached until one of them changes.
+"""Names that change only when an engine reports new values or when the list of endpoints changes,
+and the model of a request. If a scorer's `reads` has only these names, its scores are cached for
+each model until one of the other values changes.
 """
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
 """Names of the columns that the default prefix index fills; it is created if any plugin reads one
@@ -71,7 +72,8 @@ class HoldsRequests(Protocol):
     def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
         """Return whether `request` must wait now. Never called with n = 0.
 
-        `candidates` are all ready endpoints, before filters and without index lookups.
+        `candidates` are the ready endpoints that are neither ejected nor full, before filters and
+        without index lookups.
         """
         ...
 
@@ -101,7 +103,7 @@ class TellsCost(Protocol):
     """
 
     cost_unit: ClassVar[str]
-    """Unit of the cost and of all its parts, such as "s"."""
+    """Unit of the scorer's cost and of all its parts, such as "s"."""
 
     def cost_parts(
         self, request: InferenceRequest, candidates: Candidates, /
@@ -149,7 +151,8 @@ class MarksRequests(Plugin, Protocol):
         """Return the headers among `own_headers` to set on `request`, which is routed to
         `endpoint`.
 
-        `candidates` are all ready endpoints, before filters. The request no longer has its prompt.
+        `candidates` are those of the decision before filters: the ready endpoints that are neither
+        ejected nor full, unless no other endpoint is left. The request no longer has its prompt.
         """
         ...
 
@@ -168,9 +171,9 @@ class ChoosesRanks(Plugin, Protocol):
         """Return the rank of the picked endpoint that must serve the request, or None if the engine
         chooses.
 
-        `held_tokens` are the prompt tokens that each rank is estimated to have cached. `sent` are
-        the running requests that this picker sent to each rank by the header. Both have at least
-        two members.
+        `held_tokens` has the number of prompt tokens that each rank is estimated to have cached.
+        `sent` has the number of running requests that this picker sent to each rank by the header.
+        Both have a member for each rank, and at least two.
         """
         ...
 

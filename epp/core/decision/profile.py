@@ -41,11 +41,13 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 
 UNKNOWN: Final = 0.5
-"""Score of every candidate by a scorer that knows none of them, or that failed."""
+"""Score that every candidate gets from a scorer that failed, or whose value is unknown for all
+candidates.
+"""
 
 _TIE: Final = 1.0 - 1e-9
-"""Factor of the highest sum from which another sum counts as a tie, because the two differ only by
-rounding.
+"""Factor of the highest weighted sum. Another sum of at least this product counts as a tie, because
+the two differ only by rounding.
 """
 
 _LEAST: Final = np.zeros(())
@@ -176,13 +178,15 @@ def _headers(
 
 
 class FilterResult(Struct, frozen=True, gc=False):
-    """The candidates that the filters left, and the endpoints that each filter dropped."""
+    """The candidates that are left after the filters, and the endpoints that each filter dropped."""
 
     candidates: Candidates
     dropped: dict[str, Ints]
     """Slots of the endpoints that each filter dropped, by name of the filter."""
     shed_by: str = ""
-    """Name of the load-shedding filter that dropped the last candidate, or ""."""
+    """Name of the filter that dropped the last candidate, if it is one that sheds load; otherwise
+    "".
+    """
 
     @property
     def eliminated(self) -> dict[str, int]:
@@ -191,7 +195,7 @@ class FilterResult(Struct, frozen=True, gc=False):
 
 
 class Scored(Struct, frozen=True, gc=False):
-    """The scores of n candidates, and their weighted sums."""
+    """The scores of n candidates by the scorers of one profile, and their weighted sums."""
 
     total: Floats
     """Weighted sum of the scores of each candidate, float64[n]."""

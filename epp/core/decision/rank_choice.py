@@ -40,8 +40,8 @@ class RankChooser(Struct, frozen=True):
     def choose(
         self, held_tokens: Sequence[int], sent: Sequence[int]
     ) -> tuple[int | None, RankChoice]:
-        """Return the rank that the plugin selects, or None, and the outcome. `held_tokens` and
-        `sent` are those of `ChoosesRanks.rank_of`.
+        """Return (rank, outcome): the rank that the plugin selects, or None if the engine chooses,
+        and the outcome of the choice. `held_tokens` and `sent` are those of `ChoosesRanks.rank_of`.
         """
         failed_before = self.failures.so_far
         rank = self._rank_of(held_tokens, sent)

@@ -94,7 +94,7 @@ class Sent(Struct, frozen=True, gc=False):
     slot: int
     at_s: Seconds
     left_out: tuple[str, ...] = ()
-    """Names of the indexes that did not record the decision."""
+    """Names of the indexes that did not record this decision, so that it is not shared for them."""
 
 
 class Witness(Protocol):
@@ -124,16 +124,18 @@ class Scheduler:
         """Failures of plugins and indexes; decisions continue without those that failed."""
         self.pool = EndpointPool()
         self.indexes = Indexes(self.failures)
-        """Affinity indexes that could be opened, by name."""
+        """Affinity indexes by name; an index that could not be opened is missing."""
         self.ledger = InflightLedger(self.pool.columns, self.indexes.release)
         self.outliers = Outliers(self.pool.columns)
         """Detector of endpoints that are slower or fail more often than the others. It ejects such
         endpoints if its settings allow.
         """
         self.outlying: dict[int, Outlier] = {}
-        """Reason of each endpoint that was an outlier at the last tick, by slot."""
+        """Reason why each endpoint that was an outlier at the last tick was one, by slot."""
         self.pairs = PairFailures()
-        """Failures of requests that several endpoints served."""
+        """Failures of requests that several endpoints served, from which the endpoint at fault is
+        found.
+        """
         self.full = FullEndpoints()
         """Endpoints that are full because they refused requests for lack of capacity; they receive
         fewer requests for a while.
@@ -147,12 +149,12 @@ class Scheduler:
         self.load_reports = 0
         """Number of load reports of engines that were read from response headers."""
         self.load_reports_unread = 0
-        """Number of load reports that were ignored, because they were malformed or their endpoint
-        was never scraped or has restarted.
+        """Number of load reports in response headers that were ignored, because they were
+        malformed, or because their endpoint was never scraped, has left or has restarted.
         """
         self.rank_choices: dict[RankChoice, int] = {}
-        """Number of requests at endpoints with several ranks, by the outcome of the choice of the
-        rank; empty if no plugin selects ranks.
+        """Number of requests that were sent to endpoints with several data-parallel ranks, by the
+        outcome of the choice of the rank. Empty if no plugin selects ranks.
         """
         self.may_hold = False
         """True if any plugin of a profile can make requests wait."""
@@ -374,8 +376,8 @@ class Scheduler:
     def _saturated_stage(
         self, request: InferenceRequest, chosen: StagedChoice, decode: SchedulingProfile
     ) -> Refusal | None:
-        """Return the refusal of a request that may be shed, if any stage that it needs is
-        saturated.
+        """Return the refusal of `request`, which may be shed, if the endpoints of any stage that it
+        needs are saturated; else None.
         """
         stages = self.settings.stages
         for stage, profile, choice in (
@@ -399,7 +401,9 @@ class Scheduler:
         offered: Available,
         now: Seconds,
     ) -> tuple[Leg, ...]:
-        """Record the choices of all stages under one lease. Return the legs, decode first."""
+        """Count the request of a decision at the endpoints chosen for its stages, under one lease.
+        Return the legs, decode first.
+        """
         stages = self.settings.stages
         legs: list[Leg] = []
         leases: list[Lease] = []
@@ -439,7 +443,9 @@ class Scheduler:
         return (legs[-1], *legs[:-1])
 
     def _also_encode(self, lease: Lease, slot: int, now: Seconds) -> Lease:
-        """Count the request of `lease`, which an encode endpoint has, at one more of them."""
+        """Count the request of `lease`, whose media an encode endpoint encodes, at a further encode
+        endpoint, the one in `slot`. Return the lease there.
+        """
         request = lease.request
         other = self.ledger.open(
             request, slot, matched_blocks=0, prefill_tokens=0.0, now=now, stage=Stage.ENCODE
@@ -591,7 +597,7 @@ class Scheduler:
 
     def _move(self, given: ServedBy, now: Seconds) -> Effects:
         """Move the lease and the index entries of a request to the endpoint that serves it. If that
-        is not in the pool, close the lease and undo the entries.
+        endpoint is not in the pool, close the lease and undo the entries.
         """
         lease, slot = given.lease, self.pool.slot_at(given.address)
         if lease.slot < 0 or slot == lease.slot:
@@ -626,8 +632,8 @@ class Scheduler:
         return Effects(moved=True)
 
     def _left_out_by(self, lease: Lease) -> tuple[str, ...]:
-        """Return the names of the indexes that do not record the request of `lease`, because
-        another endpoint works on the stage that they are for.
+        """Return the names of the indexes that must not record the request of `lease`, because they
+        are for a stage on which another endpoint works.
         """
         if lease.stage is Stage.DECODE:
             encodes = any(one.stage is Stage.ENCODE for one in lease.earlier)
@@ -635,7 +641,9 @@ class Scheduler:
         return tuple(name for name in self.indexes if name not in lease.recorded)
 
     def _end_prefill(self, given: ResponseStarted | OutputStarted, now: Seconds) -> None:
-        """Close the earlier leases of a request, because its answer has begun."""
+        """Close the leases of the prefill and encode endpoints of a request, because its response
+        headers or its first output arrived.
+        """
         lease = given.lease
         present = [one for one in (lease, *lease.earlier) if self.ledger.is_live(one)]
         self.pairs.succeeded([one.slot for one in present])
@@ -688,9 +696,9 @@ class Scheduler:
         return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
 
     def _end_together(self, lease: Lease, outcome: Outcome, now: Seconds) -> Endpoint | None:
-        """Judge the endpoints that served the request of `lease` together.
+        """Apply the outcome of the request of `lease` to the endpoints that served it together.
 
-        Return the endpoint that its failures set aside, or None. A status of 500 or more may be
+        Return the endpoint that is set aside because of it, or None. A status of 500 or more may be
         that of any of them, so none is blamed before it failed with two different partners. A
         refusal for lack of capacity may be that of any of them too, and is ignored.
         """
@@ -714,10 +722,9 @@ class Scheduler:
         return None
 
     def _blame(self, present: list[Lease], lease: Lease, now: Seconds) -> Endpoint | None:
-        """Blame the endpoint of `present`, if any, that explains the failure of `lease`.
-
-        `present` are the leases whose endpoints are in the pool. Return the endpoint that is set
-        aside, or None.
+        """Find the endpoint that explains the failure of the request of `lease`, and eject it.
+        `present` are the leases of the request whose endpoints are in the pool. Return the endpoint
+        that is set aside, or None.
         """
         for one in present:
             self.outliers.left(one)
@@ -799,7 +806,7 @@ class Scheduler:
         return Effects(restarted=restarted)
 
     def _read_profile(self) -> None:
-        """Derive from new settings the objects that decisions use, so that a decision need not
+        """Create from new settings the objects that decisions use, so that a decision need not
         create them.
         """
         settings, profile, failures = self.settings, self.settings.profile, self.failures
@@ -820,7 +827,7 @@ class Scheduler:
         self.shadow = Shadow.of(settings, self.seed, self.shadow_totals, self.shadow_failures)
 
     def _read_stages(self) -> None:
-        """Derive from the settings what a decision in several stages needs."""
+        """Create from the settings the objects that decisions of requests with several stages use."""
         settings = self.settings
         stages = settings.stages
         named = (
@@ -852,8 +859,8 @@ class Scheduler:
             (Stage.PREFILL, True): of_media + of_sessions,
             (Stage.ENCODE, True): self._not_of_media,
         }
-        """Names of the indexes that do not record the decision for a stage, by whether there is an
-        encode stage.
+        """Names of the indexes that do not record the endpoint of a stage, by (stage, whether
+        another endpoint encodes).
         """
 
 

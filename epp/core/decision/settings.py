@@ -44,8 +44,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     metrics.
     """
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    """Prefill speed in tokens per second of each endpoint that `labelled_speeds` does not match
-    (`peakPrefillThroughput`).
+    """Prefill speed in tokens per second of each endpoint whose labels match none of
+    `labelled_speeds` (`peakPrefillThroughput`).
     """
     labelled_speeds: tuple[LabelledSpeed, ...] = ()
     """Prefill speeds of endpoints by their labels; if several match an endpoint, the first applies."""

@@ -24,16 +24,18 @@ from epp.core.types import Endpoint, Refusal
 AGREED: Final = "agreed"
 DIFFERED: Final = "differed"
 NOBODY: Final = "nobody"
-"""Verdict if the shadow profile's filters left no endpoint."""
+"""Verdict of the shadow profile if its filters left no endpoint."""
 FAILED: Final = "failed"
-"""Verdict if a plugin of the shadow profile failed, so that its choice is unknown."""
+"""Verdict of the shadow profile if one of its plugins failed, so that its choice is unknown."""
 
 
 class ShadowVerdict(Struct, frozen=True, kw_only=True):
     """The shadow profile's choice for one request, compared with the choice of the acting profile."""
 
     verdict: str
-    """Result of the comparison: `AGREED`, `DIFFERED`, `NOBODY` or `FAILED`."""
+    """Result of the comparison of both profiles' choices: `AGREED`, `DIFFERED`, `NOBODY` or
+    `FAILED`.
+    """
     endpoint: Endpoint | None = None
     uncached_tokens: float = 0.0
     """Number of prompt tokens that the shadow's `endpoint` is estimated not to have cached."""
@@ -46,9 +48,13 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
     live_inflight_requests: int = 0
     scorers: tuple[str, ...] = ()
     scored: Scored | None = None
-    """Scores by the shadow profile, with a row for each of `scorers`; None without a choice."""
+    """Scores by the shadow profile, with a row for each of `scorers`. None if the profile made no
+    choice.
+    """
     position: int = -1
-    """Position of the shadow's `endpoint` among the scored candidates; -1 without a choice."""
+    """Position of the shadow's `endpoint` among the candidates that the shadow scored; -1 if it
+    chose none.
+    """
     live_position: int = -1
     """Position of the acting profile's endpoint among the shadow's scored candidates; -1 if the
     shadow's filters dropped it.
@@ -85,7 +91,7 @@ class ShadowTotals:
     def __init__(self) -> None:
         self.verdicts: Counter[str] = Counter({AGREED: 0, DIFFERED: 0, NOBODY: 0, FAILED: 0})
         self.picks: Counter[int] = Counter()
-        """Number of times that the shadow profile chose each slot."""
+        """Number of times that the shadow profile chose the endpoint in each slot, by slot."""
         self.uncached_tokens = 0.0
         self.live_uncached_tokens = 0.0
         self.inflight_requests = 0

@@ -25,11 +25,12 @@ _NO_ENDPOINTS: Final = {
     Stage.PREFILL: RefusalReason.NO_PREFILL_ENDPOINTS,
     Stage.ENCODE: RefusalReason.NO_ENCODE_ENDPOINTS,
 }
-"""Reason of a refusal by the stage that has no endpoint."""
+"""Reason of a refusal if the stage has no endpoint, by stage. Other stages have the usual reason.
+"""
 
 
 class StagedChoice(Struct, frozen=True):
-    """The endpoints that were chosen for one request."""
+    """The endpoints that were chosen for the stages of one request."""
 
     decode: Choice
     prefill: Choice | None = None
@@ -41,7 +42,7 @@ class StagedChoice(Struct, frozen=True):
 
     @property
     def route(self) -> Route:
-        """Return the route on which the request passes through the endpoints."""
+        """Return the stages that have an endpoint of their own, as the route of the request."""
         if self.encode is None:
             return Route.DECODE_ONLY if self.prefill is None else Route.PREFILL_DECODE
         return Route.ENCODE_DECODE if self.prefill is None else Route.ENCODE_PREFILL_DECODE
@@ -53,7 +54,9 @@ def decode_first(
     choose: StageChoice,
     cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
-    """Choose decode, then encode, then prefill near the decode endpoint."""
+    """Choose the endpoints of a request: decode, then encode, then prefill near the decode
+    endpoint. Return the refusal of the first stage that has none.
+    """
     decode = choose(Stage.DECODE, -1)
     if isinstance(decode, Refusal):
         return _named(Stage.DECODE, decode)
@@ -80,7 +83,9 @@ def prefill_first(
     choose: StageChoice,
     cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
-    """Choose prefill, then encode, then decode near the prefill endpoint."""
+    """Choose the endpoints of a request: prefill, then encode, then decode near the prefill
+    endpoint. Return the refusal of the first stage that has none.
+    """
     prefill = None
     if stages.prefill is not None and may_prefill_elsewhere(request):
         remote = choose(Stage.PREFILL, -1)
@@ -100,7 +105,9 @@ def prefill_first(
 def _encode(
     stages: Stages, request: InferenceRequest, choose: StageChoice, cached_tokens: int
 ) -> Choice | Refusal | None:
-    """Return the choice of the encode stage, or None if it does not run."""
+    """Return the choice of encode endpoints, None if the encode stage does not run, or the refusal
+    if it has no endpoint.
+    """
     if (
         stages.encode is None
         or not may_encode_elsewhere(request)
@@ -124,7 +131,7 @@ def _without_detours(chosen: StagedChoice) -> StagedChoice:
 
 
 def _named(stage: Stage, refusal: Refusal) -> Refusal:
-    """Return `refusal` with the stage that has no endpoint."""
+    """Return `refusal` of one stage as that of the whole request, which names `stage`."""
     reason = refusal.reason
     if reason is RefusalReason.NO_ENDPOINTS:
         reason = _NO_ENDPOINTS.get(stage, reason)

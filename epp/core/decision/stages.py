@@ -138,7 +138,9 @@ class Stages(Struct, frozen=True, kw_only=True):
         return self.prefill is None and self.encode is None
 
     def profiles(self) -> Iterator[tuple[str, SchedulingProfile]]:
-        """Yield each profile after the name of its stage or `fallback`, decode first."""
+        """Yield (name, profile) for each profile, where the name is that of its stage or
+        `fallback`, decode first.
+        """
         named = {
             Stage.DECODE.value: self.decode,
             Stage.PREFILL.value: self.prefill,
@@ -151,7 +153,9 @@ class Stages(Struct, frozen=True, kw_only=True):
 
 
 def rotation_of(stage: Stage, rotation: int) -> int:
-    """Return the counter by which `stage` breaks ties in decision number `rotation`."""
+    """Return the number by which `stage` breaks ties between endpoints in decision number
+    `rotation`.
+    """
     factor = ROTATION_FACTORS.get(stage)
     return rotation if factor is None else rotation * factor >> ROTATION_SHIFT
 

@@ -69,7 +69,7 @@ class Configured(_Event, frozen=True, kw_only=True):
     hash: str
     document: str
     block_tokens: int = 64
-    """Number of tokens in a block of the requests that follow."""
+    """Number of tokens in a block of the requests that follow this event."""
     metrics_staleness_s: Seconds
     refresh_interval_s: Seconds
     fallback_endpoints_max: int = 0
@@ -119,7 +119,9 @@ class Opened(_Event, frozen=True, kw_only=True):
     picker: str = ""
     """Name of the picker's pod, or "" if there is none."""
     began_s: float = 0.0
-    """Unix time in seconds that is not after any record of the segment."""
+    """Unix time in seconds that is not after any record of the segment, such as the time at which
+    it began.
+    """
     unix_s: float = 0.0
     """Number of seconds to add to `at_s` of the segment's events to get Unix time."""
     context: int = 0
@@ -135,14 +137,14 @@ class Opened(_Event, frozen=True, kw_only=True):
     share: float = 1.0
     """Share of the sessions whose requests are recorded, 0 to 1."""
     decisions: int = 0
-    """Number of decisions of the process before this segment."""
+    """Number of decisions that the picker process had made before this segment of the journal."""
     block_tokens: int = 64
     """Number of tokens in a block of the requests in this segment."""
 
 
 class Unanswered(_Event, frozen=True, kw_only=True):
-    """A failed scrape of the metrics of an endpoint. `answered` is False if no response came in
-    time.
+    """A failed scrape of the metrics of an endpoint. `answered` is False if there was no
+    connection, or no response in time.
     """
 
     slot: int
@@ -171,15 +173,17 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 class ScheduledLeg(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The endpoint that was chosen for the prefill or encode stage of a request."""
+    """The endpoint that was chosen for the prefill or encode stage of a request, as the journal
+    records it.
+    """
 
     stage: Stage
     slot: int
-    """Slot of the endpoint."""
+    """Slot of the endpoint that was chosen for the stage."""
     matched_blocks: int = 0
-    """Number of blocks that the endpoint was estimated to have cached."""
+    """Number of blocks of the prompt that the endpoint was estimated to have cached."""
     others: tuple[int, ...] = ()
-    """Slots of further endpoints that work on the stage."""
+    """Slots of further endpoints that work on the same stage of the request."""
 
 
 class Scheduled(_Event, frozen=True, kw_only=True):
@@ -188,14 +192,16 @@ class Scheduled(_Event, frozen=True, kw_only=True):
     request: int
     """Number of the request among the recorded ones, from 0."""
     slot: int
-    """Slot of the chosen endpoint, or -1 if the request was refused."""
+    """Slot of the endpoint to which the gateway was told to send the request, or -1 if the request
+    was refused.
+    """
     decision: int = 0
     """Number of the decision, or 0 if the request was refused."""
     matched_blocks: int = 0
     """Number of blocks of the prompt that the chosen endpoint was estimated to have cached."""
     ready: int = 0
     refused: str = ""
-    """Reason of the refusal, or "" if the request was not refused."""
+    """Reason why the request was refused, or "" if it was not refused."""
     api: ApiKind = ApiKind.OPAQUE
     stream: bool = False
     subset: tuple[int, ...] | None = None
@@ -210,16 +216,16 @@ class Scheduled(_Event, frozen=True, kw_only=True):
     refused.
     """
     uncached_tokens: int = 0
-    """Number of prompt tokens that the endpoint was estimated not to have cached, if there is a
-    route.
+    """Number of prompt tokens that the decode endpoint was estimated not to have cached. It is 0 if
+    the configuration has one stage or if the request was refused.
     """
     earlier: tuple[ScheduledLeg, ...] = ()
     """Legs of the prefill and encode stages, if other endpoints work on them."""
 
 
 class Reported(_Event, frozen=True, kw_only=True):
-    """A report of an engine's load in the response to a request; None for values that it does not
-    report.
+    """A report of an engine's load in the response to a request. A value that the engine did not
+    report is None.
     """
 
     request: int
@@ -229,7 +235,7 @@ class Reported(_Event, frozen=True, kw_only=True):
 
 
 class Responding(_Event, frozen=True, kw_only=True):
-    """A successful response began to a request that several endpoints serve."""
+    """The beginning of a successful response to a request that several endpoints serve."""
 
     request: int
 
@@ -254,9 +260,11 @@ class Completed(_Event, frozen=True, kw_only=True):
     retry_after_s: Seconds | None = None
     """Pause in seconds that a response 429 or 503 requested, or None if it requested none."""
     output_tokens: int | None = None
-    """Number of tokens of the answer, or None if the engine did not report it."""
+    """Number of tokens of the answer, or None if the engine did not report this number."""
     cached_tokens: int | None = None
-    """Number of prompt tokens that the engine found in its cache, or None if it did not report it."""
+    """Number of prompt tokens that the engine found in its cache, or None if the engine did not
+    report this number.
+    """
 
 
 class Ticked(_Event, frozen=True, kw_only=True):
@@ -314,7 +322,7 @@ class Blocks(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     held: bool = True
-    """True if the blocks were stored, False if they were removed."""
+    """True if the engine stored the blocks, False if it removed them."""
     tier: str = DEVICE
     keys: bytes
 
@@ -347,7 +355,7 @@ class Voided(_Event, frozen=True, kw_only=True):
 
 
 class Lost(_Event, frozen=True, kw_only=True):
-    """A gap: `events` is the number of records that were lost here."""
+    """A gap in a journal: the writer lost `events` records at this place."""
 
     events: int
 
@@ -398,7 +406,9 @@ class Asked(Struct, frozen=True, gc=False):
 
 
 class Seen(Struct, frozen=True, gc=False):
-    """A note of the event `Observed`, before adapter names are hashed."""
+    """A successful scrape as a `CaptureWitness` records it: an `Observed` event before adapter
+    names are hashed.
+    """
 
     at_s: Seconds
     slot: int
@@ -406,14 +416,18 @@ class Seen(Struct, frozen=True, gc=False):
 
 
 class Decided(Struct, frozen=True, gc=False):
-    """A note of the event `Scheduled`, with the request before its text is hashed."""
+    """A decision as a `CaptureWitness` records it: a `Scheduled` event, and the request before its
+    text is hashed.
+    """
 
     event: Scheduled
     asked: Asked
 
 
 class Heard(Struct, frozen=True, gc=False):
-    """A note of the event `Told`, before its keys are hashed."""
+    """The changes of an engine's cached blocks as a `CaptureWitness` records them: a `Told` event
+    before its keys are hashed.
+    """
 
     at_s: Seconds
     slot: int
@@ -424,7 +438,9 @@ class Heard(Struct, frozen=True, gc=False):
 
 
 Note: TypeAlias = Event | Seen | Decided | Heard
-"""A record as a witness makes it; it may contain text as clients wrote it."""
+"""A record as a `CaptureWitness` makes it, in which text may still be as the client wrote it. A
+`Transcript` converts it to an `Event`.
+"""
 
 
 def shape_of(asked: Asked, salt: Salt) -> Shape:
@@ -445,7 +461,9 @@ def shape_of(asked: Asked, salt: Salt) -> Shape:
 
 
 def told_of(heard: Heard, salt: Salt) -> Told:
-    """Return the event for a note of an engine's report, with keyed hashes in place of keys."""
+    """Return the `Told` event for `heard`, the changes of an engine's cached blocks, with keyed
+    hashes in place of block keys.
+    """
     return Told(
         at_s=heard.at_s,
         slot=heard.slot,
@@ -464,7 +482,7 @@ def told_of(heard: Heard, salt: Salt) -> Told:
 
 
 def changes_of(told: Told) -> list[Changed]:
-    """Return the block changes of an engine's report in a journal; their keys are keyed hashes."""
+    """Return the changes of cached blocks in the journal event `told`. Their keys are keyed hashes."""
     return [
         Changed(blocks.held, blocks.tier, array("Q", packed_chain(blocks.keys)).tolist())
         for blocks in told.blocks
@@ -488,8 +506,8 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
 
 
 def same_page(one: EndpointMetrics, other: EndpointMetrics) -> bool:
-    """Return whether two results of `page_of` have equal values. Unknown values compare as equal,
-    because they are the very same NaN.
+    """Return whether two pages of scraped values, as from `page_of`, have equal values. Unknown
+    values count as equal if both pages have the very same NaN object.
     """
     return one is other or msgspec.structs.astuple(one) == msgspec.structs.astuple(other)
 

@@ -1,5 +1,5 @@
-"""The line of one request in Homing's capture format, and the hashes that replace confidential
-values.
+"""The line of one request in Homing's capture format, and the keyed hashes that replace
+confidential values in it.
 
 See docs/capture-format.md. A capture shows the times and sizes of requests, and which prompts begin
 alike.
@@ -133,7 +133,7 @@ class Salt:
         """
         self._key = key
         self._names: dict[str, str] = {"": ""}
-        """Keyed hash of each recently hashed name, by name."""
+        """Cache of keyed hashes: the hash of each recently hashed name, by name."""
         drawn = hashlib.blake2b(b"", digest_size=AES_KEY_BYTES, key=key, person=b"homing blocks")
         # ECB maps equal blocks to equal ids, as intended.
         self._encrypt = Cipher(AES(drawn.digest()), ECB()).encryptor().update  # noqa: S305

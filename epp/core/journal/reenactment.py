@@ -64,7 +64,7 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
 DIFFERENCES_SHOWN_MAX: Final = 10
 _NOWHERE: Final = ""
-"""Address that stands for an unknown endpoint; no endpoint has it."""
+"""Address that stands for an endpoint that is unknown here; no endpoint has it."""
 
 
 class Difference(StrEnum):
@@ -97,15 +97,16 @@ class Reenacted(Struct, kw_only=True):
     same: int = 0
     differences: dict[Difference, int] = field(default_factory=dict)
     first: list[Compared] = field(default_factory=list)
-    """First decisions that differ, at most `DIFFERENCES_SHOWN_MAX`."""
+    """Repeated decisions that differ from the live ones: the first `DIFFERENCES_SHOWN_MAX` of them.
+    """
     unknown: int = 0
     """Number of decisions that were not repeated, because their requests are missing in the
     capture.
     """
     lost: int = 0
-    """Number of events that are missing in the capture."""
+    """Number of events that the capture should contain but does not."""
     gaps: int = 0
-    """Number of segments that are missing between those of the capture."""
+    """Number of segments of the capture that are missing between other segments."""
     learnt: int = 0
     """Number of records that peers shared with the live picker; their content is not captured."""
     begins_late: bool = False
@@ -152,7 +153,7 @@ class Reenactment:
         self._decisions = 0
         self._segment = -1
         self._endpoints: dict[int, Endpoint] = {}
-        """Endpoint in each slot of the live picker."""
+        """Endpoint in each slot of the live picker, by slot."""
         self._pages: dict[int, EndpointMetrics] = {}
         self._leases: dict[int, Lease] = {}
         """Lease of each running request, by the number of the request in the capture."""
@@ -305,7 +306,9 @@ class Reenactment:
         return difference
 
     def _same_legs(self, event: Scheduled, decision: Decision) -> bool:
-        """Return whether the same endpoints were chosen for the stages before decode."""
+        """Return whether `decision` has the same endpoints for the prefill and encode stages as the
+        live decision in `event`.
+        """
         again = {leg.stage: leg.endpoint.address for leg in decision.earlier}
         return again == {leg.stage: self._address(leg.slot) for leg in event.earlier}
 

@@ -32,7 +32,7 @@ that are at most 10,000 out of order.
 """
 _OUTPUT_TOKENS_MAX: Final = 10_000_000
 _FAILED_FROM: Final = 400
-"""Lowest HTTP status of responses that count as failed, with no answer tokens."""
+"""Lowest HTTP status of responses that count as failed. A failed request has no answer tokens."""
 
 
 def request_lines(events: Iterable[Event]) -> Iterator[CaptureLine]:
@@ -50,7 +50,7 @@ class _Lines:
         self._unix_s: Seconds = 0.0
         self._block_tokens = 64
         self._names: dict[int, str] = {}
-        """Name of the endpoint in each slot."""
+        """Name of the endpoint in each slot, by slot."""
         self._open: dict[int, tuple[Seconds, CaptureLine]] = {}
         """Arrival time and unfinished line of each request that has not ended, by number of the
         request, in ascending order.
@@ -77,7 +77,7 @@ class _Lines:
                 yield self._ended(event)
 
     def rest(self) -> Iterator[CaptureLine]:
-        """Yield the lines of all requests that have not ended."""
+        """Yield the capture lines of all requests that have not ended."""
         for number in tuple(self._open):
             yield self._unfinished(number)
 

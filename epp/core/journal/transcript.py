@@ -1,5 +1,5 @@
-"""Conversion of a witness's notes to the events that a journal contains. It has no I/O and no
-thread.
+"""Conversion of the notes of a `CaptureWitness`, which may contain text of clients, to the events
+of a journal. The module has no I/O and no thread.
 """
 
 from msgspec import structs
@@ -32,15 +32,15 @@ class Transcript:
         self._configured: Configured | None = None
         self._replaced: Replaced | None = None
         self._observed: dict[int, Observed] = {}
-        """Last good scrape of each endpoint as an event with its values, by slot."""
+        """Last successful scrape of each endpoint, as an event with its values, by slot."""
         self._scraped: dict[int, EndpointMetrics] = {}
         """Last scraped values of each endpoint before adapter names are hashed, by slot."""
         self.decisions = 0
-        """Number of the scheduler's last decision."""
+        """Number of the last decision that was recorded."""
 
     def block_tokens(self, note: Note | None = None) -> int:
-        """Return the block size in tokens that applies to requests after `note`, or now if `note`
-        is None.
+        """Return the number of tokens in a block of the requests that follow `note`; if `note` is
+        None, of the requests that come now.
         """
         configured = note if isinstance(note, Configured) else self._configured
         return 64 if configured is None else configured.block_tokens

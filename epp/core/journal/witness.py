@@ -60,8 +60,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Refusal, Seconds
 
 _BLOCKS_MAX: Final = 2_048
-"""Maximum number of recorded blocks of a prompt if no index hashes prompts: as many as the default
-index looks up.
+"""Maximum number of recorded blocks of a prompt, used if no index hashes prompts. It is the number
+that the default index looks up.
 """
 PROMPTS_MAX: Final = 256
 """Maximum number of recorded prompts of one request."""
@@ -77,8 +77,8 @@ class Sample:
 
     The key is the session that the client names. Without one, it is the text up to the end of the
     user's first message, which is the same at each turn. Without such a message, it is the first
-    block. All requests of a session are thus recorded together, and a fair part of the content that
-    sessions share remains.
+    block, and without a prompt the request's id. All requests of a session are thus recorded
+    together, and a fair part of the content that sessions share remains.
     """
 
     def __init__(self, share: float, secret: int) -> None:
@@ -131,10 +131,10 @@ class CaptureWitness:
         """Number of each recorded request that has not ended, by its lease."""
         self._next_number = 0
         self._learnt = 0
-        """Number of records that peers shared since the last tick."""
+        """Number of records that peers shared with this picker since the last tick."""
         self._session: str | None = None
-        """Session of the request that is being decided, "" if it names none, or None if the request
-        is not recorded.
+        """Session of the request that is being decided. It is "" if the request names none, and
+        None if the request is not recorded.
         """
         self._sessions_named = _sessions_named(scheduler.settings)
 
@@ -185,8 +185,8 @@ class CaptureWitness:
             self._note(lambda: Learnt(at_s=now, records=records))
 
     def _followed(self, number: int, given: Input, effects: Effects, now: Seconds) -> Note | None:
-        """Return the note of an input about the recorded request `number`, or None if there is
-        nothing to record.
+        """Return the note of the input `given` about the recorded request `number`, or None if
+        nothing of it is to be recorded.
         """
         match given:
             case ResponseStarted():

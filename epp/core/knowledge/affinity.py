@@ -51,7 +51,9 @@ class SessionSource(Parameters, frozen=True):
     of the `session-id-producer`.
     """
     producer: str = ""
-    """Name of the `session-id-producer`; it has no effect, because there is only one."""
+    """Name of the `session-id-producer` that provides the attribute. It has no effect, because
+    there is only one such producer.
+    """
 
     def __post_init__(self) -> None:
         if bool(self.header.strip()) == bool(self.attribute):
@@ -72,7 +74,9 @@ class SessionSource(Parameters, frozen=True):
 
 
 SessionSources: TypeAlias = Annotated[tuple[SessionSource, ...], Meta(max_length=16)]
-"""Places where a request may name its session, in order; the first that the request has decides."""
+"""Places where a request may name its session, in order. The first place that is present in a
+request decides.
+"""
 
 
 class SessionIndexSettings(
@@ -154,7 +158,9 @@ class SessionIndex:
         used session first.
         """
         self._lookups = {"full": 0, "none": 0}
-        """Number of look-ups of a session: "full" if it was found, "none" if not."""
+        """Number of look-ups of a session in the index, by result: "full" if the session was found,
+        "none" if not.
+        """
         self.configure(settings)
 
     def configure(self, settings: SessionIndexSettings) -> bool:
@@ -193,8 +199,9 @@ class SessionIndex:
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds
     ) -> tuple[_Sent, _Sent | None] | None:
-        """Assign the session of `request` to `slot`. Return the new and the previous assignment, or
-        None without a session.
+        """Assign the session of `request` to `slot`. Return the new and the previous assignment,
+        each as (slot, time), or None if the request names no session. The previous one is None if
+        there was none.
         """
         session = self._key_of(request)
         if not session:
@@ -281,7 +288,7 @@ class SessionIndex:
 
 
 def _cookie(header: str, name: str) -> str:
-    """Return the value of the first cookie `name`, or "" if there is none."""
+    """Return the value of the first cookie `name` in a cookie header, or "" if there is none."""
     if len(header) > _COOKIE_BYTES_MAX:
         return ""
     for pair in header.split(";"):
@@ -335,8 +342,8 @@ class NoHitLru:
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return each endpoint's rank by the time of its last cold prompt: 0 for never, 1 for the
-        longest ago.
+        """Return a match whose `matched` is the rank of each endpoint by the time of its last cold
+        prompt: 0 for never, 1 for the longest ago.
         """
         ranks = np.zeros(max(slots, max(self._slots, default=0) + 1), dtype=np.int64)
         if self._slots:
@@ -386,8 +393,8 @@ class NoHitLru:
                 yield slot, used_at, _COLD
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Make `slot` the least recently used slot, because the cold `request` was not served there
-        after all.
+        """Make `slot` the least recently used slot, because `request`, which no endpoint had
+        cached, was not served there after all.
         """
         if request.moment.cold and slot in self._slots:
             self._slots[slot] = -math.inf

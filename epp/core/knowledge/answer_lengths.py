@@ -22,7 +22,9 @@ TOKENS_MIN: Final = 32.0
 request always slows the requests that decode beside it.
 """
 TOKENS_MAX: Final = 1e6
-"""Upper bound of the tokens per answer between two pages; an increase with more is ignored."""
+"""Upper bound of the average number of tokens per answer between two metrics pages. An increase of
+the counters with more is ignored.
+"""
 
 
 class _Slot:
@@ -32,11 +34,11 @@ class _Slot:
 
     def __init__(self) -> None:
         self.answers_total = self.tokens_total = math.nan
-        """Values of the engine's counters of answers and of answer tokens on the last page; NaN
-        before the first.
+        """Values of the engine's counters of answers and of answer tokens on the last metrics page;
+        NaN before the first page.
         """
         self.answers = self.tokens = 0.0
-        """Numbers of ended answers and of their tokens; older answers weigh less."""
+        """Number of ended answers and number of their tokens. Older answers weigh less."""
 
     def rose(self, answers: float, tokens: float) -> None:
         kept = 0.5 ** (answers / ANSWERS_REMEMBERED)
@@ -79,7 +81,7 @@ class AnswerLengths:
         self._slots.pop(slot, None)
 
     def tick(self) -> None:
-        """Compute the pool's average answer length, `tokens`, from the pages so far."""
+        """Compute the pool's average answer length, `tokens`, from the metrics pages so far."""
         lengths = [
             one.tokens / one.answers for one in self._slots.values() if one.answers >= ANSWERS_MIN
         ]

@@ -26,10 +26,8 @@ class Available(Struct, frozen=True, gc=False):
     """
 
     def left_out(self, slots: Ints, columns: Columns) -> dict[str, Ints]:
-        """Return the slots of ready endpoints that are not among `slots`, by reason: ejected or
-        full.
-
-        `slots` is `with_room` or `in_service`.
+        """Return the slots of the ready endpoints that are not in `slots`, by the reason: ejected
+        or full. `slots` is `with_room` or `in_service` of this object.
         """
         found: dict[str, Ints] = {}
         if len(self.in_service) < len(self.ready):

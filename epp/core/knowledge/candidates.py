@@ -1,4 +1,4 @@
-"""The candidates of one decision, as read-only numpy columns for plugins.
+"""The candidates of one decision, as numpy columns for plugins.
 
 The pool keeps one array for each signal, indexed by endpoint slot, and updates it in place.
 `Candidates` is a view of some of those slots at one time. A column is gathered when a plugin reads
@@ -32,8 +32,8 @@ SCRAPED: Final = (
     "adapter_state",
     "attribute",
 )
-"""Names of the columns that change only with a new value in a scrape, or when an endpoint joins,
-leaves or restarts.
+"""Names of the columns that change only when an engine reports a new value, or when an endpoint
+joins, leaves or restarts.
 """
 LISTED: Final = ("endpoints", "labels")
 """Names of the columns that change only when the list of endpoints changes."""
@@ -97,12 +97,12 @@ class EngineLoad(Struct, frozen=True, eq=False):
     """Number of tokens in KV blocks that requests reference."""
     kv_capacity_tokens: Floats
     complete: bool
-    """True if every value of these arrays is known; otherwise unknown values are NaN."""
+    """True if every value of these arrays is known. If False, each unknown value is NaN."""
 
 
 class Columns:
-    """One array for each signal, by endpoint slot. An empty slot has the values of an unknown
-    endpoint.
+    """One array for each signal of the pool's endpoints, by endpoint slot. An empty slot has the
+    values of an endpoint about which nothing is known.
 
     The arrays grow by doubling, so a view of one must not be kept across a change of the pool.
     """
@@ -123,8 +123,8 @@ class Columns:
     of its last endpoint.
     """
     prefill_drain_tokens_per_s: Floats
-    """Tokens per second by which `prefill_backlog_tokens` fall until the next observation of the
-    endpoint.
+    """Tokens per second by which `prefill_backlog_tokens` of each endpoint fall until the endpoint
+    is observed again.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,8 @@ class Columns:
         """Hash of each endpoint's id; an empty slot has the hash of its last endpoint."""
         self.adapters: list[AdapterReport | None] = []
         self.rows: Floats = np.empty((len(_ROWS), 0))
-        """The columns `_ROWS` as float64[rows, slots]; each is also an attribute.
+        """The columns named in `_ROWS` as float64[rows, slots]. Each of them is also an attribute
+        of this object.
 
         One array makes it possible to read all columns of an endpoint in one step.
         """
@@ -165,8 +166,8 @@ class Columns:
         """True if all endpoints of the pool are known to have the same prefill speed."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapters_reported = 0
-        """Number of endpoints that report LoRA adapters, which have values in the following
-        columns.
+        """Number of endpoints that report LoRA adapters. Only these have values in the columns
+        about adapters.
         """
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
@@ -185,8 +186,8 @@ class Columns:
         values.
         """
         self.last_load: tuple[Ints, int, EngineLoad] | None = None
-        """The most recently gathered `EngineLoad`, after the slots and the `version` for which it
-        was gathered; None before the first.
+        """The `EngineLoad` that was gathered last, as (slots, `version` of the columns, load). None
+        before the first.
         """
 
     def __len__(self) -> int:
@@ -332,7 +333,9 @@ class Columns:
 
 
 def kv_capacity_tokens(blocks: float | None, block_size_tokens: float | None) -> float:
-    """Return the size of a KV cache in tokens, or NaN if the page has no valid numbers."""
+    """Return the size of a KV cache in tokens: `blocks` times `block_size_tokens`. Return NaN if a
+    metrics page has no valid values of the two.
+    """
     # Floats are used because the product of two large numbers on a page may overflow to infinity.
     tokens = float(blocks or 0) * float(block_size_tokens or 0)
     return tokens if 0.0 < tokens < math.inf else math.nan
@@ -349,48 +352,59 @@ class AdapterColumns:
 
     @property
     def generation(self) -> Ints:
-        """Return int64[n]: 0 if no adapters are reported, 1 if `lora_requests_info` is, 2 if the
-        adapters in memory are reported in addition.
+        """Return int64[n]: the form in which each engine reports adapters. It is 0 if the engine
+        reports none, 1 if it reports `lora_requests_info`, and 2 if it also reports the adapters in
+        memory.
         """
         return self._columns.adapter_generation[self._slot]
 
     @property
     def slots_max(self) -> Ints:
-        """Return int64[n]: the number of adapters that each engine can run at once."""
+        """Return int64[n]: the number of adapters that each engine can run at once; 0 if unknown."""
         return self._columns.adapter_slots_max[self._slot]
 
     @property
     def active_count(self) -> Ints:
-        """Return int64[n]: the number of adapters with a running or waiting request."""
+        """Return int64[n]: the number of LoRA adapters with a running or waiting request at each
+        engine.
+        """
         return self._columns.adapters_active[self._slot]
 
     @property
     def resident_count(self) -> Ints:
-        """Return int64[n]: the number of adapters in GPU memory (generation 2)."""
+        """Return int64[n]: the number of adapters in GPU memory of each engine; 0 unless
+        `generation` is 2.
+        """
         return self._columns.adapters_resident[self._slot]
 
     @property
     def idle_count(self) -> Ints:
         """Return int64[n]: the number of adapters in GPU memory that are neither active nor pinned,
-        and so can be evicted.
+        so that the engine can evict them; 0 unless `generation` is 2.
         """
         return self._columns.adapters_idle[self._slot]
 
     def active(self, adapter: str) -> Bools:
-        """Return bool[n]: whether `adapter` has a running or waiting request."""
+        """Return bool[n]: whether each engine has a running or waiting request for `adapter`."""
         return np.array([adapter in report.active for report in self._known()], dtype=np.bool_)
 
     def on_gpu(self, adapter: str) -> Bools:
-        """Return bool[n]: whether `adapter` is in GPU memory (generation 2)."""
+        """Return bool[n]: whether each engine has `adapter` in GPU memory; False unless
+        `generation` is 2.
+        """
         return np.array([adapter in report.gpu for report in self._known()], dtype=np.bool_)
 
     def on_cpu(self, adapter: str) -> Bools:
-        """Return bool[n]: whether `adapter` is in CPU memory (generation 2)."""
+        """Return bool[n]: whether each engine has `adapter` in CPU memory; False unless
+        `generation` is 2.
+        """
         return np.array([adapter in report.cpu for report in self._known()], dtype=np.bool_)
 
     @property
     def reports(self) -> list[AdapterReport | None]:
-        """Return the adapter report of each candidate, or None if it reported none."""
+        """Return the adapter report of each candidate, in which None stands for a candidate without
+        a report.
+        """
         adapters = self._columns.adapters
         return [adapters[slot] for slot in self._slot.tolist()]
 
@@ -429,8 +443,8 @@ class Candidates:
         prompt_tokens: int = 0,
         peer: int = -1,
     ) -> None:
-        """Create candidates from `affinities`, by name of the index and by slot; `prefix` names the
-        prefix index.
+        """Create candidates from the endpoints in the slots `slot`. `affinities` are the matches of
+        the request, by name of the index; `prefix` names the default prefix index.
         """
         slot.setflags(write=False)
         self._slot = slot
@@ -466,7 +480,9 @@ class Candidates:
         )
 
     def near(self, peer: int) -> "Candidates":
-        """Return these candidates with the endpoint in slot `peer` as their peer."""
+        """Return these candidates with `peer`, the slot of the endpoint that was chosen for the
+        other stage.
+        """
         return Candidates(
             self._columns,
             self._slot,
@@ -525,8 +541,8 @@ class Candidates:
         return self._columns.kv_capacity_tokens[self._slot]
 
     def engine_load(self) -> EngineLoad:
-        """Return the waiting and running requests, the KV-cache usage and the KV capacity that the
-        candidates' engines reported.
+        """Return the load that the candidates' engines reported last: the waiting requests, all
+        requests, and the used and the total tokens of the KV cache.
 
         The result is gathered once for all requests between two changes of scraped values.
         """
@@ -632,9 +648,9 @@ class Candidates:
         """Return float64[n]: the estimate of uncached prompt tokens that were sent to each
         candidate and are not yet prefilled.
 
-        The estimate follows the counter of first tokens on the endpoint's page, if it has one, and
-        the first outputs that the picker sees. In between, it falls with the endpoint's speed.
-        Tokens of peers are included.
+        The estimate follows the counter of first tokens on the endpoint's metrics page, if it has
+        one, and the first outputs that the picker sees. In between, it falls with the endpoint's
+        speed. Tokens of peers are included.
         """
         columns = self._columns
         # An array is used here as above, because a Python float takes twice as long.
@@ -675,8 +691,9 @@ class Candidates:
 
     @property
     def uncached_tokens(self) -> Floats:
-        """Return float64[n]: number of tokens of this request's prompt that each candidate has not
-        cached and would have to compute.
+        """Return float64[n]: the number of tokens of this request's prompt that each candidate
+        would have to compute, because the default prefix index does not estimate them as cached
+        there.
         """
         cached = self.matched_blocks * float(self.block_tokens)
         uncached: Floats = np.maximum(self.prompt_tokens - cached, 0.0)

@@ -29,7 +29,9 @@ COMPARED_MIN: Final = 3
 is the slow one.
 """
 PROBES: Final = 3
-"""Number of probe requests that must succeed before an ejected endpoint returns to service."""
+"""Number of probe requests that must succeed before an ejected endpoint returns to service. A probe
+is a real request that tests the endpoint.
+"""
 
 
 class Cause(StrEnum):
@@ -64,11 +66,13 @@ class OutlierEjection(Parameters, frozen=True):
     more errors are needed: as many as occur in a row by chance once in ten thousand.
     """
     failure_percent: Annotated[float, Meta(gt=0, le=100)] = 50.0
-    """Share of errors among the answers of the last `window` from which an endpoint is failing. The
-    other endpoints in service must have less than half of it.
+    """Percentage of errors among an endpoint's answers of the last `window` from which the endpoint
+    is failing. The other endpoints in service must have less than half of it.
     """
     requests_min: Annotated[int, Meta(ge=2)] = 10
-    """Minimum number of an endpoint's answers in the window before its share of errors counts."""
+    """Minimum number of an endpoint's answers in the last `window` before its share of errors
+    counts.
+    """
     window: Duration = Duration(30.0)
     """Approximate time for which an answer counts in an endpoint's share of errors."""
     base_ejection_time: Duration = Duration(30.0)
@@ -78,12 +82,12 @@ class OutlierEjection(Parameters, frozen=True):
     max_ejection_time: Duration = Duration(300.0)
     """Longest duration of one ejection."""
     max_ejection_percent: Annotated[float, Meta(ge=0, le=50)] = 10.0
-    """Largest share of the endpoints, rounded down, that may be ejected although they serve some
-    requests; at least one if there are three endpoints or more.
+    """Largest percentage of the endpoints, rounded down, that may be ejected although they serve
+    some requests; at least one endpoint if there are three or more.
     """
     max_failing_percent: Annotated[float, Meta(ge=0, le=90)] = 75.0
-    """Largest share of the endpoints, rounded down, that may be ejected if they return nothing but
-    errors.
+    """Largest percentage of the endpoints, rounded down, that may be ejected if they return nothing
+    but errors.
     """
 
     def __post_init__(self) -> None:
@@ -134,8 +138,8 @@ class EjectedEndpoint:
 
 
 class _Standing:
-    """The number of one endpoint's ejections, reduced by one for each base ejection time in
-    service.
+    """The number of one endpoint's ejections. It falls by one for each base ejection time that the
+    endpoint is in service.
     """
 
     __slots__ = ("ejections", "good_since_s")
@@ -156,7 +160,9 @@ class Ejection:
         self._standings: dict[int, _Standing] = {}
         self.away: dict[int, EjectedEndpoint] = {}
         self.masked: set[int] = set()
-        """Slots at which `Columns.ejected` is True."""
+        """Slots of the ejected endpoints that may receive no request at the moment, for which
+        `Columns.ejected` is True.
+        """
         self.total = dict.fromkeys(Cause, 0)
         """Number of ejections since the start of the picker, by cause."""
 
@@ -171,7 +177,8 @@ class Ejection:
 
     def eject(self, slot: int, cause: Cause, now: Seconds, *, serving_some: bool) -> bool:
         """Eject the endpoint in `slot`, for longer than last time. Return False if ejection is
-        disabled, the endpoint is ejected already, or too many others are.
+        disabled, if too many other endpoints are ejected, or if this endpoint is ejected and not
+        being probed.
         """
         known = self.away.get(slot)
         if not self._settings.enabled or (known is not None and not known.probed):
@@ -208,7 +215,9 @@ class Ejection:
         return due
 
     def sent(self, lease: Lease) -> None:
-        """Count the request of `lease` as a probe if the endpoint in its slot is being probed."""
+        """Count the request of `lease` as a probe if the endpoint to which it is sent is ejected
+        and being probed.
+        """
         one = self.away.get(lease.slot)
         if one is not None and one.probed:
             lease.probe = True
@@ -216,9 +225,8 @@ class Ejection:
             self._mask(lease.slot, masked=one.probes_left <= 0)
 
     def probe_ended(self, lease: Lease, *, passed: bool) -> bool:
-        """End the probe with the request of `lease`, which did not fail. `passed` is True if it
-        counts as a success. Return True if the endpoint has had enough successes to return to
-        service.
+        """End the probe with the request of `lease`. `passed` is True if it counts as a success.
+        Return True if the endpoint has had enough successes to return to service.
         """
         lease.probe = False
         one = self.away.get(lease.slot)

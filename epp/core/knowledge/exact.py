@@ -72,7 +72,7 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, hash_tokens, token_seed
 from epp.core.types import Seconds
 
 TOKENS_MAX: Final = 131_072
-"""Maximum number of tokens of a prompt that the exact index looks up."""
+"""Maximum number of tokens of a prompt that the exact prefix index looks up."""
 SWEPT_MAX: Final = 8_192
 """Maximum number of blocks that one `expire` removes from mirrors of endpoints that left or
 restarted.
@@ -82,8 +82,8 @@ SWEPT_AT_ONCE_MAX: Final = 1_024
 restarted, rather than in steps.
 """
 KNOWN_SPARE_MAX: Final = 4_096
-"""Maximum number of blocks that may be stored before the memory limit is checked again: about 100
-messages.
+"""Maximum number of blocks that the exact prefix index may store before it checks its memory limit
+again: about 100 messages.
 """
 GIVEN_UP_SHARE: Final = 64
 """Divisor of the size of the largest mirror. The quotient is the least number of blocks that are
@@ -130,8 +130,8 @@ class _RecentSettings(PrefixIndexSettings, frozen=True):
 
 
 class ExactStatistics(Struct):
-    """Counts of look-ups and evictions since the exact index was opened. Evictions count (key,
-    endpoint) pairs.
+    """Counts of look-ups and evictions since the exact prefix index was opened. Evictions count
+    (key, engine rank) pairs.
     """
 
     full_hits: int = 0
@@ -140,7 +140,7 @@ class ExactStatistics(Struct):
     unknown_tokens: int = 0
     """Number of requests without a look-up, because their tokens or their adapter were unknown."""
     evicted_told: int = 0
-    """Number of blocks that engines reported as removed."""
+    """Number of blocks evicted because engines reported them as removed."""
     evicted_memory: int = 0
     evicted_forgotten: int = 0
     unbalanced: int = 0
@@ -150,12 +150,12 @@ class ExactStatistics(Struct):
 
 
 class _Placed(Struct, frozen=True, gc=False):
-    """The data that undoes the record of a decision for one rank."""
+    """The data that undoes the record of a decision that named a data-parallel rank."""
 
     anywhere: Any
-    """Data that undoes the record of the decision for the whole endpoint."""
+    """Data that undoes the record in the index of decisions for endpoints."""
     number: int
-    """Number under which the rank is recorded in the index of decisions for ranks."""
+    """Internal number under which the rank is recorded in the index of decisions for ranks."""
     there: Any
 
 
@@ -172,18 +172,20 @@ class ExactIndex:
         self._slots: list[SlotState] = []
         self._places: list[Place | None] = []
         self._slot_of: list[int] = []
-        """Slot of the endpoint of each place, by the place's number; -1 if the endpoint left or
-        restarted.
+        """Slot of the endpoint of each place by the place's number, where a place stands for one
+        engine rank; -1 if the endpoint left or restarted.
         """
         self._forgotten: list[Place] = []
         self._counted = 0
-        """Bits of the places whose event streams count in a match."""
+        """Bit mask of the places (engine ranks) whose event streams count in a match."""
         self._mirror_rows, self._mirror_numbers = 0, 0
         """Sizes of all mirrors together, as the number of rows and the number of stored integers,
         from which the memory is estimated.
         """
         self._known_spare = 0
-        """Number of blocks that may be stored before the spare memory, `_spare`, is computed again."""
+        """Number of blocks that may be stored before `_spare`, the number of blocks below the
+        memory limit, is computed again.
+        """
         self._memory_share = 1.0
         self._names = ModelNames()
         self._awaited = AwaitedEvents(self._rows, settings.block_tokens)
@@ -198,7 +200,7 @@ class ExactIndex:
         of each endpoint (`_number_of`).
         """
         self._numbers = 0
-        """Number of internal rank numbers in use, which is the next one to assign."""
+        """Number of internal rank numbers in use. It is also the next number to assign."""
         self.configure(settings)
 
     def configure(self, settings: ExactIndexSettings) -> bool:
@@ -238,8 +240,8 @@ class ExactIndex:
 
     @property
     def entries(self) -> int:
-        """Return the number of (key, endpoint) pairs in all tiers of the index, including those of
-        endpoints that left and are not yet removed.
+        """Return the number of (key, engine rank) pairs in all tiers of the index, including those
+        of endpoints that left and are not yet removed.
         """
         return self._rows.entries
 
@@ -310,8 +312,8 @@ class ExactIndex:
         return told_bytes + self._recent.bytes_estimated + self._placed.bytes_estimated
 
     def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
-        """Return the mirror of `rank` of the engine in `slot`, or None if the rank has reported no
-        blocks.
+        """Return the mirror of the cached blocks of `rank` of the engine in `slot`. Return None if
+        there is none, because the rank has no event stream and has reported no blocks.
         """
         place = self._rank(slot, rank).place if rank < self.ranks_at(slot) else None
         return None if place is None else place.mirror
@@ -321,8 +323,8 @@ class ExactIndex:
     def hear(
         self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0
     ) -> EventResult:
-        """Apply KV-cache events of rank `rank` of the engine in `slot`. Return the changes of keys,
-        and whether the events contradict each other.
+        """Apply KV-cache events of rank `rank` of the engine in `slot`. Return the block keys that
+        were stored or removed, and whether the events contradict each other.
         """
         told_rank = self._rank(slot, rank)
         known = self._slots[slot]
@@ -369,7 +371,9 @@ class ExactIndex:
         )
 
     def clear(self, slot: int, *, rank: int | None = None) -> None:
-        """Drop all blocks of the engine in `slot`, both reported and assumed from decisions."""
+        """Drop all blocks of the engine in `slot`, both reported and assumed from decisions. `rank`
+        limits the reported blocks to those of one rank.
+        """
         for one in range(self.ranks_at(slot)) if rank is None else (rank,):
             self.silence(slot, rank=one)
         self._recent.forget(slot)
@@ -384,8 +388,8 @@ class ExactIndex:
         *,
         rank: int = 0,
     ) -> None:
-        """Apply changes of keys, as `hear` returns them, for a caller that does not have the events
-        themselves.
+        """Apply stored and removed block keys, as `hear` returns them, for a caller that does not
+        have the events themselves.
         """
         place = self._rank(slot, rank).place or self._new_place(slot, rank)
         place.mirror.engine_block_tokens = engine_block_tokens
@@ -449,7 +453,9 @@ class ExactIndex:
         return found
 
     def silence(self, slot: int, *, rank: int = 0) -> None:
-        """Drop the reported blocks of `rank` at `slot`; recorded decisions stay."""
+        """Drop the blocks that `rank` at `slot` reported. Blocks that are assumed from decisions
+        stay.
+        """
         known = self._rank(slot, rank)
         self._await_nothing(slot)
         self._slots[slot].void_tracked()
@@ -468,8 +474,8 @@ class ExactIndex:
         """Return how much of the first prompt of `request` the engine in `slot` reported as cached.
 
         Return None if the engine's blocks are not all known, or if a block depends on more than its
-        tokens (an adapter or a salt). An answer below the whole prompt is updated until the engine
-        has the whole prompt.
+        tokens (an adapter or a salt). An answer with less than the whole prompt is updated until
+        the engine reports the whole prompt.
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
@@ -489,8 +495,8 @@ class ExactIndex:
         return held if most == total else known.track(keys[total - 1], held)
 
     def _held_blocks(self, place: Place, keys: "array[int]", total: int) -> int:
-        """Return how many of the first `total` of `keys` the place `place` has cached, counted from
-        the first key without a gap.
+        """Return how many of the first `total` of `keys` one engine rank, `place`, has cached,
+        counted from the first key without a gap.
         """
         # The key of a block depends on the whole prompt up to its end.
         if self._rows.holds(place.bit, keys[total - 1]):
@@ -524,7 +530,7 @@ class ExactIndex:
         return _Placed(anywhere, number, self._placed.record(recent, number, now))
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the assumption that `slot` has `request` cached, because the request was not sent
+        """Undo the assumption that `slot` has `request` cached, because the request was not served
         there.
         """
         if recorded is not None:
@@ -563,8 +569,8 @@ class ExactIndex:
         self._placed.expire(now)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Set the number of blocks in the KV cache of the engine in `slot`. Its mirrors never store
-        more.
+        """Set the number of blocks in the KV cache of the engine in `slot`, 0 if unknown. If the
+        engine's events store more blocks, they contradict each other.
         """
         self._slot(slot).blocks_total = max(0, blocks_total)
 
@@ -611,8 +617,8 @@ class ExactIndex:
         return InferenceRequest(request_id="", chains={block_bytes: chains})
 
     def _tokens_of(self, request: InferenceRequest, number: int, blocks: int) -> int:
-        """Return the number of tokens of prompt `number`. If the tokens were dropped, estimate it
-        from `request` or from its `blocks`.
+        """Return the number of tokens of the prompt at index `number` of `request`. If its token
+        ids were dropped, estimate it from the request, or from `blocks`, its number of full blocks.
         """
         prompts = request.token_ids
         if prompts:
@@ -670,8 +676,8 @@ class ExactIndex:
         alive: int,
         at_of: Sequence[int] | Mapping[int, int],
     ) -> None:
-        """Raise `depths` to the number of leading `keys` that the places with bits in `alive`
-        reported.
+        """Raise each of `depths` to the number of leading `keys` that its place (an engine rank)
+        reported as cached. Only places with a bit in `alive` count.
 
         `at_of` gives the position in `depths` of each place, by the place's number.
         """
@@ -716,8 +722,8 @@ class ExactIndex:
         return number
 
     def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
-        """Add to `host`, by slot, the number of leading `keys` that the endpoint has in host
-        memory.
+        """Add to `host`, float64 by slot, the number of leading `keys` that each endpoint has
+        cached in host memory.
         """
         most: dict[int, int] = {}
         for place_number, blocks in walk_one(self._rows.tiers[HOST], keys, self._counted).items():
@@ -739,8 +745,8 @@ class ExactIndex:
         return exact[:slots]
 
     def _steps(self, request: InferenceRequest, number: int) -> Sequence[int]:
-        """Return the hashes of a prompt in steps of the mirrors' size, or () if its tokens were
-        dropped.
+        """Return the chained hashes of the prompt at index `number` of `request`, one for each step
+        of the mirrors. Return () if its token ids were dropped.
         """
         step_tokens = next(place.mirror.step_tokens for place in self._places if place is not None)
         if not request.token_ids:
@@ -752,7 +758,9 @@ class ExactIndex:
     # Delay of events.
 
     def _look_for_awaited(self, now: Seconds) -> None:
-        """Lengthen or shorten the time to live of recent decisions as the delay of events requires."""
+        """Look for KV-cache events that are awaited. Lengthen or shorten the time to live of recent
+        decisions as the delay of these events requires.
+        """
         ttl_s = float(self._settings.speculative_ttl)
         if self._awaited.look(self._slots, now, ttl_s, self._stretch):
             self._exact = None
@@ -763,7 +771,7 @@ class ExactIndex:
             self._placed.stretch(number, factor)
 
     def _await_nothing(self, slot: int) -> None:
-        """Stop waiting for the events of all prompts that were sent to `slot` so far."""
+        """Stop waiting for the KV-cache events of all prompts that were sent to `slot` so far."""
         known = self._slots[slot]
         known.awaited.clear()
         if known.overdue:
@@ -797,8 +805,8 @@ class ExactIndex:
         return sum(len(known.ranks) for known in self._slots)
 
     def _blocks_left(self, known: SlotState, place: Place) -> int:
-        """Return the maximum number of blocks in `place`: the size of the engine's cache less the
-        blocks of its other ranks.
+        """Return the maximum number of blocks that the rank of `place` can have cached: the
+        engine's number of blocks less those of its other ranks.
         """
         if len(known.ranks) == 1:
             return known.blocks_total
@@ -821,7 +829,9 @@ class ExactIndex:
         return place
 
     def _count_places(self) -> None:
-        """Update `_counted` and `_exact` after a change of an event stream or of a place."""
+        """Determine again which places (engine ranks) count in a match, after a change of an event
+        stream or of a place.
+        """
         self._exact = None
         self._counted = 0
         for known in self._slots:
@@ -830,15 +840,17 @@ class ExactIndex:
                     self._counted |= rank.place.bit
 
     def _apply(self, changes: Iterable[Changed], place: Place) -> int:
-        """Apply stored and removed keys to the rows of `place`; return how many rows were removed."""
+        """Apply stored and removed block keys to the rows of one engine rank, `place`. Return how
+        many of its keys were removed.
+        """
         known = self._slots[place.slot] if place.slot >= 0 else None
         return self._rows.apply(changes, place.bit, known)
 
     # Memory.
 
     def _sweep(self, place: Place, blocks_max: int) -> int:
-        """Remove at most `blocks_max` blocks of a place whose endpoint left or restarted. Return
-        how many were removed, at least 1.
+        """Remove at most `blocks_max` blocks of `place`, whose endpoint left or restarted. Return
+        how many blocks were removed, at least 1.
         """
         changes: list[Changed] = []
         given = place.mirror.give_up(blocks_max, changes)
@@ -850,7 +862,7 @@ class ExactIndex:
         return max(1, given)
 
     def _count_rows(self, place: Place) -> None:
-        """Update the totals of all mirrors with the current size of the mirror of `place`."""
+        """Update the total size of all mirrors with the present size of the mirror of `place`."""
         rows, numbers = place.mirror.rows, place.mirror.numbers
         self._mirror_rows += rows - place.mirror_rows
         self._mirror_numbers += numbers - place.mirror_numbers
@@ -858,14 +870,16 @@ class ExactIndex:
 
     @property
     def _spare(self) -> int:
-        """Return the number of blocks that the index may still store below its memory limit; below
-        0 if it stores too many.
+        """Return the number of blocks that the exact prefix index may still store below its memory
+        limit. It is below 0 if the index stores too many.
         """
         return (self._memory_max_bytes - self.bytes_estimated) // (2 * ROW_BYTES)
 
     @property
     def _fair_blocks(self) -> int:
-        """Return the number of blocks of an even share of the memory limit among all ranks."""
+        """Return the number of blocks that each engine rank may store if all ranks share the memory
+        limit evenly.
+        """
         return self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
 
     def _room(self, stored: Stored, place: Place) -> int:
@@ -889,9 +903,9 @@ class ExactIndex:
         return room
 
     def _give_up(self, blocks: int) -> None:
-        """Drop at least `blocks` blocks of the rank with most blocks, to meet the memory limit. It
-        drops a share of the rank's blocks if that is more, so that this is not needed again at
-        once.
+        """Drop at least `blocks` blocks of the engine rank with the most blocks, to meet the memory
+        limit. It drops a share of the rank's blocks if that is more, so that this is not needed
+        again at once.
         """
         places = [place for place in self._places if place is not None and place.slot >= 0]
         if not places or not blocks:

@@ -1,8 +1,8 @@
 """The delay of engines' KV-cache events, measured by the events of some decisions.
 
-After some decisions the index waits for the event that the engine will send for the prompt. As long
-as it does not come, decisions count for longer. An endpoint that is later than `LATE_S_MAX` is
-overdue: it does not count as complete.
+After some decisions, the exact prefix index waits for the event that the engine will send when it
+has cached the prompt. As long as it does not come, decisions count for longer. An endpoint that is
+later than `LATE_S_MAX` is overdue: it does not count as complete.
 """
 
 import math
@@ -15,29 +15,29 @@ from epp.core.knowledge.exact_slots import SlotState
 from epp.core.types import Seconds
 
 LATE_S_MAX: Final[Seconds] = 30.0
-"""Longest time in seconds for which the index waits for the events of one decision."""
+"""Longest time in seconds for which the index waits for the KV-cache event of one decision."""
 AWAITED_MAX: Final = 32
-"""Maximum number of decisions of one endpoint whose events the index awaits at a time, spread over
-`LATE_S_MAX`.
+"""Maximum number of decisions of one endpoint whose KV-cache events the index awaits at a time,
+spread over `LATE_S_MAX`.
 """
 
 
 class AwaitedEvents:
     """The KV-cache events of all endpoints for which the index waits. An event has come once its
-    key is in `rows`.
+    block key is in `rows` for the endpoint.
     """
 
     def __init__(self, rows: Rows, block_tokens: int) -> None:
         self._rows = rows
         self._block_tokens = block_tokens
         self._any = False
-        """True if the index waits for any event."""
+        """True if the index waits for any KV-cache event."""
         self._looked_at_s: Seconds = -math.inf
-        """Time of the last check for awaited events."""
+        """Time of the last check for awaited KV-cache events."""
 
     def sent(self, known: SlotState, chain: bytes, now: Seconds) -> None:
-        """Begin to wait for the event of a prompt that is sent to an endpoint now. Do nothing if
-        the last wait began a moment ago, or if no event is expected.
+        """Begin to wait for the KV-cache event of a prompt that is sent to an endpoint now. Do
+        nothing if the last wait began a moment ago, or if no event is expected.
         """
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
@@ -51,8 +51,8 @@ class AwaitedEvents:
         self._any = True
 
     def not_sent(self, known: SlotState, chain: bytes) -> None:
-        """Stop waiting for the event of the prompt with this chain, because the prompt was not sent
-        to the endpoint.
+        """Stop waiting for the KV-cache event of the prompt with this chain of keys, because the
+        prompt was not computed at the endpoint.
         """
         awaited = known.awaited
         keys = frozenset(array("Q", chain)) if awaited else ()
@@ -66,10 +66,9 @@ class AwaitedEvents:
         ttl_s: Seconds,
         stretch: Callable[[int, SlotState, float], None],
     ) -> bool:
-        """Check for awaited events a few times per `ttl_s`, the time to live of recent decisions.
-
-        Call `stretch` with the slot of each endpoint, its state and the factor by which its
-        decisions live longer. Return whether any endpoint became overdue or ceased to be.
+        """Check for awaited KV-cache events a few times per `ttl_s`, the time to live of recent
+        decisions. Call `stretch` with the slot of each endpoint, its state and the factor by which
+        its decisions live longer. Return whether any endpoint became overdue or ceased to be.
         """
         if not self._any or now - self._looked_at_s < ttl_s / 4:
             return False

@@ -20,14 +20,16 @@ UNLISTED_WEIGHT: Final = 0.5
 """Weight of a block in a tier that is neither the device nor listed in the configuration."""
 
 ROW_BYTES: Final = 92
-"""Memory in bytes of one row: of a key with its places, of an engine's block, or of the tokens that
-are stored for a block that ends inside a step.
+"""Memory in bytes of one entry of a table of the exact prefix index: of a key with the ranks that
+have it cached, of an engine's block, or of the tokens that a block of the engine has after its last
+full step of 16 tokens.
 
 Measured growth of a process in CPython 3.11, averaged over the fill of its tables.
 """
 NUMBER_BYTES: Final = 48
-"""Memory in bytes of a stored integer at the end of an engine's block, or of an index's block
-within it, that is not the key of a row.
+"""Memory in bytes of an integer that a mirror stores for a block, if the integer is not the key of
+a row. It is the integer for the end of an engine's block, or the key of an index's block that ends
+within one.
 """
 _BYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _PREFIXES: Final = ("", "k", "m", "g", "t")
@@ -71,14 +73,17 @@ class InMemoryConfig(Parameters, frozen=True):
 
 class CostAwareMemoryConfig(Parameters, frozen=True):
     size: str = ""
-    """Maximum size of the store in bytes, as text with a unit such as MB or GiB."""
+    """Maximum size of llm-d-router's memory store in bytes, as text with a unit such as MB or GiB.
+    """
 
     def __post_init__(self) -> None:
         self._read_size()
 
     @property
     def size_bytes(self) -> int | None:
-        """Return the maximum size of the store in bytes, or None if it is not given."""
+        """Return the maximum size of llm-d-router's memory store in bytes, or None if it is not
+        given.
+        """
         return self._read_size()
 
     def _read_size(self) -> int | None:
@@ -120,7 +125,9 @@ class KvBlockIndexConfig(Parameters, frozen=True):
 
     @property
     def memory_max_bytes(self) -> int | None:
-        """Return the smaller of the given memory sizes for the index, or None if none is given."""
+        """Return the smaller of the maximum memory sizes in bytes that are given for the index, or
+        None if none is given.
+        """
         given: list[int | None] = []
         if self.in_memory_config is not None and self.in_memory_config.size is not None:
             given.append(2 * ROW_BYTES * self.in_memory_config.size)
@@ -159,10 +166,10 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     applies; without one, past events are not requested.
     """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    """Number of data-parallel ranks behind each address. It applies to an endpoint whose ranks the
-    picker cannot ask for: if `socketPort` is set, the endpoint does not answer, or engines connect
-    to the picker. The next rank publishes at the next port, or names its rank in its messages if
-    engines connect to the picker.
+    """Number of data-parallel ranks behind each address. It has an effect if `socketPort` is set,
+    if engines connect to the picker, or if an endpoint does not answer the request for its ports.
+    The next rank publishes at the next port, or names its rank in its messages if engines connect
+    to the picker.
     """
     pod_label_selector: str = ""
     """Accepted without effect, because the picker subscribes to the endpoints of its pool."""
@@ -253,8 +260,8 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     """
     kv_events_config: KvEventsConfig = field(default_factory=KvEventsConfig)
     """Event settings: `engineType`, `topicFilter`, `discoverPods`, and in `podDiscoveryConfig`
-    `socketPort`, `replaySocketPort` and `dataParallelSize`. Without these three, each endpoint is
-    asked. `zmqEndpoint` is the address to which engines connect.
+    `socketPort`, `replaySocketPort` and `dataParallelSize`. Without `socketPort`, the picker asks
+    each endpoint for these three. `zmqEndpoint` is the address to which engines connect.
     """
     speculative_indexing: bool = True
     """True if a prompt that was recently sent to an endpoint counts as cached there until the
@@ -265,7 +272,9 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     arrive.
     """
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 536_870_912
-    """Estimated memory of the whole index in bytes; above it, the blocks stored last are dropped."""
+    """Maximum estimated memory of the whole index in bytes. Above it, the blocks that were stored
+    last are dropped first.
+    """
 
     def __post_init__(self) -> None:
         check_above_zero("speculativeTTL", self.speculative_ttl)

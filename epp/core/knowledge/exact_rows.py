@@ -16,34 +16,38 @@ class Rows:
 
     def __init__(self) -> None:
         self.tiers: dict[str, dict[int, int]] = {DEVICE: {}}
-        """Bit mask of the places that have a key cached, by tier, then by key."""
+        """Bit mask of the places (engine ranks) that have a key cached, by tier, then by key."""
         self.entries = 0
-        """Number of (key, place) pairs in all tiers, that is, of cached keys of all places."""
+        """Number of (key, engine rank) pairs in all tiers, that is, of cached keys of all ranks."""
         self._weights: dict[str, float] = {}
         self._weight_of: Callable[[str], float] = lambda _: 1.0
 
     @property
     def device(self) -> dict[int, int]:
-        """Return the rows of the device, the fastest tier."""
+        """Return the rows of the device tier, which is the GPU: the bit mask of each key by key."""
         return self.tiers[DEVICE]
 
     @property
     def keys(self) -> int:
-        """Return the number of rows, that is, of keys summed over all tiers."""
+        """Return the number of rows of all tiers; a key has a row in each tier in which it is
+        cached.
+        """
         return sum(map(len, self.tiers.values()))
 
     def weigh(self, weight_of: Callable[[str], float]) -> None:
-        """Use `weight_of` for the weight of each tier from now on."""
+        """Use `weight_of`, which returns the weight of a tier from 0 to 1, for each tier from now
+        on.
+        """
         self._weight_of = weight_of
         self._weights = {tier: weight_of(tier) for tier in self.tiers}
 
     def holds(self, bit: int, key: int) -> bool:
-        """Return whether the place with this bit has `key` cached in any tier."""
+        """Return whether the engine rank with the bit `bit` has `key` cached in any tier."""
         return any(rows.get(key, 0) & bit for rows in self.tiers.values())
 
     def apply(self, changes: Iterable[Changed], bit: int, known: SlotState | None) -> int:
-        """Apply stored and removed keys to the rows of the place with this bit; return how many
-        rows were removed.
+        """Apply stored and removed block keys to the rows of the place (engine rank) with the bit
+        `bit`. Return how many of its keys were removed.
 
         `known` is the state of the place's endpoint, or None if the endpoint left or restarted.
         """
@@ -125,8 +129,8 @@ class Rows:
 
 
 def walk_one(rows: dict[int, int], keys: list[int], alive: int) -> dict[int, int]:
-    """Return the number of leading `keys` that each place with a bit in `alive` has cached in one
-    tier, by the place's number.
+    """Return the number of leading `keys` that each place (engine rank) with a bit in `alive` has
+    cached in the tier of `rows`, by the place's number.
     """
     found: dict[int, int] = {}
     for depth, key in enumerate(keys):
@@ -141,8 +145,8 @@ def walk_one(rows: dict[int, int], keys: list[int], alive: int) -> dict[int, int
 
 
 def _note(found: dict[int, int], mask: int, depth: int) -> None:
-    """Store in `found` that each place in `mask` has `depth` leading blocks cached; do nothing if
-    that is 0.
+    """Store in `found` that each place (engine rank) in `mask` has `depth` leading blocks cached.
+    Do nothing if `depth` is 0.
     """
     if depth:
         found.update(dict.fromkeys(_places_in(mask), depth))

@@ -12,15 +12,17 @@ from epp.core.kv_events.stream import StreamState
 from epp.core.types import Seconds
 
 TRACKED_MAX: Final = 256
-"""Maximum number of answers of `held` per endpoint that are updated when the engine reports more of
-the prompt.
+"""Maximum number of results of `ExactIndex.held` per endpoint that are updated when the engine
+reports more of a prompt.
 """
 COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
 """States of an event stream in which the blocks that it reported count in a match."""
 
 
 class Place:
-    """The place of one rank's mirror in the rows: a number, and the bit with that number."""
+    """The place of one engine rank in the rows of the exact prefix index: a number, and the bit
+    with that number.
+    """
 
     __slots__ = ("bit", "mirror", "mirror_numbers", "mirror_rows", "number", "rank", "slot")
 
@@ -28,11 +30,11 @@ class Place:
         self.number = number
         self.bit = 1 << number
         self.slot = slot
-        """Slot of the endpoint; -1 if the endpoint left or restarted."""
+        """Slot of the endpoint of this rank; -1 if the endpoint left or restarted."""
         self.rank = rank
         self.mirror = mirror
         self.mirror_rows, self.mirror_numbers = 0, 0
-        """Sizes of the mirror when the index last added them to its totals."""
+        """Sizes of this rank's mirror when the index last added them to its totals."""
 
 
 class RankState:
@@ -48,7 +50,9 @@ class RankState:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the rank has neither an event stream nor reported blocks."""
+        """Return whether the rank has neither a source of events nor reported blocks, so that it
+        may be dropped.
+        """
         silent = self.place is None or not len(self.place.mirror)
         return self.state is StreamState.NONE and silent
 
@@ -69,22 +73,22 @@ class SlotState:
         self.ranks = [RankState()]
         """State of each data-parallel rank by its number; at least one, and usually only one."""
         self.awaited: deque[tuple[Seconds, int]] = deque()
-        """Decisions whose events are awaited, as (time, key that the engine will report), oldest
-        first.
+        """Decisions whose KV-cache events are awaited, as (time, block key that the engine will
+        report), oldest first.
         """
         self.overdue = False
-        """True if the index waited for an event for `LATE_S_MAX`, and neither that event nor a
-        later one came.
+        """True if the index waited for a KV-cache event for `LATE_S_MAX`, and neither that event
+        nor a later one came.
         """
         self.blocks_total = 0
         """Number of blocks in the KV caches of all ranks; 0 if the engine does not report it."""
         self.tracked: dict[int, Held] = {}
-        """Answers of `held` that are updated until the engine has the whole prompt, by the last key
-        of the prompt.
+        """Results of `ExactIndex.held` that are updated until the engine reports the whole prompt,
+        by the last block key of the prompt.
         """
         self.placed: dict[int, int] = {}
-        """Number of each rank in the index of decisions for ranks, by rank. It is valid as long as
-        this object.
+        """Internal number of each rank in the index of decisions for ranks, by rank. It is valid as
+        long as this object.
         """
 
     @property
@@ -93,8 +97,8 @@ class SlotState:
         return all(rank.reported_all for rank in self.ranks)
 
     def track(self, key: int, held: Held) -> Held:
-        """Keep `held` up to date from now on and return it. If the prompt that ends with `key`
-        already has an answer, return that one.
+        """Keep `held`, the reported part of a prompt, up to date from now on and return it. If the
+        prompt that ends with `key` already has such an object, return that one.
         """
         tracked = self.tracked
         known = tracked.get(key)
@@ -107,22 +111,26 @@ class SlotState:
         return held
 
     def complete_tracked(self, keys: Iterable[int]) -> None:
-        """Complete the answers for prompts whose last key is among `keys`, because the engine
-        reported it as cached.
+        """Mark the prompts whose last block key is among `keys` as wholly reported, in the results
+        that are kept up to date.
         """
         for key in self.tracked.keys() & keys:
             held = self.tracked.pop(key)
             held.blocks = held.total
 
     def void_tracked(self) -> None:
-        """Mark all answers as void, because the engine's events so far are no longer valid."""
+        """Mark all results that are kept up to date as void, because the engine's events so far are
+        no longer valid.
+        """
         for held in self.tracked.values():
             held.void = True
         self.tracked.clear()
 
     @property
     def places(self) -> list[Place]:
-        """Return the place of each rank that has reported blocks."""
+        """Return the places of those ranks of the endpoint that have a mirror of their cached
+        blocks.
+        """
         return [rank.place for rank in self.ranks if rank.place is not None]
 
     @property

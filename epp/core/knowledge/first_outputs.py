@@ -1,5 +1,5 @@
 """The number of this picker's requests at an endpoint that had their first output, from the counter
-on the endpoint's page.
+on the endpoint's metrics page.
 
 Engines count the first tokens of all requests: `first_outputs_total` of a page. The increase since
 the last page are first outputs, oldest requests first. Some of them are already known, because the
@@ -23,24 +23,30 @@ from typing import Final
 from epp.core.types import EndpointMetrics, Seconds
 
 PAGE_S_MAX: Final = 2.0
-"""Longest time in seconds between two metrics pages whose increase of the counter is used."""
+"""Longest time in seconds between two metrics pages for which the increase of the counter of first
+outputs is used.
+"""
 UNSHOWN_MAX: Final = 4
-"""Maximum number of first outputs seen by the picker that only the next page may show, because
-answers arrive while a page is read.
+"""Maximum number of first outputs that the picker saw and that the counter of only the next metrics
+page may show, because answers arrive while a page is read.
 """
 SILENT_MAX: Final = 4
-"""Number of first outputs seen by the picker without any increase of the counter. From this number
-on, the counter is not used.
+"""Number of first outputs that the picker saw while the endpoint's counter of first outputs did not
+increase. From this number on, the counter is not used.
 """
 RISES_AFTER_FALL: Final = 16
-"""Number of increases of the counter after which it is used again, if its value had fallen."""
+"""Number of increases of the counter of first outputs after which it is used again, if its value
+had fallen.
+"""
 RISE_MAX: Final = 1e9
-"""Maximum increase of the counter between two pages; any excess is ignored."""
+"""Maximum increase of the counter of first outputs between two metrics pages; any excess is
+ignored.
+"""
 PAGES_AVERAGED: Final = 16
 """Number of metrics pages over which this picker's share of an endpoint's requests is averaged."""
 OTHERS_MIN: Final = 1.0
-"""Average number of other clients' requests that pages must show before this picker's share is
-used.
+"""Average number of other clients' requests at an endpoint that its metrics pages must show before
+this picker's share of the requests is used.
 
 Requests of this picker that end between the reading of a page and now look like those of others. A
 first output that is not attributed to this picker is never corrected.
@@ -49,7 +55,7 @@ _KEPT: Final = 1.0 - 1.0 / PAGES_AVERAGED
 
 
 class FirstOutputs:
-    """The counter of first outputs of one endpoint since it started."""
+    """The engine's counter of first outputs at one endpoint, since the endpoint started."""
 
     __slots__ = (
         *("_all", "_count", "_doubted", "_known", "_late", "_ours", "_rest", "_silent"),
@@ -58,47 +64,51 @@ class FirstOutputs:
 
     def __init__(self) -> None:
         self.counted = False
-        """True if the counter is usable to determine which prompts have been computed."""
+        """True if the counter of first outputs is usable to determine which prompts have been
+        computed.
+        """
         self.rose = False
-        """True if the last page counts more first outputs than the page before the last one."""
+        """True if the last metrics page counts more first outputs than the page before it."""
         self.to_come_max = math.inf
-        """Upper bound of the number of requests, of all pickers, without a first output at the last
-        page.
+        """Upper bound of the number of requests at the endpoint, of all pickers, that had no first
+        output when the last metrics page was read.
         """
         self._uncounted = math.inf
-        """Least value on any page of running plus answered requests minus first outputs."""
+        """Least value on any metrics page of running plus answered requests minus first outputs."""
         self._count = math.nan
         self._doubted = 0
-        """Number of increases until a counter whose value fell is used again."""
+        """Number of increases until the counter of first outputs, whose value fell, is used again.
+        """
         self._known = 0
-        """Number of first outputs that the picker saw since the last page."""
+        """Number of first outputs that the picker saw since the last metrics page."""
         self._late = 0
-        """Number of first outputs that the picker saw before the last page, but that the page did
-        not count.
+        """Number of first outputs that the picker saw before the last metrics page was read, but
+        that this page did not count.
         """
         self._silent = 0
-        """Number of first outputs that the picker saw since the counter last increased."""
+        """Number of first outputs that the picker saw since the endpoint's counter last increased.
+        """
         self._rest = 0.0
         """Fraction of a first output, 0 to 1, that is carried over after attributing this picker's
         share of the increases in whole requests.
         """
         self._ours = self._all = 0.0
-        """Sums of requests at the endpoint over the last pages, older pages weighing less: this
-        picker's requests, and all requests on the pages.
+        """Sums over the last metrics pages, of which older ones weigh less: this picker's requests
+        at the endpoint, and all requests that the pages show there.
         """
 
     def known(self) -> None:
-        """Count a request of this picker whose first output the picker saw."""
+        """Count a first output of one of this picker's requests that the picker saw."""
         self._known += 1
         self._silent += 1
 
     def assumed(self) -> None:
-        """Count a request of this picker that is assumed to have had its first output."""
+        """Count a first output of one of this picker's requests that is assumed to have come."""
         self._known += 1
 
     def scraped(self, metrics: EndpointMetrics, inflight_requests: int, *, since_s: Seconds) -> int:
-        """Return how many of this picker's requests had a first output, by this page's counter,
-        that the picker did not see itself.
+        """Return how many first outputs of this picker's requests the counter on this metrics page
+        shows that the picker did not see itself.
 
         `inflight_requests` is the number of this picker's requests at the endpoint. `since_s` is
         the time since the last page, inf if there was none.
@@ -159,8 +169,8 @@ class FirstOutputs:
         self.to_come_max = waiting + begun - self._uncounted
 
     def _share(self) -> float:
-        """Return this picker's share of the endpoint's requests on the last pages, 0 to 1; 1 if the
-        pages show too few requests of others.
+        """Return this picker's share of the requests that the last metrics pages show at the
+        endpoint, 0 to 1. It is 1 if they show too few requests of others.
         """
         if self._all - self._ours <= OTHERS_MIN * PAGES_AVERAGED:
             return 1.0

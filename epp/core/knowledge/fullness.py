@@ -37,7 +37,9 @@ STEPS: Final = 7
 of them is no longer full.
 """
 FULL: Final = "full"
-"""Name of this state in reports, and name of the reason why a decision excluded an endpoint."""
+"""Name of the state of a full endpoint in reports, and name of the reason why a decision excluded
+one.
+"""
 NO_SLOTS: Final[Ints] = np.empty(0, dtype=np.int64)
 
 
@@ -45,20 +47,20 @@ class Full(Struct, kw_only=True):
     """The state of one full endpoint."""
 
     since_s: Seconds
-    """Time of the refusal after which the endpoint counted as full."""
+    """Time of the refusal at which the endpoint became full."""
     refused_at_s: Seconds
-    """Time of the last refusal that started a pause. Results of requests sent before it are
-    ignored.
+    """Time of the last refusal that started a pause. Results of requests that were sent to the
+    endpoint before it are ignored.
     """
     until_s: Seconds
-    """Time at which the pause ends and the endpoint may receive requests again."""
+    """Time at which the pause of the full endpoint ends, so that it may receive requests again."""
     pause_s: Seconds = 0.0
     """Length in seconds of the last pause after a refusal without `retry-after`; 0 if there was
     none.
     """
     step: int = 0
     sent: int = 0
-    """Number of requests that were sent to the endpoint in the current `step`."""
+    """Number of requests that were sent to the endpoint in the current `step` after its pause."""
 
     def has_room(self, now: Seconds) -> bool:
         """Return whether the full endpoint may receive one more request at `now`."""

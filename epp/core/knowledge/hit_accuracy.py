@@ -37,27 +37,33 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics, Seconds
 
 WINDOW_REQUESTS_MIN: Final = 32
-"""Number of this picker's requests after which a window may end before `WINDOW_S_MAX`."""
+"""Number of this picker's requests to an endpoint after which a window of the comparison may end
+before `WINDOW_S_MAX`.
+"""
 WINDOW_S_MIN: Final[Seconds] = 20.0
-"""Shortest duration of a window in seconds, because an engine looks up the last requests of a
-window after its end.
+"""Shortest duration in seconds of a window in which predicted and counted cache hits are compared.
+It is not 0, because an engine looks up the last requests of a window after its end.
 """
 WINDOW_S_MAX: Final[Seconds] = 300.0
-"""Longest duration of a window in seconds; it then counts if it has `FEW_REQUESTS_MIN` requests."""
+"""Longest duration in seconds of a window in which predicted and counted cache hits are compared.
+Such a window counts if it has `FEW_REQUESTS_MIN` requests.
+"""
 FEW_REQUESTS_MIN: Final = 8
-"""Minimum number of requests in a window of `WINDOW_S_MAX`. With fewer, the earlier results of the
-endpoint are dropped.
+"""Minimum number of this picker's requests to an endpoint in a window of `WINDOW_S_MAX`. With
+fewer, the earlier results of the endpoint are dropped.
 """
 KEPT_SHARE: Final = 0.5
-"""Weight of each window relative to the following one, which has weight 1."""
+"""Weight of the sums of each window relative to those of the following window, which has weight 1.
+"""
 ALL_KNOWN_SHARE: Final = 0.95
-"""Share of an engine's requests that this picker and its peers must know before the engine counts
-as having no others. It is below 1, because the two counts are never of the same time.
+"""Share of an engine's requests that this picker must have sent, or its peers must have reported,
+before the engine counts as having no other clients. It is below 1, because the two counts are never
+of the same time.
 """
 BYTES_PER_TOKEN_MIN: Final = 1.0
 BYTES_PER_TOKEN_MAX: Final = 16.0
 EVIDENCE_TOKENS_MIN: Final = 16_384
-"""Minimum number of tokens before the bytes per token of a model count as known."""
+"""Minimum number of measured tokens before the bytes per token of a model count as known."""
 MODELS_MAX: Final = 64
 """Maximum number of models whose bytes per token are stored; above it, the model that was updated
 longest ago is dropped.
@@ -67,30 +73,33 @@ MODEL_CHARACTERS_MAX: Final = 256
 choose the names.
 """
 ERROR_BOUNDS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-"""Upper bounds of the buckets of the histogram of errors. Errors are shares of tokens, so none
-exceeds 1.0.
+"""Upper bounds of the buckets of the histogram of errors of predicted cache hits. Errors are shares
+of tokens, so none exceeds 1.0.
 """
 NO_INDEXES: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Verdict(StrEnum):
-    """The result of the last window of an endpoint."""
+    """The result of the last window in which an endpoint's predicted cache hits were compared with
+    those that its engine counted.
+    """
 
     WAITING = "waiting"
-    """No window of the endpoint has ended yet, or the last window had too few requests."""
+    """No window of the endpoint's comparison has ended yet, or the last one had too few requests.
+    """
     MEASURED = "measured"
     UNTOLD = "untold"
     """The endpoint's metrics page has no counters of prefix-cache look-ups and hits."""
     STILL = "still"
-    """The engine's counters did not change although requests were sent."""
+    """The engine's counters of look-ups and hits did not change although requests were sent."""
     FELL = "fell"
     """A counter of the engine was lower than before, although the engine did not restart."""
     IMPOSSIBLE = "impossible"
-    """The engine counted more tokens as found than as looked up."""
+    """The engine counted more tokens as found in the prefix cache than as looked up."""
 
 
 class Side(StrEnum):
-    """The direction of an error: the prediction was too high or too low."""
+    """The direction of an error of predicted cache hits: the prediction was too high or too low."""
 
     OVER = "over"
     UNDER = "under"
@@ -105,7 +114,7 @@ class Expected(Struct, frozen=True, kw_only=True, gc=False):
     """Number of prompt tokens that the endpoint is predicted to have cached."""
     prompt_bytes: int
     prompts: int = 1
-    """Number of prompts in the request, each of which the engine counts as a request."""
+    """Number of prompts in the request. The engine counts each of them as a request."""
     indexes: Mapping[str, int] = NO_INDEXES
     """Predicted number of cached tokens by each affinity index that receives no KV-cache events,
     had it been used alone.
@@ -119,8 +128,8 @@ def expected_hit(
     position: int,
     others: Sequence[str],
 ) -> Expected:
-    """Return the prediction for a request whose chosen candidate, at `position`, has an estimated
-    `cached_tokens` cached.
+    """Return the cache hit that the decision predicts for `request`: its chosen candidate, at
+    `position`, is estimated to have `cached_tokens` cached.
 
     `others` are the names of the indexes whose own predictions are compared in addition.
     """
@@ -173,8 +182,8 @@ class HitComparison(Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Return the difference of the predicted share of cached tokens and the range of the
-        counted one.
+        """Return the distance of the predicted share of cached tokens from the range of the counted
+        share.
 
         It is above 0 if the prediction was too high, below 0 if it was too low, and 0 if it lies
         within the range.
@@ -185,14 +194,14 @@ class HitComparison(Struct, frozen=True, kw_only=True):
 
 
 class Correction(Struct, frozen=True, kw_only=True):
-    """The result of one window for the index whose predictions were compared with the engine's
-    counters.
+    """The error of the predictions of one index for one endpoint, measured in one window, for the
+    index to correct itself.
     """
 
     slot: int
     error: float
-    """Difference of the predicted and the counted share of cached tokens, as `HitComparison.error`
-    defines it.
+    """Difference of the predicted and the counted share of cached tokens at the endpoint, as
+    `HitComparison.error` defines it.
     """
     bytes_per_token: float
     """Average bytes per token of all prompts sent to the pool."""
@@ -203,20 +212,22 @@ class ErrorHistogram:
 
     def __init__(self) -> None:
         self.counts = [0] * (len(ERROR_BOUNDS) + 1)
-        """Number of errors in each bucket of `ERROR_BOUNDS`; the last number is for errors above
-        all bounds.
+        """Number of errors in each bucket of `ERROR_BOUNDS`. One more number at the end is for
+        errors above all bounds.
         """
         self.total = 0.0
 
     def observe(self, error: float) -> None:
-        """Count the error of one window, a share from 0 to 1."""
+        """Count the error of the predicted cache hits of one window, a share of tokens from 0 to 1."""
         at = sum(error > bound for bound in ERROR_BOUNDS)
         self.counts[at] += 1
         self.total += error
 
 
 class _Sums(Struct, kw_only=True):
-    """The sums of requests and tokens of one window, or of several windows with their weights."""
+    """The sums of requests and tokens at one endpoint in one window of the comparison, or in
+    several windows with their weights.
+    """
 
     known_requests: float = 0.0
     prompt_tokens: float = 0.0
@@ -244,7 +255,9 @@ class _Sums(Struct, kw_only=True):
 
 
 class _Slot:
-    """The open window of one endpoint, and the sums of its earlier windows."""
+    """The open window of one endpoint's comparison of cache hits, and the sums of its earlier
+    windows.
+    """
 
     __slots__ = (
         "base",
@@ -266,8 +279,8 @@ class _Slot:
         self.open(None, -math.inf)
 
     def open(self, base: EndpointMetrics | None, now: Seconds) -> None:
-        """Start a window at `now` with the counters of `base`. If `base` is None, the next scrape
-        gives the counters and starts the window anew.
+        """Start a window of the comparison at `now`, at which the engine's counters had the values
+        in `base`. If `base` is None, the next scrape gives these values and starts the window anew.
         """
         self.base = base
         self.since_s = now
@@ -278,13 +291,15 @@ class _Slot:
         self.predicted_tokens = 0
         self.indexes: dict[str, int] = {}
         self.model: str | None = None
-        """Model of all requests in the window, "" if they name several models, or None if there are
-        no requests.
+        """Model of all requests in the window; "" if they name several models. It is None if there
+        are no requests.
         """
 
 
 class _TokenSize(Struct):
-    """Sums of the prompt bytes and the tokens of one model; older windows weigh less."""
+    """Sums of the bytes and of the tokens of the prompts for one model. Sums of older windows weigh
+    less.
+    """
 
     prompt_bytes: float = 0.0
     tokens: float = 0.0
@@ -295,8 +310,8 @@ class _TokenSize(Struct):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return the bytes per token, within bounds, or None if fewer than `EVIDENCE_TOKENS_MIN`
-        tokens were measured.
+        """Return the average bytes per token of the model's prompts, within bounds, or None if
+        fewer than `EVIDENCE_TOKENS_MIN` tokens were measured.
         """
         if self.tokens < EVIDENCE_TOKENS_MIN:
             return None
@@ -313,15 +328,16 @@ class HitAccuracy:
         """Bytes per token of each model by its name, the least recently updated model first."""
         self._pool = _TokenSize()
         self.errors: Final = {side: ErrorHistogram() for side in Side}
-        """Histograms of the errors of all measured windows, one for too high and one for too low
-        predictions. A window without error counts as 0 in both.
+        """Histograms of the errors of all measured windows of engines that count requests: one for
+        too high and one for too low predictions. A window without error counts as 0 in both.
         """
 
     # Events.
 
     def decided(self, slot: int, model: str, expected: Expected) -> None:
-        """Add the prediction of one decision to the open window of `slot`. Do nothing if its prompt
-        is unknown, so that the request counts as one of other clients.
+        """Add the cache hit that one decision predicts to the open window of the endpoint in
+        `slot`. Do nothing if its prompt is unknown; the request then counts as one of another
+        client.
         """
         if not expected.prompt_tokens:
             return
@@ -338,8 +354,9 @@ class HitAccuracy:
             window.indexes[name] = window.indexes.get(name, 0) + tokens
 
     def withdrawn(self, slot: int, expected: Expected | None, decided_at_s: Seconds) -> None:
-        """Remove the prediction of a request that was not computed at `slot` from the open window.
-        Do nothing if `expected` is None or the window began later.
+        """Remove the predicted cache hit `expected` from the open window of the endpoint in `slot`,
+        because the request was not computed there. Do nothing if `expected` is None, if the prompt
+        is unknown, or if the window began after the decision.
         """
         window = self._slot(slot)
         if expected is None or not expected.prompt_tokens or decided_at_s < window.since_s:
@@ -352,16 +369,16 @@ class HitAccuracy:
             window.indexes[name] = max(0, window.indexes.get(name, 0) - tokens)
 
     def peer_decided(self, slot: int, at_s: Seconds) -> None:
-        """Count a peer's request in the open window of `slot`, unless its decision was made before
-        the window.
+        """Count a peer's request in the open window of the endpoint in `slot`, unless the peer
+        decided before the window began.
         """
         window = self._slot(slot)
         if at_s >= window.since_s:
             window.peer_requests += 1
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> Correction | None:
-        """Read the engine's counters of cache hits. Return the correction from the window that ends
-        with this scrape, or None if none ends or it does not count.
+        """Read the engine's counters of cache hits on a metrics page. Return the correction from
+        the window that ends with this scrape, or None if none ends or it does not count.
         """
         window = self._slot(slot)
         base = window.base
@@ -387,21 +404,23 @@ class HitAccuracy:
         return self._end(slot, window, base, metrics, now)
 
     def forget(self, slot: int) -> None:
-        """Drop the windows of `slot`, because its endpoint left or restarted."""
+        """Drop the comparison of cache hits of `slot`, because its endpoint left or restarted."""
         if slot < len(self._slots):
             self._slots[slot] = _Slot()
 
     # Results.
 
     def comparison(self, slot: int) -> HitComparison | None:
-        """Return the comparison of predicted and counted hits of the endpoint in `slot`. Return
-        None if no window was measured, or if the last one could not be compared.
+        """Return the comparison of predicted and counted cache hits of the endpoint in `slot`.
+        Return None if no window was measured, or if the last one could not be compared.
         """
         kept = self._slots[slot].kept if slot < len(self._slots) else None
         return None if kept is None else _compared(kept)
 
     def verdict(self, slot: int) -> Verdict:
-        """Return the result of the last window of the endpoint in `slot`."""
+        """Return the result of the last window of the comparison of cache hits for the endpoint in
+        `slot`.
+        """
         return self._slots[slot].verdict if slot < len(self._slots) else Verdict.WAITING
 
     def bytes_per_token(self, model: str) -> float | None:
@@ -525,7 +544,7 @@ def _added(older: Mapping[str, float], newer: Mapping[str, float]) -> dict[str, 
 
 
 def _rise(before: float, after: float) -> float:
-    """Return the increase of a counter, or 0 if one of its values is NaN."""
+    """Return the increase of a counter from `before` to `after`, or 0 if one of the two is NaN."""
     rise = after - before
     return 0.0 if isnan(rise) else rise
 
@@ -533,7 +552,9 @@ def _rise(before: float, after: float) -> float:
 def _risen(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the increase of the counter of each tier that both pages report and that did not fall."""
+    """Return the increase of the counter of cache hits of each tier, by tier. Tiers that are
+    missing in `before` or `after`, or whose counter fell, are omitted.
+    """
     if not before or not after:
         return {}
     return {

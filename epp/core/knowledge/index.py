@@ -17,20 +17,21 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
 CHAINED_KEY_BYTES: Final = 128
-"""Length of a key in bytes above which it is a chain of hashes. Peers share only the part of a
-chain that is new.
+"""Length in bytes above which a key that pickers share is a chain of hashes. Peers send each other
+only the part of a chain that is new.
 """
 
 
 EXACT: Final = "exact"
-"""Name of a column of an index that receives KV-cache events: 1.0 if it knows all cached blocks of
-the endpoint, so that no other index is needed for it.
+"""Name of a column of an index that receives KV-cache events. The column is 1.0 if the index knows
+all cached blocks of the endpoint, so that no other index is needed for it, else 0.0.
 """
 
 
 HOST_BLOCKS: Final = "host"
-"""Name of a column of an index that receives KV-cache events: number of leading blocks of the
-prompt in host memory, without a gap, from where other engines can fetch them.
+"""Name of a column of an index that receives KV-cache events. The column is the number of leading
+blocks of the prompt that the endpoint has in host memory without a gap, from where other engines
+can fetch them.
 """
 
 
@@ -140,10 +141,14 @@ class CorrectedIndex(AffinityIndex, Protocol):
 
 
 class LimitsMemory(AffinityIndex, Protocol):
-    """An affinity index that drops its oldest content when memory is scarce."""
+    """An affinity index whose memory can be limited: it drops content when it has more than the
+    limit.
+    """
 
     def limit_memory(self, share: float) -> None:
-        """Use at most `share` of the settings' `memory_max_bytes`, from now on or soon."""
+        """Limit the memory of the index to `share` of the settings' `memory_max_bytes`, from now on
+        or soon.
+        """
         ...
 
 
@@ -151,13 +156,14 @@ class EventResult(Struct, frozen=True, kw_only=True):
     """The result of applying KV-cache events of one engine to an index."""
 
     cleared: bool = False
-    """True if all cached blocks of the rank were dropped before these changes."""
+    """True if all cached blocks of the rank were dropped before these changes of keys."""
     changes: Sequence[Changed] = ()
-    """Keys that the engine stored or removed, in the order of its events."""
+    """Block keys that became cached or are no longer cached, in the order of the engine's events.
+    """
     engine_block_tokens: int = 0
     """Number of tokens in the largest block of the engine; 0 if none is known."""
     faults: Sequence[Fault] = ()
-    """Faults of the events that could not be applied."""
+    """Reasons why events of the engine could not be applied."""
     unbalanced: bool = False
     """True if the events contradict each other. They are dropped, and the engine must report all
     its cached blocks again.
@@ -171,11 +177,14 @@ class Held(Struct):
     """
 
     blocks: int
-    """Number of leading blocks that the engine reported as cached; recent decisions do not count.
-    It becomes `total` once the engine reports all of them, and stays so after an eviction.
+    """Number of leading blocks of the prompt that the engine reported as cached. Recent decisions
+    do not count. The number becomes `total` once the engine reports all of them, and stays so after
+    an eviction.
     """
     total: int
-    """Number of blocks that the engine caches of a prompt that it has computed."""
+    """Number of leading blocks of the prompt that the engine will have cached once it has computed
+    the prompt.
+    """
     block_tokens: int
     void: bool = False
     """True if `blocks` is no longer reliable, because the engine's events became invalid or this
@@ -222,8 +231,8 @@ class HearsEngines(AffinityIndex, Protocol):
     def change(
         self, slot: int, changes: Sequence[Changed], engine_block_tokens: int, *, rank: int
     ) -> None:
-        """Apply changes of keys, as `hear` returns them, for a caller that does not have the events
-        themselves.
+        """Apply stored and removed block keys, as `hear` returns them, for a caller that does not
+        have the events themselves.
         """
         ...
 
@@ -235,7 +244,9 @@ class HearsEngines(AffinityIndex, Protocol):
         ...
 
     def silence(self, slot: int, *, rank: int) -> None:
-        """Drop the reported blocks of `rank` at `slot`; recorded decisions stay."""
+        """Drop the blocks that `rank` at `slot` reported. Blocks that are assumed from decisions
+        stay.
+        """
         ...
 
     def ranks_at(self, slot: int) -> int:
@@ -246,7 +257,7 @@ class HearsEngines(AffinityIndex, Protocol):
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> Sequence[int]:
         """Return the number of leading blocks of `request` that each rank of the engine in `slot`
-        has cached, as reported or by recent decisions.
+        has cached, as reported or as assumed from recent decisions.
         """
         ...
 
@@ -255,7 +266,7 @@ class HearsEngines(AffinityIndex, Protocol):
         or None if unknown.
 
         The prompt itself is no longer in `request`. The call changes nothing that decisions use. An
-        answer below the whole prompt is updated for a while.
+        answer with less than the whole prompt is updated for a while.
         """
         ...
 
@@ -273,8 +284,8 @@ class IndexMeasures(Struct, frozen=True, kw_only=True):
 
     @property
     def hits(self) -> int | None:
-        """Return the number of look-ups that found at least a part, or None if the index does not
-        count look-ups.
+        """Return the number of look-ups that found at least a part of what they looked up, or None
+        if the index does not count look-ups.
         """
         if not self.lookups:
             return None
@@ -301,7 +312,9 @@ class IndexStanding(Struct, frozen=True, kw_only=True):
     memory_max_bytes: int | None
     """Limit of the index's memory in bytes, or None if its settings have no such limit."""
     measures: IndexMeasures | None
-    """Entries, memory and look-ups of the index, or None if it does not report them or failed to."""
+    """Entries, memory and look-ups of the index. It is None if the index does not report them or
+    failed to report them.
+    """
 
 
 VERBS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -354,9 +367,10 @@ def joined(affinities: Sequence[Affinity], block_tokens: Sequence[int] = ()) -> 
     """Return the joint match of indexes of different origins: the largest match at each slot.
 
     An index fed by engines must come first. For the endpoints that it knows completely, it alone
-    counts. It counts tokens while the others count bytes, so the others contribute their matched
-    share of the prompt. Without the tokens of the prompt, the others answer alone, in blocks of its
-    length. `block_tokens` are the block lengths of the indexes; () means that all are equal.
+    counts. That index counts tokens while the others count bytes, so the others contribute their
+    matched share of the prompt. If the prompt has no token ids, the others answer alone, in blocks
+    of that index's length. `block_tokens` are the block lengths of the indexes; () means that all
+    are equal.
     """
     first, *others = affinities
     if not others:

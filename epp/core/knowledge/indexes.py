@@ -50,7 +50,7 @@ class IndexesSettings(Struct, frozen=True):
     """
 
     by_name: Mapping[str, AffinityIndexSettings]
-    """Settings of each index by its name, in the order in which the indexes match."""
+    """Settings of each index by its name. The order is that in which the indexes match."""
     prefix: str = ""
     """Name of the index whose match becomes `matched_blocks`, or "" if there is none."""
     joined: tuple[str, ...] = ()
@@ -131,7 +131,9 @@ class Indexes(Mapping[str, AffinityIndex]):
         return tuple(restarted)
 
     def open(self, name: str) -> None:
-        """Open a new, empty index under `name`. If that fails, no index has this name."""
+        """Open a new, empty index under `name`, with the settings of that name. If that fails, no
+        index has this name.
+        """
         self._sizes.clear()
         settings = self._settings.by_name[name]
         try:
@@ -158,7 +160,7 @@ class Indexes(Mapping[str, AffinityIndex]):
             return False
 
     def _read_abilities(self) -> None:
-        """Sort the open indexes by the abilities that their settings declare."""
+        """Group the open indexes by the abilities that their settings declare."""
         self.shared = self._able(lambda abilities: abilities.shares)
         self.hearing = self._able(lambda abilities: abilities.hears_engines)
         self._measuring = self._able(lambda abilities: abilities.measures)
@@ -277,7 +279,7 @@ class Indexes(Mapping[str, AffinityIndex]):
 
     def correct(self, correction: Correction) -> None:
         """Pass a comparison of predicted and counted cache hits on to the index that made the
-        prediction.
+        prediction. Do nothing if several indexes made it jointly.
         """
         prefix = self._settings.prefix
         # A joint prediction of several indexes does not show which of them was wrong.
@@ -428,8 +430,8 @@ class Indexes(Mapping[str, AffinityIndex]):
     def hear(
         self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int
     ) -> EventResult | None:
-        """Apply KV-cache events of one engine. Return the result of the first index that receives
-        events, or None if all of these failed.
+        """Apply KV-cache events of one rank of the engine in `slot`. Return the result of the first
+        index that receives events and does not fail, or None if there is none.
         """
         heard: EventResult | None = None
         for name, hearing in self.hearing.items():
@@ -450,8 +452,8 @@ class Indexes(Mapping[str, AffinityIndex]):
         rank: int,
         cleared: bool,
     ) -> None:
-        """Apply changes of keys, as `hear` returns them, to each index that receives KV-cache
-        events, for a caller that does not have the events.
+        """Apply stored and removed block keys, as `hear` returns them, to each index that receives
+        KV-cache events, for a caller that does not have the events.
         """
         if cleared:
             self._clear(slot, rank)
@@ -470,7 +472,9 @@ class Indexes(Mapping[str, AffinityIndex]):
             self.failures.call(name, "set_stream", change, slot, state)
 
     def silence(self, slot: int, *, rank: int) -> None:
-        """Drop the reported blocks of one rank of the engine in `slot`; recorded decisions stay."""
+        """Drop the blocks that one rank of the engine in `slot` reported. Blocks that are assumed
+        from decisions stay.
+        """
         for name, hearing in self.hearing.items():
             self.failures.call(name, "silence", partial(hearing.silence, rank=rank), slot)
 
@@ -524,9 +528,7 @@ class Indexes(Mapping[str, AffinityIndex]):
 
 
 def affinity_fault(found: object, slots: int) -> str:
-    """Return a sentence that says why `found` is no `Affinity` of `slots` slots, or "" if it is
-    one.
-    """
+    """Return a phrase that says why `found` is no `Affinity` for `slots` slots, or "" if it is one."""
     if not isinstance(found, Affinity):
         return f"{kind_of(found)}, expected Affinity"
     matched, total = found.matched, found.total

@@ -2,7 +2,7 @@
 
 Scraped metrics lag by a scrape interval. Without these counts, all requests of a burst would see
 the same idle endpoint. The uncached prefill tokens of a request are released by its first output,
-if it is seen, or by its end (design D6, D25). If the endpoint's page counts first outputs
+if it is seen, or by its end (design D6, D25). If the endpoint's metrics page counts first outputs
 (`first_outputs`), each page releases the tokens of the oldest requests, and the others keep all of
 theirs. Between pages, or without such a counter, tokens drain first in, first out. The rate is the
 measured or the configured speed.
@@ -40,20 +40,22 @@ data-centre GPUs, rounded up.
 """
 
 BUSY_S_MAX: Final = 0.5
-"""Longest time in seconds between two observations of pending prefill tokens for which the endpoint
-counts as busy in between.
+"""Longest time in seconds between two observations of an endpoint that both showed pending prefill
+tokens, for which the endpoint counts as busy in between.
 """
 ARRIVAL_S_PER_TOKEN: Final = 20e-6
-"""Longest time in seconds that a server takes to tokenize one token of a prompt, before its engine
-counts the request as waiting. Source: twice the front-end time of the simulator's profiles.
+"""Longest time in seconds that a server takes to tokenize a prompt, for each of its tokens, before
+the engine counts the request as waiting. Source: twice the front-end time of the simulator's
+profiles.
 """
 UNSEEN_PREFILL_S: Final = 1.0
-"""Time in seconds from the estimated end of a prefill or encode stage until its lease is closed, if
-no event shows the end.
+"""Time in seconds from the estimated end of a prefill or encode stage until its lease is closed,
+used if no event shows the end of the stage.
 """
 SHOWN_S_MAX: Final = 10.0
-"""Time in seconds since the last first chunk after which the picker assumes that the gateway no
-longer shows answers, unless the endpoint's page counts first outputs.
+"""Time in seconds since the last first chunk of an answer from an endpoint after which the picker
+assumes that the gateway no longer shows answers. It has no effect if the endpoint's metrics page
+counts first outputs.
 """
 
 
@@ -68,7 +70,7 @@ class Ending(StrEnum):
     CLIENT_LEFT = "client-disconnect"
     ERROR = "error"
     UNSEEN = "unseen"
-    """The gateway does not show responses to the picker, so the request may still run."""
+    """The gateway does not show responses to the picker, so that the request may still run."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True, gc=False):
@@ -116,57 +118,62 @@ class Outcome(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Lease(Struct, eq=False, gc=False):
-    """One request's share of an endpoint's load. Only the ledger and `ejection` write to it."""
+    """One request's share of an endpoint's load, from the decision until the request or its stage
+    ends.
+    """
 
     request: InferenceRequest
     slot: int
-    """Slot of the endpoint; -1 once the lease is closed."""
+    """Slot of the endpoint at which the request counts; -1 once the lease is closed."""
     generation: int
     matched_blocks: int
-    """Number of blocks of the prompt that the endpoint had cached before this request was recorded
-    there.
+    """Number of blocks of the prompt that the endpoint was estimated to have cached before this
+    request was recorded there.
     """
     opened_at_s: Seconds
     """Time at which the request was sent to the endpoint in `slot`."""
     expected: Expected | None = None
-    """Prediction of the cache hit that is compared with the engine's counters, or None if there is
-    none.
+    """Prediction of the cache hit that is compared with the engine's counters, or None if nothing
+    is compared.
     """
     first_output_at_s: Seconds | None = None
     ahead_tokens: float = 0.0
-    """Uncached prompt tokens that the endpoint had to compute when the request was sent, this
-    request's included, if the endpoint prefills at its configured speed.
+    """Number of uncached prompt tokens that the endpoint had to compute when the request was sent,
+    this request's included. It is the number for an endpoint that prefills at its configured speed.
     """
     prefill_tokens: float = 0.0
-    """Estimate of this request's uncached prompt tokens that are still to be computed."""
+    """Estimate of how many of this request's uncached prompt tokens are still to be computed."""
     uncached_tokens: float = 0.0
-    """Number of all uncached prompt tokens of this request, at the decision."""
+    """Number of this request's prompt tokens that were estimated not to be cached when it was sent.
+    """
     prefilled: bool = False
-    """True once the prompt of this request is known to be computed, or known never to be."""
+    """True once the prompt of this request is known to be computed at the endpoint, or known never
+    to be.
+    """
     assumed: bool = False
-    """True if the request's prompt was assumed to be computed without any evidence of first
-    outputs. A first output that is seen later is not counted again.
+    """True if the prompt of this request was assumed to be computed without evidence of any first
+    output. A first output that is seen later is then not counted again.
     """
     recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    """Pair of each affinity index and the data that undoes its `record` for this request, by name
-    of the index.
+    """Pair of each affinity index and the data that undoes what it recorded for this request, by
+    name of the index.
     """
     rank: int = -1
     """Data-parallel rank that must serve the request; -1 if the engine chooses."""
     probe: bool = False
     """True if the request is a probe of an ejected endpoint (module `ejection`)."""
     stage: Stage = Stage.DECODE
-    """Stage on which the endpoint in `slot` works."""
+    """Stage of the request on which the endpoint in `slot` works."""
     earlier: tuple["Lease", ...] = ()
     """Leases of the endpoints that prefill and encode for this request. It is () if the endpoint in
     `slot` does everything, and for these leases themselves.
     """
     counted: bool = True
-    """False if another lease of the same request counts it at the endpoint."""
+    """False if another lease of the same request counts the request at the endpoint in `slot`."""
 
     def undrain(self) -> float:
-        """Set the request's tokens to compute to all uncached ones again. Return the number of
-        tokens that had been assumed to be computed.
+        """Count all uncached tokens of the request as tokens to compute again. Return how many of
+        them had been assumed to be computed.
         """
         drained = self.uncached_tokens - self.prefill_tokens
         self.prefill_tokens = self.uncached_tokens
@@ -188,8 +195,8 @@ class _Backlog:
     def __init__(self, believed_tokens_per_s: float) -> None:
         self.queue: deque[Lease] = deque()
         self.drained: deque[Lease] = deque()
-        """Requests older than those of `queue` that are assumed to be computed. Evidence of their
-        first outputs is still expected.
+        """Requests that are older than those in `queue` and whose prompts are assumed to be
+        computed. Evidence of their first outputs is still expected.
         """
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
@@ -197,28 +204,30 @@ class _Backlog:
         """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
-        """Time at which a page or an answer last showed that the endpoint had pending tokens; -inf
-        if the last one showed none.
+        """Time at which a metrics page or an answer last showed that the endpoint had prefill
+        tokens to compute; -inf if the last one showed none.
         """
         self.counted_last = False
-        """True if the speed was measured in the interval before the last observation, and that
-        observation showed pending tokens.
+        """True if the prefill speed was measured between the last two observations of the endpoint,
+        and the last one showed tokens to compute.
         """
         self.begun_tokens = 0.0
-        """Estimated number of tokens of `queue` that were computed when the last page was read."""
+        """Estimated number of prompt tokens of the requests in `queue` that the endpoint had
+        computed when the last metrics page was read.
+        """
         self.rises_s = (-math.inf, -math.inf)
-        """Times of the last two metrics pages whose counter of first outputs had increased, the
-        earlier one first.
+        """Times of the last two metrics pages on which the counter of first outputs had increased,
+        the earlier one first.
         """
         self.unhindered_tokens = 0.0
-        """Prefill tokens that would be left at `unhindered_at_s` if the endpoint had its configured
-        speed. Slow endpoints are detected by comparison with it.
+        """Number of prefill tokens that would be left at `unhindered_at_s` if the endpoint had its
+        configured speed. Slow endpoints are detected by comparison with it.
         """
         self.unhindered_at_s: Seconds = -math.inf
 
     def ahead_of(self, prefill_tokens: float, tokens_per_s: float, now: Seconds) -> float:
-        """Add the tokens of a request to `unhindered_tokens`, after draining it until `now`, and
-        return the sum.
+        """Subtract from `unhindered_tokens` what the endpoint computes until `now` at its
+        configured speed, add the tokens of a new request, and return the sum.
         """
         drained = (now - self.unhindered_at_s) * tokens_per_s
         self.unhindered_tokens = max(self.unhindered_tokens - drained, 0.0) + prefill_tokens
@@ -247,8 +256,8 @@ class _Backlog:
                 self.first_outputs.assumed()
 
     def restore(self) -> float:
-        """Count the tokens that were only assumed to be computed as pending again. Return how many
-        these were.
+        """Count the tokens of requests in `queue` and `drained` that were only assumed to be
+        computed as pending again. Return how many these were.
         """
         queue, restored = self.queue, 0.0
         if queue and not queue[0].prefilled:
@@ -261,8 +270,8 @@ class _Backlog:
         return restored
 
     def worked(self, computed: float, now: Seconds, *, busy: bool) -> bool:
-        """Measure the prefill speed in the interval since the last observation. Return False if the
-        interval does not count.
+        """Measure the prefill speed of the endpoint in the interval since the last observation.
+        Return False if the interval does not count.
 
         `computed` is the number of tokens that were computed in the interval. `busy` is True if
         tokens are pending now. The interval in which the last prompt ends counts as a whole if the
@@ -277,8 +286,8 @@ class _Backlog:
         return counts
 
     def progress(self, computed: float, since_s: Seconds) -> float:
-        """Return the estimated number of tokens of the queue that were computed before the page
-        that was read now.
+        """Return the estimated number of prompt tokens of the requests in `queue` that the endpoint
+        computed before the metrics page that was read now.
 
         `computed` are the tokens of the prompts whose first output this page shows. `since_s` is
         the time since the page before. The engine does not pause while prompts wait. All that it
@@ -294,16 +303,17 @@ class _Backlog:
         return self.begun_tokens
 
     def head(self) -> Lease | None:
-        """Return the oldest lease of the queue whose prompt is still to be computed, or None if
-        there is none.
+        """Return the oldest lease in `queue` whose prompt is still to be computed, or None if there
+        is none.
         """
         return next((lease for lease in self.queue if not lease.prefilled), None)
 
     def surplus(self, now: Seconds) -> int:
-        """Return the number of oldest requests whose first output was attributed to another request.
+        """Return the number of oldest requests in `queue` whose first output was attributed to
+        another request.
 
-        A page may be of an engine step that began before a request arrived. After two increases of the counter
-        the page includes the request.
+        A metrics page may be of an engine step that began before a request arrived. After two
+        increases of the counter of first outputs, the page includes the request.
         """
         first_outputs = self.first_outputs
         if not first_outputs.rose:
@@ -319,8 +329,8 @@ class _Backlog:
         return max(0, there - int(first_outputs.to_come_max))
 
     def release(self, requests: int) -> float:
-        """Mark the oldest `requests` of the queue as computed; return the number of tokens that
-        they still had to compute.
+        """Mark the oldest `requests` requests in `queue` as computed. Return the number of tokens
+        that they still had to compute.
         """
         queue, tokens = self.queue, 0.0
         while requests and queue:
@@ -347,13 +357,15 @@ class InflightLedger:
         self._backlogs: dict[int, _Backlog] = {}
         self._generations: dict[int, int] = {}
         self._sent: dict[int, dict[int, int]] = {}
-        """Number of live leases at each rank by slot, then by rank; ranks without a lease are
-        omitted.
+        """Number of live leases at each data-parallel rank, by slot, then by rank. Ranks without a
+        lease are omitted.
         """
         self._unseen: list[tuple[Seconds, int, Lease]] = []
         self._unseen_count = 0
         self.open_leases = 0
-        """Number of requests with an open lease."""
+        """Number of requests with an open lease; the leases of their prefill and encode stages do
+        not count.
+        """
 
     def open(
         self,
@@ -373,8 +385,8 @@ class InflightLedger:
         return lease
 
     def join(self, lease: Lease) -> None:
-        """Count the request of `lease` no longer, because another lease of the same request counts
-        it at the same endpoint.
+        """Stop counting the request of `lease` at its endpoint, because another lease of the same
+        request counts it there.
         """
         self._uncount(lease)
         lease.counted = False
@@ -382,8 +394,8 @@ class InflightLedger:
         unreported[lease.slot] = unreported.item(lease.slot) - 1
 
     def place(self, lease: Lease, rank: int) -> None:
-        """Set the rank of `lease`, which has none yet, and count the request at that rank of its
-        endpoint.
+        """Set the data-parallel rank of `lease`, which has none yet, and count the request at that
+        rank of its endpoint.
         """
         lease.rank = rank
         self._count_rank(lease, 1)
@@ -421,8 +433,8 @@ class InflightLedger:
         self._take_stock(lease.slot, backlog, left - computed, computed, now)
 
     def _release_prefill(self, lease: Lease, now: Seconds, *, computed: bool) -> None:
-        """Stop counting the tokens of a live lease as pending. `computed` is True if the picker saw
-        its output.
+        """Stop counting the tokens of a live lease as pending. `computed` is True if an output or
+        an answer showed that the prompt is computed.
         """
         columns, slot = self._columns, lease.slot
         self._drain(slot, now)
@@ -438,8 +450,8 @@ class InflightLedger:
         lease.prefilled = True
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Read a good metrics page of the endpoint in `slot`, and update its pending tokens if the
-        page counts first outputs.
+        """Read a metrics page of the endpoint in `slot` after a successful scrape. Update the
+        endpoint's pending tokens if the page counts first outputs.
         """
         backlog = self._backlogs.get(slot)
         if backlog is None:
@@ -495,10 +507,10 @@ class InflightLedger:
         columns.prefill_backlog_tokens[slot] = left if busy else 0.0
 
     def close(self, lease: Lease, now: Seconds, *, answered: bool = False) -> bool:
-        """Close the lease and stop counting its request and tokens. Return False if it was closed
-        before.
+        """Close the lease: stop counting its request and tokens at the endpoint. Return False if it
+        was closed before.
 
-        `answered` is True if the prompt was computed.
+        `answered` is True if an answer showed that the prompt was computed.
         """
         if lease.slot < 0:
             return False
@@ -517,13 +529,15 @@ class InflightLedger:
         return True
 
     def close_earlier(self, lease: Lease, now: Seconds, *, answered: bool = True) -> None:
-        """Close the leases of the stages before decode, because these stages have ended."""
+        """Close the leases of the prefill and encode stages of `lease`, because these stages have
+        ended.
+        """
         for earlier in lease.earlier:
             self.close(earlier, now, answered=answered)
 
     def close_later(self, lease: Lease, now: Seconds, at_most_s: Seconds) -> None:
-        """Schedule the lease to be closed when its request has probably ended, because no more
-        events of it will come.
+        """Schedule the lease to be closed when its request has probably ended, at most `at_most_s`
+        seconds from now, because no more events of the request will come.
         """
         self._unseen_count += 1
         ends_at_s = now + min(at_most_s, self._remaining_s(lease, now))
@@ -532,7 +546,7 @@ class InflightLedger:
             self.close_later(earlier, now, at_most_s)
 
     def close_due(self, now: Seconds) -> None:
-        """Close the leases whose time, set by `close_later`, has come."""
+        """Close those leases whose time has come, as `close_later` set it."""
         while self._unseen and self._unseen[0][0] <= now:
             self.close(heapq.heappop(self._unseen)[2], now)
 
@@ -553,7 +567,9 @@ class InflightLedger:
         self._charge(lease, prefill_tokens, now)
 
     def set_speed(self, slot: int, prefill_tokens_per_s: float, now: Seconds) -> None:
-        """Set the configured prefill speed of `slot` from `now` on."""
+        """Set the configured prefill speed of the endpoint in `slot`, in tokens per second, from
+        `now` on.
+        """
         columns = self._columns
         if columns.prefill_tokens_per_s.item(slot) != prefill_tokens_per_s:
             self._drain(slot, now)
@@ -573,7 +589,7 @@ class InflightLedger:
             self.set_speed(slot, speed_of(endpoint), now)
 
     def forget(self, slot: int) -> None:
-        """Invalidate the leases of `slot`, because its endpoint left or restarted."""
+        """Invalidate all leases at the endpoint in `slot`, because it left or restarted."""
         self._generations[slot] = self._generations.get(slot, 0) + 1
         self._backlogs.pop(slot, None)
         self._sent.pop(slot, None)
@@ -607,7 +623,9 @@ class InflightLedger:
         lease.ahead_tokens = queued.ahead_of(prefill_tokens, speed, now)
 
     def _believe_speed(self, slot: int, backlog: _Backlog | None) -> None:
-        """Set the speed at which pending tokens of `slot` fall to the configured prefill speed."""
+        """Set the speed at which the pending tokens of `slot` are assumed to fall to the configured
+        prefill speed, and forget the measured one.
+        """
         speed = self._columns.prefill_tokens_per_s.item(slot)
         self._columns.prefill_drain_tokens_per_s[slot] = speed
         if backlog is not None:

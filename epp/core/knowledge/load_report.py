@@ -81,5 +81,5 @@ def _pairs(text: str) -> Iterable[tuple[str, float]]:
 
 
 def _count(value: float | None) -> float:
-    """Return a reported value, or NaN if it is missing, negative or too large."""
+    """Return `value`, one value of a load report, or NaN if it is missing, negative or too large."""
     return value if value is not None and 0 <= value <= _VALUE_MAX else math.nan

@@ -74,7 +74,9 @@ class ModelNames:
         return ""
 
     def awaits(self, name: str, now: Seconds) -> bool:
-        """Return whether a recent request for `name` is already being watched."""
+        """Return whether a request for the model name `name` began to be watched so recently that
+        no other one is needed.
+        """
         known = self._awaited.get(name)
         return known is not None and now - known[-1][1] < AWAITED_S / AWAITED_MAX
 

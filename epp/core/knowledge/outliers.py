@@ -44,8 +44,8 @@ from epp.core.knowledge.inflight import (
 from epp.core.types import EndpointMetrics, Seconds
 
 SAMPLES_AVERAGED: Final = 32
-"""Number of requests of an endpoint in a running average; the newest one weighs one in this number.
-If times scatter by a factor of e, the average scatters by 13 %.
+"""Number of requests of an endpoint in a running average; the newest request has a weight of one in
+this number. If times scatter by a factor of e, the average scatters by 13 %.
 """
 ANSWERS_AVERAGED: Final = 256
 """Number of answers, of all endpoints together, in the running average of answer times."""
@@ -97,18 +97,18 @@ class Outlier(Struct, frozen=True, kw_only=True):
 
     cause: Cause
     slowness: float
-    """Time of its requests relative to the expected time, as a multiple of the pool's median; NaN
-    if unknown.
+    """Time of the endpoint's requests relative to the expected time, as a multiple of the pool's
+    median; NaN if unknown.
     """
     failures: int
-    """Number of the endpoint's last answers, in a row, that were errors."""
+    """Number of the endpoint's latest answers, without a good one in between, that were errors."""
     ejected: bool
     """True if the endpoint is ejected: it receives no requests, or only probes."""
     probed: bool = False
     """True if the endpoint is ejected and being probed with single requests."""
     failure_share: float = math.nan
-    """Share of errors among the endpoint's answers in the window, 0 to 1; NaN if there were too few
-    answers.
+    """Share of errors among the endpoint's answers in the last `window` of the outlier settings, 0
+    to 1; NaN if there were too few answers.
     """
     since_s: Seconds = -math.inf
     """Time at which the endpoint became an outlier."""
@@ -133,8 +133,8 @@ class _Average:
 
 
 class _Recent:
-    """The numbers of answers and errors of one endpoint in the last window: in the current half of
-    it and in the half before.
+    """The numbers of answers and errors of one endpoint in a sliding window of time: in the current
+    half of the window and in the half before.
     """
 
     __slots__ = ("_answers", "_failures", "_since_s")
@@ -150,8 +150,8 @@ class _Recent:
         self._failures[1] += failed
 
     def share(self, now: Seconds, window_s: Seconds, answers_min: int) -> float:
-        """Return the share of errors among the answers of the last window, or NaN if there were
-        fewer than `answers_min` answers.
+        """Return the share of errors among the endpoint's answers in the last `window_s` seconds,
+        or NaN if there were fewer than `answers_min` answers.
         """
         self._turn(now, window_s)
         answers = sum(self._answers)
@@ -191,18 +191,22 @@ class _Record:
         self.slowness = math.nan
         self.slow = False
         self.failures = 0
-        """Number of the endpoint's last answers, in a row, that were errors."""
+        """Number of the endpoint's latest answers, without a good one in between, that were errors.
+        """
         self.since_s: Seconds = math.inf
         """Time at which the endpoint became slow or failing; inf if it is neither."""
         self.refused = 0
         """Number of responses 503 of the engine that no metrics page has explained yet."""
         self.refused_in_a_row = 0
         self.pages = 0
-        """Number of metrics pages read since the first unexplained 503 (`refused`)."""
+        """Number of metrics pages read since the first response 503 that is counted in `refused`.
+        """
         self.rejections = rejections
         """Last value of the engine's counter of refused requests; None if it has no such counter."""
         self.anew_s = anew_s
-        """Time from which a request must have been sent to count in this record."""
+        """Time at which this record was started anew. Requests that were sent before it do not
+        count in it.
+        """
 
 
 class Outliers:
@@ -226,7 +230,7 @@ class Outliers:
         """
         self._middles: dict[str, float] = {}
         """Median of the endpoints' averages in the last comparison, by name of the average:
-        "duration" or "first_output".
+        "duration" or "first_output". A name is missing if too few endpoints were compared.
         """
 
     def configure(self, settings: OutlierEjection) -> None:
@@ -262,17 +266,23 @@ class Outliers:
             )
 
     def passed(self, lease: Lease, now: Seconds) -> None:
-        """Evaluate the probe of `lease`, whose request passed at several endpoints."""
+        """Evaluate the probe of `lease` as a success, because a request that several endpoints
+        served succeeded.
+        """
         record = self._record(lease.slot)
         if lease.opened_at_s >= record.anew_s:
             self._probed(lease, record, now, passed=True, failed=False)
 
     def blame(self, slot: int, now: Seconds) -> None:
-        """Eject the endpoint in `slot`, which explains failures of several endpoints."""
+        """Eject the endpoint in `slot`, because it explains the failures of requests that several
+        endpoints served.
+        """
         self.ejection.eject(slot, Cause.FAILING, now, serving_some=False)
 
     def left(self, lease: Lease) -> None:
-        """End the probe of `lease`, if it is one, because another endpoint serves the request."""
+        """End the probe of `lease`, if it is one, without a result: another endpoint serves the
+        request, or may be the one that failed it.
+        """
         if lease.probe:
             self.ejection.probe_ended(lease, passed=False)
 
@@ -363,7 +373,7 @@ class Outliers:
 
     def _failed(self, slot: int, record: _Record, outcome: Outcome, now: Seconds) -> bool:
         """Record how a request of the endpoint ended. Return whether that was an error of the
-        endpoint; a refusal because it is full is none.
+        endpoint. A refusal because the endpoint is full is no error.
         """
         if outcome.full:
             return False
@@ -428,8 +438,8 @@ class Outliers:
         self._look_again_s = now + LOOK_AGAIN_S
 
     def _loss(self, record: _Record | None, now: Seconds) -> float:
-        """Return the share of errors among an endpoint's answers in the window, 0 to 1; 0 if
-        unknown, 1 after several errors in a row.
+        """Return the share of errors among an endpoint's answers in the last `window` of the
+        settings, 0 to 1. It is 0 if unknown, and 1 after several errors in a row.
         """
         if record is None:
             return 0.0
@@ -439,7 +449,7 @@ class Outliers:
         return 0.0 if math.isnan(share) else share
 
     def _let_failing_back(self, now: Seconds) -> None:
-        """Return the endpoints that were ejected for failing to service, because all endpoints
+        """End the ejection of all endpoints that were ejected for failing, because all endpoints
         fail.
         """
         for slot, one in tuple(self.ejection.away.items()):
@@ -541,8 +551,8 @@ class Outliers:
     def _compare(
         self, name: str, averages: Mapping[int, _Average], now: Seconds
     ) -> dict[int, float]:
-        """Return the time of each slot as a multiple of the median, or {} if too few endpoints have
-        enough samples.
+        """Return the time of each slot's requests as a multiple of the median, by slot. Return {}
+        if too few endpoints have enough samples.
         """
         fresh = {
             slot: average
@@ -564,7 +574,7 @@ class Outliers:
 
 
 def _answered(outcome: Outcome) -> bool:
-    """Return whether the endpoint gave an answer that was no failure."""
+    """Return whether the endpoint gave an answer to the request that was no failure."""
     return outcome.status is not None and not outcome.failed and outcome.ending is not Ending.UNSEEN
 
 

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 
 class PairFailures:
-    """The partners that may explain the failures of each endpoint since its last success."""
+    """The endpoints that may explain the failed requests of each endpoint since its last success."""
 
     def __init__(self) -> None:
         self._suspects: dict[int, frozenset[int]] = {}
-        """Slots of the partners that took part in every failure, by slot."""
+        """Slots of the partners that took part in every failed request of an endpoint since its
+        last success, by slot of the endpoint.
+        """
 
     def failed(self, slots: Sequence[int]) -> list[int]:
         """Record that a request failed that the endpoints in `slots` served together.
@@ -33,7 +35,7 @@ class PairFailures:
         return blamed
 
     def succeeded(self, slots: Sequence[int]) -> None:
-        """Record that a request succeeded that the endpoints in `slots` served."""
+        """Record that the endpoints in `slots` served a request together and that it succeeded."""
         for slot in slots:
             self._suspects.pop(slot, None)
 
@@ -42,7 +44,7 @@ class PairFailures:
         self._blame(slot)
 
     def _blame(self, slot: int) -> None:
-        """Drop the failures of `slot`, and those of others that it explains."""
+        """Drop the failures of `slot`, and the failures of other endpoints that it explains."""
         self._suspects.pop(slot, None)
         for other in [at for at, suspects in self._suspects.items() if slot in suspects]:
             del self._suspects[other]

@@ -39,7 +39,7 @@ class _Load:
 
 
 class PeerLoads:
-    """The loads of all peers, each stored under the peer's own origin id."""
+    """The loads of all peers, each stored by the random id of the peer's process."""
 
     def __init__(self) -> None:
         self._loads: dict[bytes, _Load] = {}

@@ -47,12 +47,14 @@ class Standing(StrEnum):
     """The endpoint's metrics are too old, although its scrapes get an answer."""
     ASLEEP = "asleep"
     SET_ASIDE = "set aside"
-    """Requests to the endpoint failed, so it receives none until its next good scrape."""
+    """Requests to the endpoint failed, so it receives none until its next good scrape, or for 10 s
+    if it serves no metrics.
+    """
     NEVER_SCRAPED = "never scraped"
 
 
 class _Member:
-    """The state of one endpoint that the pool keeps outside the columns."""
+    """The state of one endpoint of the pool that is not in the columns."""
 
     __slots__ = (
         "asleep",
@@ -83,8 +85,8 @@ class EndpointPool:
 
     An endpoint is *ready* if its engine is awake and it was scraped, or `ready_after_s` after it
     joined. It is not ready while it is *set aside* (excluded): after two upstream failures in a row
-    without a good scrape in between, it receives no requests until its next good scrape. At most
-    half the pool is set aside at a time.
+    without a good scrape in between, it receives no requests until its next good scrape, or for 10
+    s if it serves no metrics. At most half the pool is set aside at a time.
 
     An endpoint stays ready if its scrapes get no answer or its metrics are stale, because there may
     be no other one. It ranks below the others, and its *standing* gives the reason.
@@ -93,8 +95,8 @@ class EndpointPool:
     def __init__(self) -> None:
         self.columns = Columns()
         self.generation = 0
-        """Number of times that the list of endpoints was replaced. If it is unchanged, so are the
-        endpoints.
+        """Number of times that the pool's list of endpoints was replaced. If this number is
+        unchanged, so is the list.
         """
         self._slot_by_id: dict[str, int] = {}
         self._slot_by_address: dict[str, int] = {}
@@ -233,8 +235,8 @@ class EndpointPool:
         return True
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
-        """Record a failed scrape of `slot`. `answered` is False if there was no connection or no
-        answer.
+        """Record a failed scrape of the endpoint in `slot`. `answered` is False if there was no
+        connection, or no response in time.
         """
         member = self._member(slot)
         if answered:
@@ -274,8 +276,8 @@ class EndpointPool:
         return self._set_aside(member, now)
 
     def set_aside(self, slot: int, now: Seconds) -> bool:
-        """Set the endpoint in `slot` aside until its next good scrape. Return False if it already
-        is, or if half of the pool is.
+        """Set the endpoint in `slot` aside until its next good scrape. Return False if it is
+        already set aside, or if one more would be more than half of the pool.
         """
         return self._set_aside(self._member(slot), now)
 
@@ -365,8 +367,8 @@ class EndpointPool:
         return (slot,) if slot is not None else self._slots_by_ip.get(entry, ())
 
     def _find_ready(self, now: Seconds) -> None:
-        """Determine the ready endpoints, and the time until which this result is valid if no scrape
-        comes.
+        """Determine the ready endpoints, and the time until which this result stays valid if no
+        scrape comes.
         """
         ready: list[int] = []
         until_s = math.inf

@@ -13,9 +13,11 @@ PREFILL_TOKENS_PER_S: Final = 15_928.0
 llm-d-router's `peakPrefillThroughput`, which was measured with Qwen3-32B on two H100s.
 """
 BELIEVED_S: Final = 1.0
-"""Weight of the configured speed in the measured one, as seconds of prefill work."""
+"""Weight of the configured prefill speed in the measured one, in seconds of prefill work."""
 BUSY_REMEMBERED_S: Final = 20.0
-"""Seconds of prefill work over which the speed is measured; at least half of them count."""
+"""Number of seconds of prefill work over which an endpoint's speed is measured. At least the last
+half of them count.
+"""
 FACTOR_MAX: Final = 8.0
 """Largest ratio between the measured and the configured speed, because a page may report any value."""
 
@@ -51,7 +53,9 @@ class LearntSpeed:
     __slots__ = ("_believed", "_busy_s", "_tokens", "tokens_per_s")
 
     def __init__(self, believed: float) -> None:
-        """Start with `believed`, the configured speed in tokens per second."""
+        """Create the measured speed of an endpoint. It starts as `believed`, the configured speed
+        in tokens per second.
+        """
         self._believed = self.tokens_per_s = believed
         self._busy_s = 0.0
         self._tokens = 0.0

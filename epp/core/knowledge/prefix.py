@@ -55,8 +55,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Seconds
 
 BLOCK_TOKENS_MIN: Final = 64
-"""Minimum number of tokens in a block; smaller blocks use more memory without a gain. The reference
-picker has the same limit.
+"""Minimum number of tokens in a block of the approximate prefix index; smaller blocks use more
+memory without a gain. The reference picker has the same limit.
 """
 
 CHAIN_BLOCKS_MAX: Final = 65_536
@@ -72,13 +72,13 @@ _NODE_BYTES: Final = 430
 its row in the dict.
 """
 _HOLDING_BYTES: Final = 40
-"""Memory in bytes of one slot in a node's table of holders."""
+"""Memory in bytes of one entry in a tree node's table of the slots that have it cached."""
 _RECORD_BYTES: Final = 42
-"""Memory in bytes of one entry in a slot's queue of prompts, with its stamp."""
+"""Memory in bytes of one entry in an endpoint's queue of prompts, with its stamp."""
 
 _SHRINK_HOLDINGS_MAX: Final = 512
-"""Maximum number of (node, slot) pairs that one `record` removes to meet the memory limit; it never
-adds as many.
+"""Maximum number of (node, slot) pairs that one `record` removes to meet the memory limit. One
+`record` never adds as many pairs.
 """
 _SEARCHED_MAX: Final = 4_096
 """Maximum number of an endpoint's prompts that one `retract` searches for content that it must not
@@ -90,15 +90,21 @@ CORRECTION_MAX: Final = 8.0
 capacity never exceeds the cache size that the engine reported.
 """
 CORRECTION_STEP_MAX: Final = 0.2
-"""Largest relative change of an endpoint's capacity and TTL by the correction of one window."""
+"""Largest relative change of an endpoint's capacity and TTL by one correction, which follows from
+one window of the comparison of cache hits.
+"""
 ERROR_TOLERATED: Final = 0.02
-"""Error of the predicted hits, as a share of the prompt tokens, up to which nothing is corrected."""
+"""Error of the predicted cache hits, as a share of the prompt tokens, up to which capacity and TTL
+are not corrected.
+"""
 CORRECTED_BLOCKS_MAX: Final = 4_096
-"""Maximum number of blocks that one correction removes from an endpoint; the next one continues."""
+"""Maximum number of blocks that one correction removes from an endpoint; the next correction
+continues.
+"""
 
 _SINGLE_BITS_MAX: Final = 12
-"""Number of slots up to which it is faster to write their depths one by one than through an array
-of bits.
+"""Number of slots up to which it is faster to write their numbers of cached blocks one by one than
+through an array of bits.
 """
 
 
@@ -182,27 +188,31 @@ class PrefixIndexSettings(
 
 
 class PrefixStatistics(Struct):
-    """Counts since the prefix index was opened. Evictions count (block, endpoint) pairs."""
+    """Counts since the approximate prefix index was opened. Evictions count (block, endpoint)
+    pairs.
+    """
 
     lookups: int = 0
     """Number of requests with at least one full block; each counts as a full hit, a partial hit or
     no hit.
     """
     full_hits: int = 0
-    """Number of requests for which some endpoint had all full blocks of each prompt cached."""
+    """Number of requests of which each prompt had all its full blocks cached at some endpoint."""
     partial_hits: int = 0
     no_hits: int = 0
     evicted_capacity: int = 0
-    """Number of blocks evicted because more was sent to the endpoint than it can cache."""
+    """Number of blocks evicted because an endpoint was sent more blocks than it can cache."""
     evicted_ttl: int = 0
     evicted_memory: int = 0
     """Number of blocks evicted because the memory of the index was above its limit."""
     evicted_forgotten: int = 0
-    """Number of blocks dropped because the endpoint left or restarted."""
+    """Number of blocks dropped because their endpoint left or restarted."""
     retracted: int = 0
-    """Number of blocks removed again because another endpoint served the request."""
+    """Number of blocks removed again because the endpoint did not serve the request after all."""
     known_from_peers: int = 0
-    """Number of prompts recorded here whose cached part was known only from a peer."""
+    """Number of prompts recorded here of which the endpoint already had the end of the cached part,
+    but only by the decision of a peer.
+    """
 
 
 class _Node(Struct, gc=False, eq=False):
@@ -215,20 +225,22 @@ class _Node(Struct, gc=False, eq=False):
     run: bytes
     parent: "_Node | None"
     holders: dict[int, Seconds]
-    """Stamp of the last prompt that was recorded through the node, by slot; the slots are among the
-    parent's.
+    """Stamp of the last prompt that was recorded through this node, by the slot of the endpoint.
+    The slots are among those of the parent.
     """
     mask: int
-    """Slots in `holders` as the bits of an integer."""
+    """Bit mask of the slots that have this node cached, which are the keys of `holders`."""
     oldest: Seconds
-    """Lower bound of the stamps in `holders`."""
+    """Lower bound of the stamps in `holders`. Lower stamps are older."""
     children: int = 0
     learnt: int = 0
-    """Slots, as bits, for which only a peer has recorded this node."""
+    """Bit mask of the slots for which only a peer has recorded this node."""
 
 
 class _Slot:
-    """The cached blocks of one endpoint, and its queue of prompts, oldest first."""
+    """The blocks that one endpoint is estimated to have cached, and the queue of the prompts from
+    which they come, oldest first.
+    """
 
     __slots__ = (
         "blocks",
@@ -250,18 +262,20 @@ class _Slot:
         self.number = number
         self.capacity_blocks = capacity_blocks
         self.engine_tokens = 0
-        """Cache size in tokens that the engine reported; 0 if it reported none or tuning is off."""
+        """Cache size in tokens that the endpoint's engine reported; 0 if it reported none or if
+        `autoTune` is off.
+        """
         self.uncorrected()
         self.blocks = 0
         self.stamps: deque[Seconds] = deque()
         self.ends: deque[_Node] = deque()
-        """Deepest node of each prompt in the queue, at the same position as the prompt's stamp in
-        `stamps`.
+        """Deepest tree node of each prompt in the queue, at the same position as the prompt's stamp
+        in `stamps`.
         """
         self.live = 0
-        """Number of queue entries that were left when stale ones were last removed."""
+        """Number of entries of the queue that were left when outdated entries were last removed."""
         self.queued = False
-        """True if the slot is in the heap of slots ordered by their oldest stamp."""
+        """True if this slot is in the heap that orders slots by their oldest stamp."""
 
     def uncorrected(self) -> None:
         """Reset the corrected capacity, TTL and bytes per token to their configured values."""
@@ -269,8 +283,8 @@ class _Slot:
         self.ttl_factor = 1.0
         self.bytes_per_token = float(BYTES_PER_TOKEN)
         self.capacity_bound = self.ttl_bound = False
-        """True if the capacity, or the TTL, has removed blocks of this slot since the last
-        correction.
+        """`capacity_bound` is True if the capacity has removed blocks of this slot since the last
+        correction, `ttl_bound` if the TTL has.
         """
 
 
@@ -306,7 +320,7 @@ class PrefixIndex:
         self._ttl_least_s = math.inf
         self._ttls_alike = True
         self._swept = 0
-        """Slot at which the next sweep starts, if TTLs differ."""
+        """Slot at which the next `expire` starts, if the TTLs of endpoints differ."""
         self.configure(settings)
 
     def configure(self, settings: PrefixIndexSettings) -> bool:
@@ -430,7 +444,9 @@ class PrefixIndex:
         return self._slots[slot].blocks if slot < len(self._slots) else 0
 
     def capacity_blocks(self, slot: int) -> int:
-        """Return the maximum number of blocks that `slot` is assumed to have cached."""
+        """Return the maximum number of blocks that the endpoint in `slot` is assumed to have
+        cached.
+        """
         if slot < len(self._slots):
             return self._slots[slot].capacity_blocks
         return self._settings.lru_capacity_per_server
@@ -657,8 +673,9 @@ class PrefixIndex:
         return depths
 
     def _path(self, chain: bytes, now: Seconds) -> tuple[tuple[int, int], ...]:
-        """Return (slots that hold the node with a recent stamp, as bits; depth in blocks) for each
-        node on the path of `chain`, from the root.
+        """Return (slots, depth) for each node on the path of `chain`, from the root. Slots are a
+        bit mask of the endpoints that have the node with a recent stamp, and depth is the number of
+        blocks up to the end of the node.
 
         Stamps never increase on the way down, so each mask is a subset of the one before it.
         """
@@ -689,7 +706,7 @@ class PrefixIndex:
         return tuple(path)
 
     def _live(self, node: _Node, now: Seconds) -> int:
-        """Return the slots that hold `node` with a recent stamp, as bits."""
+        """Return a bit mask of the slots that have `node` cached with a stamp within their TTL."""
         node.oldest = min(node.holders.values())
         cutoff = now - self._ttl_least_s
         if node.oldest >= cutoff:
@@ -724,8 +741,8 @@ class PrefixIndex:
         return slots[number]
 
     def _record_chain(self, chain: bytes, slot: _Slot, now: Seconds) -> int:
-        """Stamp the path of `chain` for `slot` and add missing nodes. Return the number of blocks
-        of the chain that the slot had before.
+        """Set the stamp of `slot` on the nodes of the path of `chain`, and add missing nodes.
+        Return the number of blocks of the chain that the slot had before.
         """
         if len(chain) > slot.capacity_blocks * HASH_BYTES:
             chain = chain[: slot.capacity_blocks * HASH_BYTES]
@@ -769,7 +786,9 @@ class PrefixIndex:
         return held // HASH_BYTES
 
     def _hold(self, node: _Node, slot: _Slot) -> None:
-        """Count `slot`, which holds the parent, as a holder of `node`; the caller sets the stamp."""
+        """Add `slot`, which has the parent cached, to the holders of `node`. The caller sets the
+        stamp.
+        """
         blocks = len(node.run) // HASH_BYTES
         node.mask |= 1 << slot.number
         self._holdings += 1
@@ -777,7 +796,7 @@ class PrefixIndex:
         slot.blocks += blocks
 
     def _learn_chain(self, chain: bytes, slot: _Slot, stamp: Seconds) -> None:
-        """Insert a chain that another picker recorded for `slot` at `stamp`, possibly late or
+        """Record a hash chain that another picker recorded for `slot` at `stamp`, possibly late or
         repeated.
         """
         if len(chain) > slot.capacity_blocks * HASH_BYTES:
@@ -878,8 +897,8 @@ class PrefixIndex:
             self._sweep_stale(slot)
 
     def _enqueue_late(self, slot: _Slot, stamp: Seconds, end: _Node) -> None:
-        """Insert an entry into the queue of `slot` at the position of its stamp, which may be older
-        than others.
+        """Insert the node `end` into the queue of `slot` at the position of `stamp`, which may be
+        older than those of other entries.
         """
         if not slot.stamps or stamp > slot.stamps[-1]:
             self._enqueue(slot, stamp, end)
@@ -897,8 +916,8 @@ class PrefixIndex:
             self._sweep_stale(slot)
 
     def _sweep_stale(self, slot: _Slot) -> None:
-        """Drop the queue entries of `slot` whose nodes carry a newer stamp; the cost is O(1) per
-        recorded prompt.
+        """Drop the entries of the queue of `slot` whose nodes have a newer stamp. The cost is O(1)
+        per recorded prompt.
         """
         number = slot.number
         live = [
@@ -932,7 +951,7 @@ class PrefixIndex:
             self.statistics.evicted_memory += self._evict_oldest_of(oldest, oldest.blocks)
 
     def _oldest(self) -> _Slot | None:
-        """Return the slot whose queue has the oldest front, or None if all queues are empty."""
+        """Return the slot whose queue has the oldest first entry, or None if all queues are empty."""
         fronts = self._fronts
         while fronts:
             stamp, number = fronts[0]
@@ -974,10 +993,11 @@ class PrefixIndex:
         return before - slot.blocks
 
     def _cut(self, node: _Node, slot: _Slot, keep: int) -> _Node | None:
-        """Keep the first `keep` blocks of `node` for `slot`, and remove it from the rest. Return
-        the node with these blocks.
+        """Let `slot` have only the first `keep` blocks of `node` cached. Return the node with these
+        blocks.
 
-        Return None if a hash collision prevents the split; `slot` then keeps nothing of the node.
+        Return None if a hash collision prevents the split of the node; `slot` then keeps nothing of
+        it.
         """
         if len(node.holders) > 1:
             head = self._split(node, keep)
@@ -992,7 +1012,9 @@ class PrefixIndex:
         return node
 
     def _release(self, node: _Node, slot: _Slot) -> None:
-        """Remove `slot` from the holders of `node`. It must not hold any node below."""
+        """Remove `slot` from the holders of `node`. The slot must not be a holder of any node
+        below.
+        """
         blocks = len(node.run) // HASH_BYTES
         del node.holders[slot.number]
         node.mask ^= 1 << slot.number
@@ -1015,8 +1037,8 @@ class PrefixIndex:
     def _retract_chain(
         self, chain: bytes, slot: _Slot, held: int, since: Seconds, until: Seconds
     ) -> None:
-        """Remove `slot` from the part of `chain` beyond `held` blocks whose stamps are above
-        `since` and at most `until`.
+        """Remove `slot` from the holders of the part of `chain` beyond its first `held` blocks.
+        Only nodes whose stamp is above `since` and at most `until` are affected.
         """
         path: list[tuple[int, _Node]] = []
         parent = None
@@ -1044,8 +1066,7 @@ class PrefixIndex:
                 self._release(node, slot)
 
     def _holds_below(self, node: _Node, slot: _Slot) -> bool:
-        """Return whether `slot` holds a node below `node`, which a peer may have shared late.
-
+        """Return whether `slot` has a node below `node` cached, which a peer may have shared late.
         Return True without a search if `slot` has too many prompts to search in one turn of the
         event loop.
         """
@@ -1061,8 +1082,8 @@ class PrefixIndex:
         return False
 
     def _reattach(self, node: _Node, slot: _Slot) -> None:
-        """Let the queue entry with the stamp of `node` end at `node`, unless it already ends at a
-        node with that stamp.
+        """Let the entry of the queue of `slot` with the stamp of `node` point to `node`, unless it
+        already points to a node with that stamp.
         """
         stamp = node.holders[slot.number]
         position = _position(slot.stamps, stamp)
@@ -1071,7 +1092,9 @@ class PrefixIndex:
 
 
 def _chain_to(end: _Node) -> bytes:
-    """Return the hash chain from the first block of the prompt to the last block of `end`."""
+    """Return the hash chain from the first block of a prompt to the last block of the tree node
+    `end`.
+    """
     runs: list[bytes] = []
     node: _Node | None = end
     while node is not None:
@@ -1081,7 +1104,7 @@ def _chain_to(end: _Node) -> bytes:
 
 
 def _unused(stamps: deque[Seconds], stamp: Seconds) -> Seconds:
-    """Return the earliest time, `stamp` or later, that is not in the ascending `stamps`."""
+    """Return the earliest time, `stamp` or later, that is not among the ascending `stamps` yet."""
     if not stamps or stamp > stamps[-1]:
         return stamp
     position = bisect.bisect_left(stamps, stamp)
@@ -1103,13 +1126,15 @@ def _position(stamps: deque[Seconds], stamp: Seconds) -> int:
 
 
 def _bounded(factor: float) -> float:
-    """Return `factor` limited to 1/`CORRECTION_MAX` to `CORRECTION_MAX`."""
+    """Return the correction factor `factor`, limited to the range from 1/`CORRECTION_MAX` to
+    `CORRECTION_MAX`.
+    """
     return min(max(factor, 1.0 / CORRECTION_MAX), CORRECTION_MAX)
 
 
 def _common_blocks(run: bytes, chain: bytes, at: int) -> int:
-    """Return the number of blocks that `run` and `chain` from byte `at` share, at least 1 and less
-    than the run.
+    """Return the number of leading blocks that `run` and the part of `chain` from byte `at` have in
+    common, at least 1 and less than all of `run`.
 
     Chained hashes that are equal at one block are equal at all earlier ones, which allows a binary
     search.

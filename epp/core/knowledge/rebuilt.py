@@ -1,4 +1,4 @@
-"""Candidates of past decisions, rebuilt from their stored numbers."""
+"""Construction of the candidates of a past decision from the numbers that were stored with it."""
 
 from collections.abc import Sequence
 from typing import Final

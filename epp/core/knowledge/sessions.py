@@ -28,8 +28,8 @@ class SessionReturns:
         self._known: OrderedDict[int, None] = OrderedDict()
         self._returned: deque[bool] = deque(maxlen=LOOKED_AT)
         self.expected = False
-        """True if a request with a session is expected to be followed by more of that session;
-        False before any request.
+        """True if a request that names a session is expected to be followed by more requests of
+        that session. It is False before any request.
         """
 
     def note(self, session: str) -> None:

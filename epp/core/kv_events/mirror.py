@@ -56,13 +56,13 @@ _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _END_BYTES: Final = 10
-"""Size in bytes of the end that a tail begins with, before the tokens."""
+"""Size in bytes of the value of `_end` with which a tail begins, before the tokens."""
 _TAIL_TOKENS_MAX: Final = 48
-"""Number of tokens whose bytes take about as much memory as a block with its key."""
+"""Number of tokens whose bytes take about as much memory as a block with its key takes."""
 
 
 class Changed(Struct, gc=False):
-    """Keys of one tier that an engine stored (`held` is True) or removed."""
+    """Block keys in one tier that an engine stored (`held` is True) or removed (`held` is False)."""
 
     held: bool
     tier: str
@@ -70,16 +70,18 @@ class Changed(Struct, gc=False):
 
 
 class MirrorCounts(Struct):
-    """The numbers of an engine's blocks that were stored, removed or ignored since the mirror was
-    made.
+    """The numbers of blocks that an engine stored or removed, or that the mirror ignored, since the
+    mirror was made.
     """
 
     stored: int = 0
     removed: int = 0
     orphans: int = 0
-    """Number of blocks with an unknown parent; the parents of some may have come since."""
+    """Number of stored blocks whose parent was unknown when they were stored. The parents of some
+    may have been stored since.
+    """
     unknown: int = 0
-    """Number of removed blocks that were not known to be stored."""
+    """Number of removed blocks that the mirror did not know as stored."""
     skipped: int = 0
     """Number of ignored blocks: not local, hashes without tokens, or above the memory limit."""
 
@@ -92,9 +94,11 @@ class _Start(Struct, frozen=True, gc=False):
     begin after it.
     """
     steps: int
-    """Number of steps since the last key of this picker."""
+    """Number of steps between the run and the end of the last whole block of the picker's index
+    before it.
+    """
     rest: bytes = b""
-    """Tokens between the last step and the run, as bytes."""
+    """Token ids between the end of the last step and the run, as bytes; b"" if there are none."""
 
 
 class _Floating(Struct, gc=False):
@@ -102,7 +106,7 @@ class _Floating(Struct, gc=False):
 
     stored: Stored
     count: int
-    """Number of leading blocks of the run that are still cached."""
+    """Number of leading blocks of the run that the engine has not removed since."""
 
 
 class _Tier:
@@ -114,22 +118,23 @@ class _Tier:
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        """End of each block, by the engine's hash. It is the key of the index's block that ends
-        there, as the very object of the index. If none ends there, it is a value of `_end` below 0.
+        """Position at which each block ends, by the engine's hash of the block. It is the key of
+        the index's block that ends there, as the very object of the index. If none ends there, it
+        is a value of `_end` below 0.
         """
         self.tails: dict[int, bytes] = {}
-        """Tail of each block that ends inside a step: the `_end` before that step, then the tokens
-        after it.
+        """Data of each block that ends inside a step (its tail), by the engine's hash of the block:
+        the value of `_end` for the last step before the end, then the tokens after that step.
         """
         self.more: dict[int, tuple[int, ...]] = {}
         """Keys of the index's blocks that end within a block of the engine but not at its end, by
-        the engine's hash.
+        the engine's hash of the block.
         """
         self.more_keys = 0
-        """Total number of keys in the tuples of `more`."""
+        """Total number of keys in `more`, over all blocks."""
         self.copies: dict[int, int] = {}
         """Number of copies of each block that the engine stored more than once, by the engine's
-        hash.
+        hash of the block.
         """
 
     def __len__(self) -> int:
@@ -148,11 +153,11 @@ class _Group:
         self.window = window
         """Number of tokens that the group looks back from the end of a prompt; 0 if not reported."""
         self.held: dict[int, int] = {}
-        """Number of cached copies of each block, by the engine's hash."""
+        """Number of cached copies of each block of the group, by the engine's hash of the block."""
 
     def blocks_needed(self, blocks: int, block_tokens: int) -> int:
-        """Return how many of the last `blocks` blocks of a prompt must be cached to continue after
-        them.
+        """Return how many blocks at the end of a prompt of `blocks` blocks must be cached in this
+        group so that the engine can continue after them.
         """
         if self.kind in _LOOKS_BACK_ONE:
             return min(1, blocks)
@@ -176,11 +181,13 @@ class Mirror:
         self.engine_block_tokens = 0
         """Number of tokens in the largest block of the engine; 0 before any event."""
         self.adapters: set[str] = set()
-        """Names of LoRA adapters that appeared in events."""
+        """Names of the LoRA adapters that appeared in the engine's events."""
         self.counting = True
         """True if the copies of each block are counted; False if a removal counts for all copies."""
         self.cut = False
-        """True if some cached blocks are missing in the mirror for lack of memory."""
+        """True if some blocks that the engine has cached are missing in the mirror for lack of
+        memory.
+        """
         self.tiers: dict[str, _Tier] = {DEVICE: _Tier()}
         self.groups: dict[int, _Group] = {}
         """Groups of a hybrid model by number, other than the first that needs every block."""
@@ -191,29 +198,32 @@ class Mirror:
         """
         self._steps_per_block: Final = block_tokens // self.step_tokens
         self._inside: Final = [-(steps << _KEY_BITS) for steps in range(self._steps_per_block)]
-        """Offset for each number of steps after a key. The offset minus the hash of a step is the
-        `_end` of a block that ends there.
+        """Offset for each number of steps since the last block of the picker's index ended. The
+        offset minus the hash of a step is the value of `_end` for a block that ends with that step.
         """
         self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
-        """Number of blocks that a block with a tail counts as, because of the memory of its tokens."""
+        """Number of blocks as which `len` counts a block with a tail, because of the memory of its
+        tokens.
+        """
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
-        """Runs with an unknown parent, by the hash of the parent, oldest first."""
+        """Runs of blocks whose parent is unknown, by the engine's hash of the parent, oldest first.
+        """
         self._floating_at: dict[int, _Floating] = {}
         """Run with an unknown parent that contains a block, by the engine's hash of the block."""
         self._floating_bytes = 0
         self.floating_runs = 0
-        """Number of runs whose parent is unknown."""
+        """Number of runs of blocks that wait because their parent is unknown."""
 
     def __len__(self) -> int:
-        """Return the number of stored blocks of all tiers and groups; a block with a tail counts as
-        `tail_blocks`.
+        """Return the number of stored blocks of all tiers and groups, by which memory is limited. A
+        block with a tail counts as `tail_blocks`.
         """
         return self._taken(self.tail_blocks)
 
     @property
     def rows(self) -> int:
-        """Return the number of rows from which the mirror's memory is estimated; a block with a
-        tail takes more than one, for its tokens.
+        """Return the number of rows of tables from which the mirror's memory is estimated. A block
+        with a tail counts as more than one, because of its tokens.
         """
         return self._taken(2 * self.tail_blocks)
 
@@ -228,8 +238,8 @@ class Mirror:
 
     @property
     def numbers(self) -> int:
-        """Return the number of integers that are stored for ends and keys, from which memory is
-        estimated; a list of keys counts as two.
+        """Return the number of integers that the mirror stores for ends of blocks and for keys,
+        from which its memory is estimated. A list of keys counts as two.
         """
         return sum(
             len(tier.blocks) + 2 * len(tier.more) + tier.more_keys for tier in self.tiers.values()
@@ -250,8 +260,8 @@ class Mirror:
     # Events.
 
     def store(self, stored: Stored, changes: list[Changed], room: int) -> Fault | None:
-        """Apply the store of a run of blocks. Keys of the picker that become cached are added to
-        `changes`. Return a fault if the run is unusable.
+        """Apply the event that a run of blocks was stored. Keys of the picker that become cached
+        are added to `changes`. Return a fault if the run is unusable.
 
         `room` limits the growth of `len`; blocks beyond it are not stored.
         """
@@ -278,7 +288,9 @@ class Mirror:
         return None
 
     def _store_tokens(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Apply a run of blocks with their tokens, and the runs that waited for it as their parent."""
+        """Store the blocks of a run that comes with its tokens, then the runs that waited for it as
+        their parent.
+        """
         if stored.adapter and len(self.adapters) < ADAPTERS_MAX:
             self.adapters.add(stored.adapter)
         runs = [stored]
@@ -298,8 +310,8 @@ class Mirror:
                     runs += [self._attached(waiting) for waiting in self._floating.pop(block, ())]
 
     def remove(self, removed: Removed, changes: list[Changed]) -> None:
-        """Apply the removal of blocks, or of one copy of each. Keys of the picker that are no
-        longer cached are added to `changes`.
+        """Apply the event that blocks, or one copy of each, were removed. Keys of the picker that
+        are no longer cached are added to `changes`.
         """
         if not removed.local:
             return
@@ -351,8 +363,8 @@ class Mirror:
         self.counts.removed += before - len(blocks) - len(tails)
 
     def adopt(self, changes: Iterable[Changed]) -> None:
-        """Apply changes of keys whose engine hashes are unknown; each key then stands for the hash
-        of its own block.
+        """Apply changes of block keys without the engine's hashes, which are unknown here; each key
+        then stands for the hash of its own block.
         """
         for changed in changes:
             tier = self.tiers.setdefault(changed.tier, _Tier())
@@ -421,7 +433,9 @@ class Mirror:
     # Chains.
 
     def _start_of(self, stored: Stored) -> _Start | None:
-        """Return the position in a chain at which the run begins, or None if its parent is unknown."""
+        """Return the position in a chain of hashes at which the run of blocks begins, or None if
+        its parent is unknown.
+        """
         parent = stored.parent
         if parent is None:
             salt = stored.extras[0].salt if stored.extras else ""
@@ -531,7 +545,9 @@ class Mirror:
         self.counts.stored += kept
 
     def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Store blocks that come without tokens, if another tier knows them; skip the others."""
+        """Store blocks that come without tokens, if the mirror knows their keys from another tier;
+        skip the others.
+        """
         keys: list[int] = []
         for block in stored.hashes:
             if block in tier.blocks or block in tier.tails:
@@ -566,14 +582,16 @@ class Mirror:
             tier.copies[block] = tier.copies.get(block, 1) + 1
 
     def _one_less(self, block: int, tier: _Tier) -> bool:
-        """Remove one copy of `block`. Return whether another copy is left."""
+        """Remove one copy of the engine's block `block`. Return whether another copy is left."""
         count = tier.copies.pop(block, 1) - 1
         if count > 1:
             tier.copies[block] = count
         return count > 0
 
     def _drop(self, block: int, tier: _Tier, gone: list[int]) -> bool:
-        """Remove `block`, and add its keys to `gone`. Return False if the block was unknown."""
+        """Remove the engine's block `block`, and add its keys to `gone`. Return False if the block
+        was unknown.
+        """
         end = tier.blocks.pop(block, None)
         if end is not None:
             self._ended(block, end, tier, gone)
@@ -584,7 +602,9 @@ class Mirror:
         return True
 
     def _ended(self, block: int, end: int, tier: _Tier, gone: list[int]) -> None:
-        """Complete the removal of `block`, which ended at `end` and had no tail."""
+        """Complete the removal of `block`, whose entry in the table was `end` and which had no
+        tail.
+        """
         if end >= 0:
             gone.append(end)
         self._dropped(block, end, tier, gone)
@@ -696,27 +716,30 @@ class Mirror:
                 group.held.pop(block, None)
 
     def _name_all(self) -> None:
-        """Begin to record which engine block ends at which step, for all stored blocks."""
+        """Begin to record which block of the engine ends with which step. Do so for all blocks that
+        are stored already.
+        """
         for tier in self.tiers.values():
             self._named.update((_step_of(end)[0], block) for block, end in tier.blocks.items())
 
 
 def _end(step: int, steps: int) -> int:
-    """Return one integer for the end of a block: `step` is its last hash, `steps` the number of
-    steps since the last key of the picker. It is the key itself if `steps` is 0, else below 0.
+    """Return one integer for the position at which a block ends. `step` is the hash of its last
+    step, `steps` the number of steps since the last block of the picker's index ended. It is `step`
+    itself, which is then a key, if `steps` is 0, else an integer below 0.
     """
     return -(steps << _KEY_BITS | step) if steps else step
 
 
 def _step_of(end: int) -> tuple[int, int]:
-    """Return the (step, steps) from which `_end` made `end`."""
+    """Return the pair (step, steps) from which `_end` made the integer `end`."""
     return (end, 0) if end >= 0 else (-end & _KEY_MASK, -end >> _KEY_BITS)
 
 
 def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:
-    """Return the media that begin in each step, as (block in the run, identifier), by step.
-
-    Steps count from the one that is unfinished before the run; `behind` is the number of its bytes.
+    """Return the identifiers of the media that begin in each step of a run, as (block in the run,
+    identifier), by the number of the step. Step 0 is the step that is unfinished before the run;
+    `behind` is the number of its bytes.
     """
     begins: dict[int, list[tuple[int, str]]] = {}
     for number, extra in enumerate(stored.extras):

@@ -31,32 +31,38 @@ NAME_CHARACTERS_MAX: Final = 256
 a longer one is not stored.
 """
 DEVICE: Final = "gpu"
-"""Tier to which a block belongs if its event reports none."""
+"""Tier to which a block belongs if its event reports no tier."""
 GROUP_MAX: Final = 255
 _HASH_MASK: Final = 2**64 - 1
 
 
 class Fault(StrEnum):
-    """The reason why an event or a whole payload could not be used."""
+    """The reason why a KV-cache event or a whole payload could not be used."""
 
     TOO_LARGE = "too large"
     NOT_A_BATCH = "not a batch"
-    """The payload is not msgpack, or not a time, a list of events and a rank."""
+    """The payload is not msgpack, or does not consist of a time, a list of events and a rank."""
     TOO_MANY = "too many blocks"
     REMOVAL = "unreadable removal"
-    """A removal is unreadable, so its blocks are still recorded as cached."""
+    """An event that removes blocks is unreadable, so that its blocks are still recorded as cached.
+    """
     CLEARING = "unreadable clearing"
     STORE = "unreadable store"
-    """A store of blocks has an invalid hash, id or size."""
+    """An event that stores blocks has an invalid hash, token id or size."""
     NOT_DENSE = "not dense"
-    """A store has only some of the blocks but the tokens of all, as groups with a window send it."""
+    """An event stores only some of the blocks but has the tokens of all, as engines send it for
+    groups with a window.
+    """
     UNKNOWN_TYPE = "unknown type"
     KEYS = "unknown keys"
-    """A store has blocks that depend on more than their tokens, in a way that is not readable."""
+    """An event stores blocks that depend on more than their tokens, in a way that is not readable.
+    """
 
     @property
     def may_hide_a_removal(self) -> bool:
-        """Return whether the lost event may have removed blocks that are still recorded as cached."""
+        """Return whether an event that was lost for this reason may have removed blocks that are
+        still recorded as cached.
+        """
         return self in _HIDES
 
 
@@ -101,10 +107,12 @@ class Stored(Struct, frozen=True, gc=False):
     """
     sparse: bool = False
     """True if the group keeps only some of the blocks. `tokens` is then empty, because the tokens
-    would not belong to `hashes`.
+    reported would not belong to `hashes`.
     """
     local: bool = True
-    """False if the blocks are in a shared store, from where any endpoint can load them."""
+    """False if the blocks are in a store that endpoints share, from where any of them can load the
+    blocks.
+    """
 
 
 class Removed(Struct, frozen=True, gc=False):
@@ -114,7 +122,7 @@ class Removed(Struct, frozen=True, gc=False):
     tier: str = DEVICE
     group: int = 0
     copies_left: list[int] | None = None
-    """Number of copies of each block that are left, or None if the engine does not count them."""
+    """Number of copies that are left of each block, or None if the engine does not count them."""
     local: bool = True
 
 
@@ -132,15 +140,19 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     events: tuple[Event, ...] = ()
     blocks: int = 0
-    """Number of blocks in all events of the payload."""
+    """Number of blocks that all events of the payload store or remove."""
     faults: tuple[Fault, ...] = ()
     at_s: float = 0.0
-    """Time of the payload by the engine's clock, in seconds since 1970."""
+    """Time at which the engine sent the payload, by its own clock, in seconds since 1970; 0 if
+    unknown.
+    """
     rank: int = 0
 
     @property
     def broken(self) -> bool:
-        """Return whether a lost event may have removed blocks that are still recorded as cached."""
+        """Return whether an unreadable event of this payload may have removed blocks that are still
+        recorded as cached.
+        """
         return any(fault.may_hide_a_removal for fault in self.faults)
 
 
@@ -407,7 +419,7 @@ def _one_by_one(raw: Raw, faults: list[Fault]) -> list[Any]:
 
 
 def _why(event: memoryview) -> Fault:
-    """Return the kind of fault of an event that cannot be decoded."""
+    """Return the kind of fault of a KV-cache event that cannot be decoded, by its type."""
     try:
         found: Any = msgspec.msgpack.decode(event)
     except _UNREADABLE:
@@ -501,8 +513,8 @@ def _removed(read: _Removed) -> Removed | Fault:
 
 
 def _hashes(told: list[_Hash]) -> list[int]:
-    """Return the hashes in `told` as integers from 0 to 2**64 - 1; `told` itself if it consists of
-    such, as in nearly all cases.
+    """Return the block hashes in `told` as integers from 0 to 2**64 - 1. Return `told` itself if it
+    consists of such integers, as in nearly all cases.
     """
     numbers: Any = told
     try:
@@ -549,10 +561,10 @@ def _extras(
     """Return the properties of each block apart from its tokens, or None if their meaning is
     unknown.
 
-    The keys have no tags. The adapter's name comes first, then media as (identifier, offset from
-    the start of the block). Then follow the salt, only in a first block, and the digest of
-    embeddings, as bytes. Around release 0.18, media came as bare identifiers without their
-    positions.
+    The extra keys of a block, which the engine sends, have no tags. The adapter's name comes first,
+    then media as (identifier, offset from the start of the block). Then follow the salt, only in a
+    first block, and the digest of embeddings, as bytes. Around release 0.18, media came as bare
+    identifiers without their positions.
     """
     found: list[BlockExtra] = []
     for number, keys in enumerate(told):

@@ -31,45 +31,46 @@ from msgspec import Struct
 from epp.core.types import Seconds
 
 HELD_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Maximum size in bytes of live frames that are buffered during a replay; if they exceed it, all
-are dropped.
+"""Maximum size in bytes of the live frames of a KV event stream that are buffered during a replay.
+If they exceed it, all are dropped.
 """
 REPLAYED_BYTES_MAX: Final = 128 * 1024 * 1024
-"""Maximum size in bytes of one replay: 10,000 frames have 5 to 60 MB. The rest is requested in the
-next replay.
+"""Maximum size in bytes of one replay of a KV event stream: 10,000 frames have 5 to 60 MB. The rest
+is requested in the next replay.
 """
 REPLAYED_FRAMES_MAX: Final = 1_000_000
 ATTEMPTS_MAX: Final = 3
-"""Maximum number of replays in a row without a new frame, after which the stream continues without
-the missing frames.
+"""Maximum number of replays of a KV event stream in a row that bring no new frame. After them, the
+stream continues without the missing frames.
 """
 REPLAYS_MAX: Final = 6
 REPLAYS_S: Final[Seconds] = 60.0
-"""Time in seconds within which at most `REPLAYS_MAX` replays start. The limit exists because an
-engine sends no new frames during a replay.
+"""Time in seconds within which at most `REPLAYS_MAX` replays of a KV event stream start. The limit
+exists because an engine sends no new frames during a replay.
 """
 STALE_S: Final[Seconds] = 2.0
-"""Time in seconds without a connection after which an event stream is stale."""
+"""Time in seconds without a connection after which a KV event stream is stale."""
 FORGOTTEN_S: Final[Seconds] = 10.0
-"""Time in seconds for which a stream is stale before its blocks are dropped."""
+"""Time in seconds for which a KV event stream is stale before its blocks are dropped."""
 CONFIRMED_S_MAX: Final[Seconds] = 5.0
-"""Longest time in seconds to wait for a scrape that shows the same process after a gap. After it,
-the gap counts as a restart.
+"""Longest time in seconds to wait, after a gap in the frames, for a scrape that shows the same
+process of the engine. After it, the gap counts as a restart.
 """
 SILENT_S: Final[Seconds] = 30.0
 SILENT_TOKENS: Final = 2_048.0
-"""Number of prompt tokens that an engine computes without a frame for `SILENT_S` after which the
-source of the stream counts as silent.
+"""Number of prompt tokens that an engine must have computed while it sent no frame for `SILENT_S`,
+for its KV event stream to count as silent.
 """
 HEARTBEATS_MISSED_MAX: Final = 3
 GAP_FRAMES_MAX: Final = 100_000
-"""Largest plausible number of missing frames in a gap. vLLM sends one message for each engine step
-that changes its cache, measured at most 40 a second. `FORGOTTEN_S` after a lost connection there is
-no last number to compare with. A hundred times that rate gives less than half of this limit.
+"""Largest plausible number of missing frames in a gap of a KV event stream. vLLM sends one message
+for each engine step that changes its cache, measured at most 40 a second. `FORGOTTEN_S` after a
+lost connection there is no last number to compare with. A hundred times that rate gives less than
+half of this limit.
 """
 RECENT_FRAMES: Final = 64
-"""Number of last frames whose digests are stored. They distinguish a repeated frame from a counter
-that restarted.
+"""Number of frames applied last whose digests are stored. They distinguish a repeated frame from a
+counter of frames that restarted.
 """
 
 
@@ -77,57 +78,63 @@ class StreamState(StrEnum):
     """The state of one rank's KV event stream."""
 
     NONE = "none"
-    """The rank has no source of events."""
+    """The rank has no source of KV-cache events."""
     CONNECTING = "connecting"
     REPLAYING = "replaying"
-    """Frames are missing and have been requested from the source."""
+    """Frames of the stream are missing and have been requested from its source."""
     LIVE = "live"
     STALE = "stale"
-    """The source is disconnected, or sends nothing while its engine works."""
+    """The source of the stream is disconnected, or sends nothing while its engine works."""
 
 
 class Apply(Struct, frozen=True, gc=False):
-    """An action: apply the events of `payload`."""
+    """An action: apply the KV-cache events in `payload`."""
 
     payload: bytes
 
 
 class Forget(Struct, frozen=True, gc=False):
-    """An action: drop all blocks that the stream reported so far."""
+    """An action: drop all blocks that the KV event stream reported so far."""
 
 
 class AskReplay(Struct, frozen=True, gc=False):
-    """An action: request all frames from number `first` on. An earlier request is no longer
-    awaited.
+    """An action: request all frames of the stream from number `first` on. An earlier request is no
+    longer awaited.
     """
 
     first: int
 
 
 class AskSnapshot(Struct, frozen=True, gc=False):
-    """An action: request a snapshot of all cached blocks."""
+    """An action: request a snapshot of all cached blocks from the source of the KV event stream."""
 
 
 Action: TypeAlias = Apply | Forget | AskReplay | AskSnapshot
 
 
 class StreamCounts(Struct):
-    """The numbers of frames, gaps and requests since the stream was opened."""
+    """The numbers of frames, gaps and requests of one KV event stream since it was opened."""
 
     frames: int = 0
-    """Number of frames whose events were applied."""
+    """Number of frames of the stream whose events were applied."""
     duplicates: int = 0
     gaps: int = 0
     lost: int = 0
-    """Number of frames that never came although the stream was subscribed."""
+    """Number of frames of the stream that never came although it was subscribed."""
     implausible: int = 0
-    """Number of frames that came with a number more than `GAP_FRAMES_MAX` above the previous one."""
+    """Number of frames whose number was more than `GAP_FRAMES_MAX` above that of the previous
+    frame, so that it is implausible.
+    """
     restarts: int = 0
-    """Number of restarts of the source: its frame counter started again, or its process changed."""
+    """Number of restarts of the engine that were noticed: its counter of frames started again, or
+    its process changed.
+    """
     replays: int = 0
     replays_vain: int = 0
     overflows: int = 0
-    """Number of times that the buffer of live frames overflowed during a replay."""
+    """Number of times that the buffer of live frames exceeded its limit during a replay, so that
+    all were dropped.
+    """
     snapshots: int = 0
 
 
@@ -142,21 +149,25 @@ class KVEventStream:
     """
 
     def __init__(self, *, replays: bool, snapshots: bool = False, now: Seconds) -> None:
-        """Start a stream. `replays` is True if past frames can be requested, `snapshots` if a
-        snapshot of all cached blocks can be.
+        """Start the state machine of a KV event stream. `replays` is True if past frames can be
+        requested, `snapshots` if a snapshot of all cached blocks can be.
         """
         self.counts = StreamCounts()
         self.complete = False
         self.heard_at_s: Seconds = now
-        """Time at which the last frame or heartbeat came, or at which the source was connected."""
+        """Time at which the last frame or heartbeat of the stream came, or at which its source was
+        connected.
+        """
         self.silent = False
-        """True if the source sends nothing while its engine works."""
+        """True if the source of the stream sends nothing while its engine works."""
         self._replays = replays
         self._snapshots = snapshots
         self._connected = False
         self._disconnected_at_s: Seconds = now
         self._last: int | None = None
-        """Number of the last frame whose events were applied, or None if there is none."""
+        """Number of the last frame of the stream whose events were applied, or None if there is
+        none.
+        """
         self._newest: int | None = None
         """Number of the last live frame that came, even if it is only buffered; None if there is
         none.
@@ -166,12 +177,13 @@ class KVEventStream:
         self._epoch: str = ""
         self._heartbeat_s: Seconds = math.inf
         self._recent: deque[int] = deque(maxlen=RECENT_FRAMES)
-        """Digests of the last applied frames, each over the frame's content and number."""
+        """Digests of the frames that were applied last, each over the frame's content and number.
+        """
         self._actions: list[Action] = []
         self._held: list[_Frame] = []
         self._held_bytes = 0
         self._asked: int | None = None
-        """Number of the first frame that the running replay must return, or None if no replay is
+        """Number of the first frame that the running replay must bring, or None if no replay is
         running.
         """
         self._snapshot_asked = False
@@ -179,7 +191,7 @@ class KVEventStream:
         self._replayed_bytes = 0
         self._replay_ended = False
         self._marked = False
-        """True if the end marker of the last replay came."""
+        """True if the last replay ended with its end marker, False if by a timeout."""
         self._attempts = 0
         self._replay_times: deque[Seconds] = deque(maxlen=REPLAYS_MAX)
         self._owed = False
@@ -187,16 +199,16 @@ class KVEventStream:
         the request had no result.
         """
         self._confirm_after_s: Seconds = -math.inf
-        """Time of the gap. Replayed frames are applied only after a later scrape has shown the same
-        process.
+        """Time at which the missing frames were requested. Replayed frames are applied only after a
+        later scrape has shown the same process.
         """
         self._confirmed = True
         self._lives: int | None = None
         self._observed_at_s: Seconds = -math.inf
         self._stale_since_s: Seconds | None = None
         self._computed_tokens: float = math.nan
-        """Number of prompt tokens that the engine had computed at the last frame or heartbeat; NaN
-        if unknown.
+        """Number of prompt tokens that the engine had computed when the last frame or heartbeat
+        came; NaN if unknown.
         """
 
     @property
@@ -211,7 +223,9 @@ class KVEventStream:
 
     @property
     def last(self) -> int | None:
-        """Return the number of the last frame whose events were applied, or None if there is none."""
+        """Return the number of the last frame of the stream whose events were applied, or None if
+        there is none.
+        """
         return self._last
 
     @property
@@ -229,8 +243,8 @@ class KVEventStream:
     # Events of the socket.
 
     def connected(self, now: Seconds) -> None:
-        """Record that the source is connected and sends frames from now on. Request the frames that
-        may be missing.
+        """Record that the source of the stream is connected and sends frames from now on. Request
+        the frames that may be missing.
         """
         self._connected = True
         self._heard(now)
@@ -244,7 +258,9 @@ class KVEventStream:
             self._reset(now)
 
     def disconnected(self, now: Seconds) -> None:
-        """Record that the source is disconnected, so that no frame or answer comes any longer."""
+        """Record that the source of the stream is disconnected, so that no frame or answer comes
+        any longer.
+        """
         if self._connected:
             self._connected = False
             self._disconnected_at_s = now
@@ -287,8 +303,8 @@ class KVEventStream:
         self._replayed_bytes += len(payload)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> None:
-        """End a replay and apply its frames. `marked` is True if its end marker came, False after a
-        timeout.
+        """End a replay. Its frames are applied now, or once a scrape has shown the same process.
+        `marked` is True if its end marker came, False after a timeout.
         """
         if self._asked is None or self._replay_ended:
             return
@@ -313,8 +329,8 @@ class KVEventStream:
         self._take_all(held, now)
 
     def heartbeat(self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds) -> None:
-        """Process a heartbeat of the source. If `sequence`, the number of its last frame, shows a
-        gap, request a snapshot.
+        """Process a heartbeat of the source. Request a snapshot if its `epoch` is a new one, or if
+        `sequence`, the number of the source's last frame, shows a gap.
         """
         self._heard(now)
         self._heartbeat_s = interval_s
@@ -340,8 +356,8 @@ class KVEventStream:
     def watched(
         self, lives: int, observed_at_s: Seconds, computed_tokens: float, now: Seconds
     ) -> None:
-        """Compare the stream with what the pool knows of the process; `lives` changes with every
-        new process.
+        """Compare the stream with what the pool knows of the engine's process; `lives` changes with
+        every new process.
 
         `observed_at_s` is the time of the last scrape. `computed_tokens` is the number of prompt
         tokens that the engine computed since it started, without cached ones; NaN if not reported.
@@ -404,7 +420,9 @@ class KVEventStream:
             self._stale_since_s = None
 
     def _take(self, frame: _Frame, now: Seconds) -> None:
-        """Process a live frame while no replay is running."""
+        """Process a live frame while no replay is running: apply it, or request the frames before
+        it.
+        """
         sequence, last = frame.sequence, self._last
         if last is not None and sequence == last + 1:
             self._apply(frame)
@@ -430,8 +448,8 @@ class KVEventStream:
                 self._take(frame, now)
 
     def _miss(self, frame: _Frame, now: Seconds) -> None:
-        """Request the frames that are missing between the last frame and `frame`. If that is
-        impossible, drop all blocks and continue with `frame`.
+        """Request the frames that are missing between the last applied frame and `frame`. If that
+        is impossible, drop all blocks and continue with `frame`.
         """
         assert self._last is not None, "there is a gap behind something"
         self.counts.gaps += 1
@@ -447,8 +465,8 @@ class KVEventStream:
         self._hold(frame, now)
 
     def _count_lost(self, frames: int) -> None:
-        """Count `frames` missing frames as lost. Do nothing if the number is implausible, because
-        it then comes from a damaged frame number.
+        """Count `frames`, a number of missing frames, as lost. Do nothing if the number is
+        implausible, because it then comes from a damaged frame number.
         """
         if frames <= GAP_FRAMES_MAX:
             self.counts.lost += frames
@@ -472,8 +490,9 @@ class KVEventStream:
     # Requests for missing frames.
 
     def _may_replay(self, now: Seconds) -> bool:
-        """Return whether a replay may start now. If `REPLAYS_MAX` forbids it, a later request is
-        recorded as owed.
+        """Return whether a replay may start now. Return False if the source has no replays. Return
+        False as well if `REPLAYS_MAX` forbids one now, and remember that it must be requested
+        later.
         """
         times = self._replay_times
         if len(times) == REPLAYS_MAX and now - times[0] < REPLAYS_S:
@@ -488,8 +507,8 @@ class KVEventStream:
             self._ask(0, now)
 
     def _ask_missing(self, first: int, now: Seconds) -> None:
-        """Request the frames from number `first` on, or all frames if earlier ones are missing as
-        well.
+        """Request the frames of the stream from number `first` on, or all frames if earlier ones
+        are missing as well.
         """
         if self._owed:
             self._ask(0, now)
@@ -583,8 +602,8 @@ class KVEventStream:
         self._take_all(rest[1:], now)
 
     def _ask_later(self) -> None:
-        """Record that the missing frames must be requested later, because this request had no
-        result.
+        """Remember that the missing frames must be requested later, because this request brought
+        none.
         """
         self.counts.replays_vain += 1
         self._stop_asking()

@@ -1,4 +1,4 @@
-"""ZMTP 3.0 connections without I/O, for both sides.
+"""ZMTP 3.0 connections without I/O, for both ends of a connection.
 
 Pickers subscribe and send requests to a router; the simulator's pods publish and answer.
 
@@ -43,31 +43,35 @@ _PEERS: Final = {
 
 
 class ZmtpError(Exception):
-    """A violation of ZMTP by the other side, or another protocol. The message is a phrase about the
-    other side, without any text from it.
+    """A violation of ZMTP by the other end of the connection, which may speak another protocol. The
+    message is a phrase about that end, without any text from it.
     """
 
 
 class ZmtpConnection:
-    """One side of a ZMTP connection. Pass received data to `feed`, and send what `to_send` returns."""
+    """One end of a ZMTP connection. Pass received data to `feed`, and send what `to_send` returns."""
 
     def __init__(self, socket_type: SocketType, *, topic: bytes = b"") -> None:
-        """Create a connection of this socket type; `topic` is the prefix of the messages to which a
-        subscriber subscribes.
+        """Create one end of a connection with the socket type `socket_type`. `topic` is the prefix
+        of the topics to which a subscriber subscribes.
         """
         self._type = socket_type
         self._topic = topic
         self._rest = bytearray()
-        """Received bytes that do not form a whole frame yet."""
+        """Received bytes that do not form a whole ZMTP frame yet."""
         self._outgoing = bytearray(_GREETING)
         self._greeted = False
         self.ready = False
-        """True once the other side has sent READY; a subscriber has then sent its subscription."""
+        """True once the other end of the connection has sent READY. A subscriber has then sent its
+        subscription.
+        """
         self._parts: list[bytes] = []
         self._parts_bytes = 0
 
     def to_send(self) -> bytes:
-        """Return the bytes to send to the other side now. Each is returned once."""
+        """Return the bytes to send to the other end of the connection now. Each byte is returned
+        once.
+        """
         if not self._outgoing:
             return b""
         data = bytes(self._outgoing)
@@ -82,7 +86,7 @@ class ZmtpConnection:
 
     def feed(self, data: bytes) -> list[Message]:
         """Process received bytes and return the messages that they complete. Raises `ZmtpError` if
-        the other side violates the protocol.
+        the other end of the connection violates the protocol.
         """
         rest = self._rest
         # Most data consists of whole messages, which are read in place.
@@ -104,8 +108,8 @@ class ZmtpConnection:
         return found
 
     def _read_messages(self, wire: bytes | bytearray, at: int, found: list[Message]) -> int:
-        """Add the complete messages in `wire` from position `at` on to `found`. Return the position
-        after the last whole frame.
+        """Add the messages that are complete in `wire` from position `at` on to `found`. Return the
+        position after the last whole ZMTP frame.
         """
         end = len(wire)
         parts, parts_bytes = self._parts, self._parts_bytes
@@ -144,8 +148,8 @@ class ZmtpConnection:
         return at
 
     def _read_greeting(self, wire: bytes | bytearray) -> int:
-        """Return the size of the greeting in bytes, or 0 if it is incomplete. Raises `ZmtpError`
-        for another protocol.
+        """Return the size in bytes of the greeting of the other end, or 0 if it is incomplete.
+        Raises `ZmtpError` for another protocol.
         """
         if wire[:1] != b"\xff"[: len(wire)] or (len(wire) > 9 and not wire[9] & 1):
             raise ZmtpError("sent a greeting that is not ZMTP 3")
@@ -205,12 +209,12 @@ class ZmtpConnection:
 
 SEQUENCE_BYTES: Final = 8
 END: Final = b"\xff" * SEQUENCE_BYTES
-"""Bytes that stand in place of a sequence number in the message that ends a replay."""
+"""Bytes that stand in place of a frame number in the message that ends a replay."""
 
 
 def read_subscription(message: Message) -> tuple[bool, bytes] | None:
-    """Return (True to subscribe or False to unsubscribe, prefix of topics) of a subscription that a
-    publisher received; None if `message` is none.
+    """Return (subscribes, topics) of a message of a subscriber: whether it subscribes or
+    unsubscribes, and the prefix of the topics. Return None if `message` is none of these.
     """
     if len(message) != 1 or message[0][:1] not in (b"\0", b"\1"):
         return None
@@ -218,15 +222,15 @@ def read_subscription(message: Message) -> tuple[bool, bytes] | None:
 
 
 def live_message(topic: bytes, sequence: int, payload: bytes) -> Message:
-    """Return the live message with the events in `payload`, as a publisher sends it and `read_live`
-    reads it.
+    """Return the ZMTP message with which a publisher sends the live frame `sequence`, whose events
+    are in `payload`. `read_live` reads it.
     """
     return (topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
 
 
 def read_live(message: Message) -> tuple[int, bytes] | None:
-    """Return (sequence number, payload) of a live message with the parts topic, number and payload;
-    None if `message` is none.
+    """Return (number of the frame, payload) of a publisher's message with a live frame. Return None
+    if `message` does not have the parts topic, number and payload.
     """
     if len(message) != 3 or len(message[1]) != SEQUENCE_BYTES:
         return None
@@ -234,13 +238,13 @@ def read_live(message: Message) -> tuple[int, bytes] | None:
 
 
 def ask_replay(first: int) -> Message:
-    """Return the message that requests the replay of all frames from number `first` on."""
+    """Return the ZMTP message that requests a replay of all frames from number `first` on."""
     return (b"", first.to_bytes(SEQUENCE_BYTES, "big"))
 
 
 def read_asked(message: Message) -> int | None:
-    """Return the first frame number that a message of `ask_replay` requests; None if `message` is
-    none.
+    """Return the number of the first frame that a message of `ask_replay` requests. Return None for
+    another message.
     """
     if len(message) != 2 or message[0] or len(message[1]) != SEQUENCE_BYTES:
         return None
@@ -248,8 +252,8 @@ def read_asked(message: Message) -> int | None:
 
 
 def replayed_message(topic: bytes, sequence: int, payload: bytes) -> Message:
-    """Return the message of a replay with the events in `payload`, as a router sends it and
-    `read_replayed` reads it.
+    """Return the ZMTP message with which a router replays the frame `sequence`, whose events are in
+    `payload`. `read_replayed` reads it.
     """
     return (b"", *live_message(topic, sequence, payload))
 
@@ -258,8 +262,8 @@ REPLAY_ENDED: Final[Message] = (b"", b"", END, b"")
 
 
 def read_replayed(message: Message) -> tuple[int, bytes] | bool | None:
-    """Return (sequence number, payload) of a message of a replay, True for its end marker, or None
-    for another message.
+    """Return (number of the frame, payload) of a router's message with a replayed frame, True for
+    the end marker of a replay, or None for another message.
 
     The parts are an empty part, the topic since vLLM 0.26, the number, and the payload.
     """

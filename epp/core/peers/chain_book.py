@@ -12,7 +12,7 @@ from epp.core.prompt.blocks import HASH_BYTES
 
 STEP_BYTES: Final = CHAINED_KEY_BYTES
 ENTRY_BYTES: Final = 160
-"""Memory in bytes of one entry of the book in Python, without the chain itself."""
+"""Memory in bytes of one entry of the book of hash chains in Python, without the chain itself."""
 
 
 class ChainBook:
@@ -23,14 +23,14 @@ class ChainBook:
     __slots__ = ("_bytes", "_generation_bytes_max", "_old", "_young")
 
     def __init__(self, generation_bytes_max: int) -> None:
-        """Create an empty book. Its size is at most twice `generation_bytes_max`, plus the size of
-        one chain.
+        """Create an empty book of hash chains. Its size is at most twice `generation_bytes_max`,
+        plus the size of one chain.
         """
         self._generation_bytes_max = generation_bytes_max
         self._bytes = 0
         self._young: dict[bytes, tuple[bytes, int]] = {}
-        """Chain that contains a hash, and the position in bytes at which the hash ends, by the
-        hash.
+        """Chain that contains a hash, and the position in bytes at which the hash ends in it, by
+        the hash.
         """
         self._old: dict[bytes, tuple[bytes, int]] = {}
 
@@ -38,7 +38,7 @@ class ChainBook:
         return len(self._young) + len(self._old)
 
     def known(self, chain: bytes) -> int:
-        """Return the length in bytes of the longest head of `chain` that this book contains."""
+        """Return the length in bytes of the longest beginning of `chain` that this book contains."""
         at = len(chain)
         while at >= STEP_BYTES:
             entry = self._find(chain[at - HASH_BYTES : at])
@@ -60,7 +60,7 @@ class ChainBook:
         return entry[0][: entry[1]]
 
     def note(self, chain: bytes, known: int = 0) -> None:
-        """Add `chain` to the book, which already contains its first `known` bytes."""
+        """Add `chain` to the book. The book already contains the first `known` bytes of the chain."""
         length = len(chain)
         if length > known:
             young = self._young
@@ -80,7 +80,7 @@ class ChainBook:
         self._bytes = 0
 
     def clear(self) -> None:
-        """Drop all chains from the book."""
+        """Drop all chains of hashes from the book."""
         self.age()
         self.age()
 

@@ -1,8 +1,8 @@
 """Plausibility limits of the load that a peer reports, from what this picker knows itself.
 
-The engine's own page is independent evidence. A peer's requests at an endpoint are either on the
-page, or were sent since the page was read. Only the peer knows the latter, so they are limited to
-what one picker may plausibly send to one endpoint in that time.
+The endpoint's metrics page is independent evidence. A peer's requests at an endpoint are either on
+the page, or were sent since the page was read. Only the peer knows the latter, so they are limited
+to what one picker may plausibly send to one endpoint in that time.
 """
 
 from typing import Final, TypeAlias
@@ -15,15 +15,15 @@ from epp.core.types import Seconds
 
 SENT_REQUESTS_MIN: Final = 4.0
 """Number of requests that one peer may report at one endpoint, in addition to those on the
-endpoint's page.
+endpoint's metrics page, when this page was just read.
 """
 SENT_REQUESTS_PER_S: Final = 20.0
-"""Number of requests that one peer may report at one endpoint for each second since the page was
-read. More of them count as soon as the page shows them.
+"""Number of further requests that one peer may report at one endpoint for each second since the
+endpoint's metrics page was read. More of them count as soon as the page shows them.
 """
 UNSEEN_S: Final[Seconds] = 5.0
-"""Maximum age in seconds of a page in this calculation, used if it is older or was never read; then
-nothing else contradicts a peer.
+"""Maximum age in seconds of an endpoint's metrics page that is assumed when the load of peers is
+limited. It is used if the page is older or was never read; then nothing else contradicts a peer.
 """
 PROMPT_TOKENS: Final = 2_048.0
 """Assumed number of uncached tokens of a peer's average request, if this picker has no request in
@@ -42,11 +42,11 @@ def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Fl
     """Return the largest plausible load of one peer at each of `slots`: the number of requests,
     int64[n], and their uncached prompt tokens, float64[n].
 
-    Requests are those that the page showed, without this picker's as far as it can include them,
-    plus those that may have been sent since. Tokens are counted for requests that the page showed
-    waiting or that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times this picker's
-    average in flight, or as `PROMPT_TOKENS` if it has none. The prompt of a running request is
-    mostly prefilled.
+    Requests are those that the endpoint's metrics page showed, without this picker's as far as it
+    can include them, plus those that may have been sent since. Tokens are counted for requests that
+    the page showed waiting or that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times this
+    picker's average in flight, or as `PROMPT_TOKENS` if it has none. The prompt of a running
+    request is mostly prefilled.
     """
     waiting, running = (
         np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)

@@ -63,22 +63,24 @@ HEARTBEAT_S: Final = 1.0
 SILENT_S_MAX: Final = 3 * HEARTBEAT_S
 ORIGINS_MAX: Final = 64
 RECORDS_PER_APPLY: Final = 64
-"""Maximum number of records processed in one call of `apply`, which takes half a millisecond."""
+"""Maximum number of records of peers processed in one call of `apply`, which takes half a
+millisecond.
+"""
 RECORDS_PER_S_MAX: Final = 5_000
-"""Maximum number of records per second that are processed of one origin."""
+"""Maximum number of records per second that are processed of one peer."""
 RECORDS_PER_OUTGOING_MAX: Final = 1_000
 FRAME_BYTES_TARGET: Final = 64 * 1024
 CHAINS_BYTES_MAX: Final = 96 * 1024
-"""Maximum size in bytes of the hash chains in one record, which leaves space for short keys below
-`RECORD_BYTES_MAX`.
+"""Maximum size in bytes of the hash chains in one record for peers, which leaves space for short
+keys below `RECORD_BYTES_MAX`.
 """
 BOOK_BYTES_MAX: Final = 512 * 1024
 FRAMES_LOST_MAX: Final = 1_000
-"""Maximum number of frames that are counted as lost at one gap. An origin is dropped after
-`SILENT_S_MAX`, in which an honest one sends far fewer.
+"""Maximum number of frames of a peer that are counted as lost at one gap in their numbers. A peer
+is dropped after `SILENT_S_MAX`, in which an honest one sends far fewer.
 """
 WANTED_MAX: Final = 1_024
-"""Maximum number of requested frame ranges that are read in one frame of a peer."""
+"""Maximum number of frame ranges that a peer may request in one of its frames; more are ignored."""
 CHANGES_MAX: Final = 2 * ORIGINS_MAX
 BOOK_AGE_S: Final = 30.0
 """Time in seconds between two generations of the book of sent chains. After one to two of them, a
@@ -89,34 +91,36 @@ RETELL_S_MIN: Final = 1.0
 
 
 class Taken(StrEnum):
-    """The result of receiving a frame."""
+    """The result of receiving a frame from a peer: accepted, or the reason why not."""
 
     TAKEN = "taken"
     OWN = "own"
-    """The frame was sent by this picker itself."""
+    """The frame names this picker as its origin, so that the picker sent it itself."""
     UNREADABLE = "unreadable"
     OTHER_VERSION = "other version"
     FOREIGN = "another origin"
-    """The frame names another origin than the one that may use its connection."""
+    """The frame names another origin than that of the peer whose connection it came by."""
     AGAIN = "again"
     """The frame was received before, or was not missed here; it was repeated for other peers."""
     TOO_MANY = "too many origins"
 
 
 class Peer(Struct):
-    """The state of one peer, which is identified by its origin."""
+    """The state of one other picker, which is identified by its origin, a random id."""
 
     origin: bytes
     inbox: Inbox
     heard_at_s: Seconds
     first_heard_at_s: Seconds
     uptime_s: Seconds = 0.0
-    """Seconds since the peer started, when it sent its last frame."""
+    """Number of seconds for which the peer had been running when it sent its last frame."""
     number: int = 0
-    """Number of the peer's last live frame."""
+    """Number that the peer gave its last live frame."""
     frames: int = 0
     lost: int = 0
-    """Number of the peer's frames that did not come in time, by gaps in the numbers of its frames."""
+    """Number of frames of the peer that did not come in time, by the gaps in the numbers of its
+    frames.
+    """
     claims_cut: int = 0
     """Number of the peer's load reports for one endpoint that exceeded the limits of
     `core/peers/claims` and were reduced to them.
@@ -140,7 +144,7 @@ class Change(Struct, frozen=True):
     after a silence.
     """
     silent_s: Seconds = 0.0
-    """Time in seconds since the last frame of the peer."""
+    """Time in seconds since the last frame of the peer at the time of the event."""
 
 
 class PeerExchange:
@@ -174,8 +178,8 @@ class PeerExchange:
         self._sent = SentFrames()
         self.received = Received()
         self.restored = Received()
-        """Numbers of records by result, like `received`, for records of snapshots instead of live
-        frames.
+        """Numbers of the records of snapshots, by result, as `received` has them for the records of
+        live frames.
         """
         self.records_sent = 0
         self.frames_lost = 0
@@ -209,11 +213,13 @@ class PeerExchange:
         self._book_cleared_at_s: Seconds = -math.inf
         self._generation = -1
         self._slots: dict[int, int] = {}
-        """Slot of each endpoint of the pool, by the endpoint's hash in frames."""
+        """Slot of each endpoint of the pool, by the hash that stands for the endpoint in frames."""
         self._hashes: dict[int, int] = {}
-        """Hash in frames of each endpoint of the pool, by its slot."""
+        """Hash that stands for each endpoint of the pool in frames, by its slot."""
         self._shared: Mapping[str, SharedIndex] | None = None
-        """Shared indexes of the scheduler when their names and hashes below were read; None before."""
+        """The scheduler's shared indexes from which `_index_names`, `_index_hashes` and `_by_hash`
+        were made; None before they are.
+        """
         self._index_names: tuple[str, ...] = ()
         self._index_hashes: tuple[int, ...] = ()
         self._by_hash: dict[int, str] = {}
@@ -227,7 +233,9 @@ class PeerExchange:
 
     @property
     def unheard(self) -> int:
-        """Return how many of the expected other pickers are not heard from at present."""
+        """Return how many of the other pickers that are expected in the pool send nothing at
+        present.
+        """
         return max(0, self.replicas - 1 - len(self.peers))
 
     def expect(self, replicas: int, now: Seconds) -> None:
@@ -238,8 +246,8 @@ class PeerExchange:
     # Sending.
 
     def outgoing(self, now: Seconds) -> list[bytes]:
-        """Return the encoded frames to send to every peer now, often none. Call this every
-        `OUTGOING_INTERVAL_S`.
+        """Return the encoded frames to send to every peer now; often there are none. Call this
+        every `OUTGOING_INTERVAL_S`.
         """
         beat = now >= self._beat_at_s + HEARTBEAT_S
         frames: list[Frame] = []
@@ -457,7 +465,7 @@ class PeerExchange:
         del self.changes[:-CHANGES_MAX]
 
     def _leave(self, origin: bytes, now: Seconds) -> None:
-        """Remove a peer that sent a goodbye, and its load."""
+        """Remove a peer that sent a goodbye, and its load in flight."""
         peer = self.peers.get(origin) or self._silent.pop(origin, None)
         if peer is not None:
             self._forget(origin, now)
@@ -552,8 +560,9 @@ class PeerExchange:
             yield encode_record(Record(endpoint, age_ms, keys))
 
     def _load(self, now: Seconds, *, whole: bool) -> bytes:
-        """Return this picker's load as an array of `LOAD`: at endpoints where it differs from the
-        load last sent or, if `whole`, at all.
+        """Return the load that this picker has in flight, as an array of `LOAD`: at each endpoint
+        where it differs from the load last sent or, if `whole`, at each endpoint where there is
+        any.
         """
         scheduler = self._scheduler
         columns = scheduler.pool.columns
@@ -585,7 +594,9 @@ class PeerExchange:
         return found.tobytes()
 
     def _wanted(self) -> tuple[tuple[bytes, int, int], ...]:
-        """Return the missed frames to request now, as (origin, first number, last number)."""
+        """Return the frames of peers that were missed here and must be requested now, as (origin,
+        first number, last number).
+        """
         found: list[tuple[bytes, int, int]] = []
         for peer in self.peers.values():
             if not peer.missed:
@@ -614,8 +625,8 @@ class PeerExchange:
             self._slots = {found: slot for slot, found in self._hashes.items()}
 
     def _read_indexes(self) -> None:
-        """Read the signature of each shared index if the indexes changed; an index that fails to
-        return one is not shared.
+        """Read the signature of each shared index again if the indexes changed. An index that fails
+        to return its signature is not shared.
         """
         indexes = self._scheduler.indexes
         if indexes.shared is self._shared:
@@ -628,7 +639,7 @@ class PeerExchange:
 
 
 def _read(message: bytes) -> Frame | Taken:
-    """Return the decoded frame in `message`, or the reason why it cannot be read."""
+    """Return the decoded frame in `message` of a peer, or the reason why it cannot be read."""
     try:
         return decode(message)
     except OtherVersionError:
@@ -638,15 +649,15 @@ def _read(message: bytes) -> Frame | Taken:
 
 
 def _age_s(frame: Frame) -> Seconds:
-    """Return the age in seconds of a repeated frame, 0 for another frame; an invalid age counts as
-    the largest possible one.
+    """Return the age in seconds of `frame` if it is a repeated frame, and 0 for another frame. An
+    invalid age counts as the largest possible one.
     """
     return frame.age_s if 0.0 <= frame.age_s <= KEPT_S_MAX else KEPT_S_MAX
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:
-    """Return `keys` as they are sent: without the heads of chains that `book` contains. The new
-    parts are cut to `bytes_max` in total.
+    """Return `keys` as they are sent to peers: without the beginnings of hash chains that `book`
+    contains. The new parts are cut to `bytes_max` in total.
     """
     found: list[Key] = []
     for key in islice(keys, KEYS_MAX):

@@ -25,21 +25,21 @@ MAGIC: Final = b"HMP"
 VERSION: Final = 1
 ORIGIN_BYTES: Final = 8
 FRAME_BYTES_MAX: Final = 256 * 1024
-"""Maximum size of a frame in bytes; decoding 256 KB takes well below a millisecond."""
+"""Maximum size in bytes of a frame for peers. Decoding 256 KB takes well below a millisecond."""
 RECORD_BYTES_MAX: Final = 128 * 1024
 """Maximum size of a record in bytes; the end of a longer chain is not sent. It fits a million
 tokens in blocks of 64.
 """
 KEYS_MAX: Final = 256
-"""Maximum number of keys of one index in one record. A request with more prompts shares only the
-first.
+"""Maximum number of keys of one index in one record for peers. If a request has more prompts, only
+the first of them are shared.
 """
 LOADS_MAX: Final = 8_192
-"""Maximum number of endpoints whose load is in one frame."""
+"""Maximum number of endpoints whose load is in one frame for peers."""
 
 Key: TypeAlias = bytes | tuple[bytes, bytes]
-"""A whole key, or a pair: the last hash of a chain that the receiver knows, and the hashes that
-follow it.
+"""A key of a shared index as it is sent: the whole key, or a pair of the last hash of a chain that
+the receiver knows and the hashes that follow it.
 """
 
 _HEAD: Final = MAGIC + bytes([VERSION])
@@ -65,10 +65,12 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     origin: bytes
     """Random identifier of the process that sends the frame."""
     number: int
-    """Number of the frame among the live frames of the origin, from 1."""
+    """Number of the frame among the live frames of its origin, from 1; 0 for a frame of another
+    kind.
+    """
     kind: int
     uptime_s: float
-    """Time in seconds since the sender started."""
+    """Number of seconds for which the sender had been running when it sent the frame."""
     indexes: tuple[int, ...] = ()
     """Hash of the signature of each shared index of the sender, in the order of the keys in
     records.
@@ -88,7 +90,8 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     first number, last number).
     """
     age_s: float = 0.0
-    """Time in seconds since the frame was first sent; 0 if it is not a repeated frame."""
+    """Time in seconds since the frame was first sent. It is 0 if the frame is not a repeated one.
+    """
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
@@ -99,15 +102,15 @@ class Record(Struct, array_like=True, frozen=True, gc=False):
     endpoint: int
     age_ms: int
     keys: tuple[tuple[Key, ...], ...]
-    """Keys of the request for each index, in the order of the frame's `indexes`."""
+    """Keys of the request for each shared index, in the order of the frame's `indexes`."""
 
 
 class OtherVersionError(ValueError):
-    """An error: the frame has a version that this picker does not read."""
+    """An error: the frame of a peer has a version that this picker does not read."""
 
 
 class UnreadableError(ValueError):
-    """An error: the message is not a frame, or is too long."""
+    """An error: the message of a peer is not a frame, or is too long."""
 
 
 _frame_decoder: Final = msgspec.msgpack.Decoder(Frame)

@@ -26,7 +26,7 @@ CHAIN_BYTES_MAX: Final = 512 * 1024
 
 
 class Received(Struct):
-    """The numbers of received records and frames, by result."""
+    """The numbers of records and frames received from peers, by result."""
 
     applied: int = 0
     unknown_endpoint: int = 0
@@ -34,9 +34,11 @@ class Received(Struct):
     unknown_chain: int = 0
     """Number of records that continue a chain whose beginning was lost or has been dropped here."""
     unreadable: int = 0
-    """Number of frames with an unreadable record."""
+    """Number of frames of peers with an unreadable record."""
     dropped: int = 0
-    """Number of frames that were dropped because they arrived faster than they could be processed."""
+    """Number of frames of peers that were dropped because they arrived faster than they could be
+    processed.
+    """
     over_rate: int = 0
     """Number of frames that were dropped because their origin exceeded its records per second."""
 
@@ -45,7 +47,7 @@ class _Waiting(Struct, frozen=True, gc=False):
     frame: Frame
     received_at_s: Seconds
     age_s: Seconds
-    """Age in seconds of the frame when it was received, to add to the ages of its records."""
+    """Age in seconds of the frame when it was received; it is added to the ages of its records."""
 
 
 class Inbox:
@@ -57,15 +59,17 @@ class Inbox:
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
         self._records: Iterator[Record] | None = None
-        """Iterator over the records of the first queued frame that are still encoded, or None if
-        none was read.
+        """Iterator over those records of the first queued frame that are still encoded, or None if
+        none of them was read yet.
         """
         self.lag_s: Seconds = 0.0
         """Seconds between the decision in the last processed record, at its sender, and the
         processing of the record here.
         """
         self.chain_lost = False
-        """True if a record continued an unknown chain; the reader of this field resets it."""
+        """True if a record continued a chain of hashes that is unknown here. The reader of this
+        field resets it.
+        """
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -145,7 +149,9 @@ class Inbox:
             counts.applied += 1
 
     def _whole(self, key: Key) -> bytes:
-        """Return the complete chain of `key`, or b"" if the book does not contain its beginning."""
+        """Return the whole chain that `key` stands for, or b"" if the book does not contain its
+        beginning.
+        """
         book = self._book
         if isinstance(key, bytes):
             if len(key) > STEP_BYTES:

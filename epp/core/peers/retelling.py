@@ -18,9 +18,13 @@ KEPT_S_MAX: Final[Seconds] = 60.0
 KEPT_BYTES_MAX: Final = 4 * 1024 * 1024
 KEPT_FRAMES_MAX: Final = 4_096
 AGAIN_PER_OUTGOING_MAX: Final = 8
-"""Maximum number of frames that are repeated in one call of `again`, beside new ones: 400 a second."""
+"""Maximum number of frames that one call of `again` repeats to peers, beside new frames: 400 a
+second.
+"""
 AGAIN_BYTES_PER_OUTGOING: Final = 64 * 1024
-"""Size in bytes after which one call of `again` repeats no more frames: 3 MB a second to each peer."""
+"""Size in bytes after which one call of `again` repeats no more frames to peers: 3 MB a second to
+each peer.
+"""
 RANGES_MAX: Final = 64
 """Maximum number of gaps of one peer that are remembered; above it the oldest are given up."""
 RANGE_FRAMES_MAX: Final = KEPT_FRAMES_MAX
@@ -45,7 +49,7 @@ class SentFrames:
         self._kept: deque[_Kept] = deque()
         self._bytes = 0
         self._wanted: dict[int, None] = {}
-        """Numbers of the frames to repeat, in the order in which they are sent."""
+        """Numbers of the frames to repeat to peers, in the order in which they are repeated."""
 
     def keep(self, frame: Frame, now: Seconds) -> None:
         """Store the records of `frame`, which is sent now. If its number does not follow that of
@@ -73,7 +77,9 @@ class SentFrames:
             self._wanted.update(dict.fromkeys(range(max(first, oldest), min(last, newest) + 1)))
 
     def again(self, now: Seconds) -> list[Frame]:
-        """Return the next of the frames to repeat, with their ages, and remove them from the queue."""
+        """Return the next of the queued frames to repeat to peers, with their ages, and remove them
+        from the queue.
+        """
         found: list[Frame] = []
         left = AGAIN_BYTES_PER_OUTGOING
         while self._wanted and left > 0 and len(found) < AGAIN_PER_OUTGOING_MAX:
@@ -95,7 +101,7 @@ class _Gap(Struct):
 
 
 class MissedFrames:
-    """The numbers of the frames of one peer that were missed here."""
+    """The numbers of those frames of one peer that were missed here."""
 
     def __init__(self) -> None:
         self._gaps: list[_Gap] = []
@@ -104,7 +110,9 @@ class MissedFrames:
         return bool(self._gaps)
 
     def add(self, first: int, last: int) -> None:
-        """Add the frame numbers from `first` to `last`, which the peer's frames skipped."""
+        """Add the frame numbers from `first` to `last` to those missed, because the peer's frames
+        skipped them.
+        """
         self._gaps.append(_Gap(max(first, last - RANGE_FRAMES_MAX + 1), last))
         del self._gaps[:-RANGES_MAX]
 

@@ -86,8 +86,8 @@ class KnownSegments:
         self.new = 0
 
     def hash_blocks(self, prompt: bytes, *, seed: int, block_bytes: int, blocks_max: int) -> bytes:
-        """Return the hashes that the function `hash_blocks` returns, taking those of known segments
-        from the cache.
+        """Return the same hashes as the function `hash_blocks` of this module, taking those of
+        known segments from the cache.
         """
         if len(prompt) < SEGMENTED_BYTES_MIN:
             return hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)

@@ -43,15 +43,15 @@ MESSAGE: Final = b"\xff"
 TERMINATORS: Final = (TEXT, ROLE, LABEL, VALUE, JSON, DIGEST, CLOSE, MESSAGE)
 
 Item: TypeAlias = dict[str, Any]
-"""A JSON object in a body, such as a content part, a tool call or a Responses item, decoded but not
-checked.
+"""A JSON object in the body of a request, such as a content part, a tool call or a Responses item.
+It was decoded but not checked.
 """
 Content: TypeAlias = str | list[Any] | None
 """Content of a message: a text, a list of parts (objects or texts), or None."""
 
 _USER: Final = b"user"
 _BEFORE: Final = frozenset({b"", *TERMINATORS})
-"""Bytes that may precede a field of canonical bytes: nothing at the start of the prompt, or a
+"""Bytes that may precede a field in canonical prompt bytes: none at the start of the prompt, or a
 terminator.
 """
 
@@ -73,7 +73,7 @@ _BLOCK_TYPES: Final = frozenset({"thinking", "tool_use", "tool_result"})
 _EMPTY: Final = frozenset({b"null", b"[]", b"{}"})
 
 NO_JSON: Final = Raw(b"")
-"""Value of a member that the body does not have."""
+"""Value that stands for a member that the body of a request does not have."""
 
 FIELDS_MAX: Final = 100_000
 """Maximum number of fields, terminators included, in the canonical bytes of one prompt. Each takes
@@ -85,8 +85,8 @@ FIELDS_EACH: Final = 3
 end.
 """
 _FIELDS_PER_MEMBER: Final = 8
-"""Number of fields as which a member of a media part counts, because it takes as much time; it adds
-none itself.
+"""Number of fields as which a member of a media part counts, because it takes as much time as
+these. It adds no field itself.
 """
 
 MEDIA_ITEMS_MAX: Final = 256
@@ -272,7 +272,7 @@ def _write_function(fields: list[bytes], call: Item, function: Any, call_id: Any
 
 
 def write_item(fields: list[bytes], item: Item) -> None:
-    """Append the canonical fields of one Responses item to `fields`."""
+    """Append the canonical fields of `item`, one item of a Responses input, to `fields`."""
     role, content = item.get("role"), item.get("content")
     if isinstance(role, str) and isinstance(content, (str, list)):
         fields += (role.encode(), ROLE)
@@ -289,7 +289,7 @@ def write_item(fields: list[bytes], item: Item) -> None:
 
 
 def write_content(fields: list[bytes], content: Content) -> None:
-    """Append the canonical fields of a text, or of each part of a list, to `fields`."""
+    """Append the canonical fields of `content`, which is a text or a list of parts, to `fields`."""
     if isinstance(content, str):
         fields += (content.encode(), TEXT)
         return

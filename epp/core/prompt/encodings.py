@@ -23,11 +23,11 @@ else:
 CONTENT_ENCODING: Final = "content-encoding"
 
 TURN_BYTES_MAX: Final = 512 * 1024
-"""Maximum number of bytes decoded in one turn of the event loop: about 2 ms at 250 MB/s, the speed
-of the slowest decoder.
+"""Maximum number of bytes of a request body that are decoded in one turn of the event loop: about 2
+ms at 250 MB/s, the speed of the slowest decoder.
 """
 CALL_BYTES_MAX: Final = 64 * 1024
-"""Maximum number of bytes that one call of a decoding library returns."""
+"""Maximum number of decoded bytes that one call of a decoding library may return."""
 CALL_BYTES_COUNTED_MIN: Final = 32 * 1024
 """Minimum number of bytes as which a call of a decoding library counts in its turn of the event
 loop, even if it returns fewer.
@@ -37,7 +37,9 @@ INPUT_BYTES_MAX: Final = 16 * 1024
 may be slow and decode to nothing.
 """
 FRAMES_MAX: Final = 1_024
-"""Maximum number of gzip members or zstd frames in one body. Each costs a decoder of its own."""
+"""Maximum number of gzip members or zstd frames in one request body. Each costs a decoder of its
+own.
+"""
 ZSTD_WINDOW_BYTES_MAX: Final = 8 * 1024 * 1024
 """Maximum window size in bytes of zstd, as RFC 9659 sets it for this content encoding."""
 READ_BYTES_FREE: Final = 512 * 1024
@@ -59,7 +61,7 @@ class Unparsed(StrEnum):
 
 
 class _UnreadableError(Exception):
-    """An error of a body that cannot be decoded. `reason` says why."""
+    """An error of a request body that cannot be decoded. `reason` says why."""
 
     def __init__(self, reason: Unparsed = Unparsed.CORRUPT) -> None:
         super().__init__(reason.value)
@@ -316,7 +318,8 @@ class EncodedBody:
         self._bytes_max = bytes_max
         self._input: deque[bytes] = deque()
         self._at = 0
-        """Number of bytes of the first chunk in `_input` that are already decoded."""
+        """Number of bytes of the first chunk in `_input` that were already passed to the decoder.
+        """
         self._decoded: list[bytes] = []
         self.encoded_bytes = 0
         self.decoded_bytes = 0
@@ -348,7 +351,7 @@ class EncodedBody:
         return self.decoded_bytes + (self._decoder.memory_bytes if self._decoder else 0)
 
     def feed(self, chunk: bytes) -> None:
-        """Receive the next chunk of the encoded body; `work` decodes it."""
+        """Store the next chunk of the encoded body, which `work` decodes later."""
         self.encoded_bytes += len(chunk)
         if chunk and self._decoder is not None:
             self._input.append(chunk)
@@ -417,8 +420,8 @@ class EncodedBody:
 
 
 def _new_decoder(name: str) -> _Decoder | None:
-    """Return a decoder for the content encoding `name`, or None if it is unknown or its library is
-    not installed.
+    """Return a new decoder for the content encoding `name`, or None if the encoding is unknown or
+    its library is not installed.
     """
     new = _DECODERS.get(name)
     try:

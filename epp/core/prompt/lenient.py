@@ -36,7 +36,9 @@ _EMPTY: Final = frozenset({b"null", b"[]", b"{}", b'""'})
 
 
 class Unread(StrEnum):
-    """The reason why a JSON body is placed although it was not fully understood."""
+    """The reason why a request with a JSON body is placed although the body was not fully
+    understood.
+    """
 
     SHAPE = "unknown-shape"
     """A member of the body has a type or a form that the API does not define."""

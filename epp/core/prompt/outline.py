@@ -14,16 +14,16 @@ import numpy.typing as npt
 from msgspec import ValidationError
 
 PIECES_MAX: Final = 80_000
-"""Number of pieces, that is, objects, arrays, strings (including member names) and fractions, that
-a body of any length may have.
+"""Number of pieces that a body of any length may have. Pieces are objects, arrays, strings
+(including member names) and numbers with a fraction or an exponent.
 """
 BYTES_PER_PIECE: Final = 48
-"""Number of bytes of a longer body that allow one piece. A plain message has five pieces, so 16,000
-short messages are always accepted.
+"""Number of bytes that a body must have for each piece, if it has more than `PIECES_MAX` pieces. A
+plain message has five pieces, so 16,000 short messages are always accepted.
 """
 PIECES_PER_FRACTION: Final = 4
 """Number of pieces as which a number with a point or an exponent counts, because it takes as long
-to decode.
+to decode as these.
 """
 DIGITS_MAX: Final = 255
 """Maximum number of consecutive digits outside texts. The time to decode an integer grows with the
@@ -34,14 +34,16 @@ Symbols: TypeAlias = npt.NDArray[np.uint8]
 Places: TypeAlias = npt.NDArray[np.bool_]
 
 _FOLDING: Final = np.uint8(0x20)
-"""The only bit in which "[" differs from "{", "]" from "}", and "E" from "e"."""
+"""The bit in which "[" differs from "{", "]" from "}", and "E" from "e"; they differ in no other
+bit.
+"""
 _SLICE_BYTES: Final = 262_144
 """Number of bytes of a body that are counted at a time. The results fit into a core's cache, and a
 body of some hundred kilobytes needs few calls.
 """
 _WINDOW: Final = (DIGITS_MAX + 1) // 2
-"""Number of bytes in a window. More than `DIGITS_MAX` consecutive digits fill at least one aligned
-window.
+"""Number of bytes of the windows in which a body is searched for digits only. More than
+`DIGITS_MAX` consecutive digits fill at least one window.
 """
 
 
@@ -92,8 +94,8 @@ def outside_texts(body: bytes) -> Symbols:
 
 
 def _packed(places: Places) -> Symbols:
-    """Return the Boolean array `places` as one bit for each position, padded to whole words of 64
-    bits.
+    """Return the Boolean array `places` as bits, one for each of its positions, padded to whole
+    words of 64 bits.
     """
     marks = np.zeros(-(-len(places) // 64) * 8, np.uint8)
     marks[: -(-len(places) // 8)] = np.packbits(places, bitorder="little")
@@ -145,14 +147,16 @@ def is_closing(symbols: Symbols) -> Places:
 
 
 def _folded(symbols: Symbols) -> Symbols:
-    """Return the bytes with square brackets turned into braces, and letters into lower case."""
+    """Return the bytes in `symbols` with square brackets turned into braces, and letters into lower
+    case.
+    """
     folded: Symbols = symbols | _FOLDING
     return folded
 
 
 def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
-    """Return whether the bytes have more than `pieces_max` pieces. If texts are not blanked, they
-    may count as pieces, so that True may be wrong.
+    """Return whether the JSON text in `symbols` has more than `pieces_max` pieces. If its strings
+    are not blanked, their content may count as pieces, so that True may be wrong.
     """
     pieces, innermost = 0, 1
     for start in range(0, len(symbols), _SLICE_BYTES):
@@ -167,7 +171,7 @@ def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
 
 
 def _count_points(symbols: Symbols) -> int:
-    """Return the number of points and exponents that follow a digit."""
+    """Return the number of points and exponents that follow a digit in the JSON text in `symbols`."""
     points = 0
     for start in range(0, len(symbols), _SLICE_BYTES):
         # The first byte of the next slice may be such a point.
@@ -182,7 +186,9 @@ def _count(places: Places) -> int:
 
 
 def _may_have_long_number(symbols: Symbols) -> bool:
-    """Return whether some aligned window of `_WINDOW` bytes consists of digits only."""
+    """Return whether any of the windows of `_WINDOW` bytes into which `symbols` is divided consists
+    of digits only.
+    """
     ends = _is_digit(symbols[_WINDOW - 1 :: _WINDOW])
     if not ends.any():
         return False

@@ -180,14 +180,14 @@ _decode_members = Decoder(_Members).decode
 
 
 class _Reading(Struct, gc=False):
-    """The result of reading a body for one API."""
+    """The result of reading the body of a request for one API."""
 
     body: Body
     api: ApiKind = ApiKind.OPAQUE
     prompts: tuple[bytes, ...] = ()
     output_tokens_max: Raw = NO_JSON
     tokens_forgotten: int = 0
-    """Approximate number of tokens of the prompts beyond `PROMPTS_REMEMBERED_MAX`, which are not
+    """Approximate number of tokens of those prompts beyond `PROMPTS_REMEMBERED_MAX`, which are not
     recorded.
     """
 
@@ -293,7 +293,7 @@ def _token_bytes(token_ids: list[int]) -> bytes:
 
 
 class _Claim(Struct, frozen=True):
-    """A parser for the bodies of requests whose paths end in a suffix."""
+    """A parser for the bodies of requests whose URL paths end in one suffix."""
 
     parser: ParserName
     read: Callable[[bytes], _Reading] | None
@@ -315,11 +315,12 @@ _CLAIMS: Final[Mapping[str, _Claim]] = {
     "v1/messages/count_tokens": _Claim(ParserName.ANTHROPIC, None),
     "inference/v1/generate": _Claim(ParserName.VLLM_HTTP, _read_generate, model_required=False),
 }
-"""Parser by suffix of the path, in whole segments; the longest suffix wins."""
+"""Parser of request bodies by suffix of the URL path, in whole segments; the longest suffix wins.
+"""
 _USUAL_PATHS: Final[Mapping[str, str]] = {
     f"/v1/{suffix.removeprefix('v1/')}": suffix for suffix in _CLAIMS
 }
-"""Suffix of each of the paths that nearly all requests have."""
+"""Suffix of the URL path, by path, for the paths that nearly all requests have."""
 _SEGMENTS_MAX: Final = max(suffix.count("/") for suffix in _CLAIMS) + 1
 _PATH_HEADERS: Final = ("x-original-path", "x-forwarded-path")
 _DEFAULT_PATH: Final = "/v1/completions"
@@ -392,8 +393,9 @@ def parse_request(
 
 
 def _read_again(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
-    """Read a body that the strict parser rejected with `problem`. Return the result and the reason
-    why it is not fully understood, or a refusal if it is invalid.
+    """Read a body that the strict parser rejected with `problem`, by a parser that accepts more.
+    Return the result and the reason why the body is not fully understood, or a refusal if it is
+    invalid.
     """
     if isinstance(problem, (TooMuchError, RecursionError)):
         return _unread(suffix, body, problem)
@@ -469,8 +471,8 @@ def _path_of(headers: Mapping[str, str]) -> str:
 
 
 def _usual_path(body: bytes) -> str:
-    """Return the usual path of a request with such a body. NGINX Gateway Fabric does not send the
-    path.
+    """Return the URL path on which clients usually send a body with these members. NGINX Gateway
+    Fabric does not send the path.
 
     A body with `input` may be for responses or embeddings, which are read differently. The path
     that is returned for it makes the parser read only its model.

@@ -9,14 +9,16 @@ from msgspec import Struct
 
 ID_BYTES: Final = 4
 COMPARED_MIN: Final = 100
-"""Number of compared prompts of a model before its computed ids can be judged to differ."""
+"""Number of prompts of a model that must be compared before its computed token ids can be judged to
+differ from the engine's.
+"""
 AGREEMENT_MIN: Final = 0.95
-"""Share of a model's compared prompts whose computed ids must equal the engine's. Below it,
-computed ids are not used.
+"""Share of a model's compared prompts whose computed token ids must equal the engine's. Below it,
+computed ids of the model are not used.
 """
 TRIED_EACH: Final = 16
-"""Number of prompts of which the ids of one are computed for comparison, if a model's ids differ
-from the engine's.
+"""Number of prompts of a model of which only one is tokenized and compared, once the model's
+computed token ids were judged to differ from the engine's.
 """
 MODELS_MAX: Final = 256
 
@@ -55,11 +57,15 @@ class ComparedModel(Struct):
     compared: int = 0
     agreed: int = 0
     lately_compared: int = 0
-    """Number of compared prompts of the last time; older ones count less and less."""
+    """Number of recently compared prompts of the model. It is halved when it reaches 2 *
+    `COMPARED_MIN`, so that older prompts count less.
+    """
     lately_agreed: int = 0
     told: bool = False
     asked: int = 0
-    """Number of calls of `asks` for this model while its ids differed."""
+    """Number of calls of `Agreement.asks` for this model since its computed ids were judged to
+    differ.
+    """
 
     @property
     def exact(self) -> bool:

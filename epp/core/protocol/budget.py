@@ -10,14 +10,14 @@ a few large bodies cannot block many small ones.
 from typing import Final
 
 PIECE_BYTES: Final = 96
-"""Bytes of memory that a stored piece of a body uses besides its content: an object and its place
-in a list.
+"""Bytes of memory that a stored piece of a request body uses besides its content: an object and its
+place in a list.
 """
 
 
 SMALL_BYTES: Final = 262_144
-"""Maximum number of stored bytes of a stream that may use the whole budget, reserve included; most
-prompts are shorter.
+"""Maximum number of bytes that one stream may store and still use the whole budget, its reserve
+included. Most prompts are shorter.
 """
 RESERVED_SHARE: Final = 8
 """Divisor of the budget that gives the part reserved for streams with at most `SMALL_BYTES`."""

@@ -45,8 +45,8 @@ CONTROL_HEADERS: Final = frozenset(
         "x-kv-cache-source-host-port",
     }
 )
-"""Names of headers between gateway and picker. The picker removes them from clients' requests, so
-that model servers do not receive them.
+"""Names of the headers between gateway and picker. The picker lets the gateway remove them from
+clients' requests, so that model servers do not receive them.
 """
 
 
@@ -85,7 +85,7 @@ class RequestHeaders(Struct, frozen=True, gc=False):
 
 class RequestBody(Struct, frozen=True, gc=False):
     body: bytes | memoryview
-    """A piece of the request body, or all of it. A memoryview keeps the whole gRPC message in
+    """A piece of the request body, or the whole body. A memoryview keeps the whole gRPC message in
     memory.
     """
     end_of_stream: bool
@@ -135,8 +135,8 @@ class Destination(Struct, frozen=True, gc=False):
     set_headers: tuple[tuple[str, str], ...] = ()
     remove_headers: tuple[str, ...] = ()
     own_header: tuple[str, str] | None = None
-    """One more header to set on the request, kept apart because its value differs for each request;
-    None if there is none.
+    """One more header to set on the request, or None if there is none. It is kept apart because its
+    value differs for each request.
     """
 
 
@@ -169,8 +169,8 @@ class RequestTrailersAnswer(Struct, frozen=True):
 class ResponseHeadersAnswer(Struct, frozen=True, gc=False):
     set_headers: tuple[tuple[str, str], ...] = ()
     without_body: bool = False
-    """True to ask the gateway not to send the response body; this has an effect only if the gateway
-    allows an override.
+    """True to ask the gateway not to send the response body. This has an effect only if the gateway
+    allows an override of its processing mode.
     """
 
 
@@ -202,8 +202,8 @@ class ImmediateAnswer(Struct, frozen=True):
 
 RETRY_AFTER_S: Final = "1"
 RETURNED_CHARACTERS_MAX: Final = 256
-"""Maximum length in characters of a request id that is returned to the client. Clients may send any
-length, and responses have less room than requests.
+"""Maximum length in characters of a request id that is returned to the client. A client may send an
+id of any length, and responses have less room for headers than requests.
 """
 
 

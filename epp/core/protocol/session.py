@@ -128,13 +128,13 @@ class Gateway:
 
 
 UNSEEN_TOLD: Final = 20
-"""Number of streams without a response after which the gateway is reported to send none. It is
-above 1, because clients may leave.
+"""Number of streams without a response after which the picker reports that the gateway sends no
+responses. It is above 1, because clients may leave.
 """
 PIECES_FREE: Final = 1_024
 PIECE_MEAN_BYTES_MIN: Final = 256
-"""Bytes of a body that allow one more piece beyond `PIECES_FREE`. A gateway sends what one read of
-a socket returns: some kilobytes, in full duplex up to 64 KB.
+"""Number of bytes of a request body that allow one more piece beyond `PIECES_FREE`. A gateway sends
+what one read of a socket returns: some kilobytes, in full duplex up to 64 KB.
 """
 
 
@@ -199,11 +199,13 @@ class Exchange(Struct, eq=False):
     available, or "".
     """
     unparsed_api: str = ""
-    """Suffix of the path by which a parser reads the body, if a content encoding made it
-    unreadable; otherwise "".
+    """Suffix of the URL path by which a parser would have read the body, if a content encoding made
+    the body unreadable; otherwise "".
     """
     answered_at_s: Seconds = 0.0
-    """Time at which the message came that the decision or refusal answers."""
+    """Time at which the request was placed or refused: that of the message, or of the end of the
+    wait, that led to it.
+    """
     response_started_at_s: Seconds | None = None
     first_output_at_s: Seconds | None = None
     status: int | None = None
@@ -277,7 +279,7 @@ class Phase(StrEnum):
     BUFFERED = "buffered"
     """The picker has answered the request headers, and the body will arrive in one message."""
     WAITING = "waiting"
-    """The request has to wait: for its placement, or until its body is decoded."""
+    """The request waits for its placement, or until its body is decoded."""
     ROUTED = "routed"
     """The gateway knows the destination, and the picker passes the rest of the request through."""
     RESPONDING = "responding"
@@ -414,8 +416,9 @@ class Session:
         self._observer.failed(self._exchange, failure)
 
     def half_closed(self, now: Seconds) -> list[Answer]:
-        """Process the end of the gateway's messages, and return the answers to send. Some gateways
-        half-close the stream right after the body, and still need answers.
+        """Process the half-close of the stream, after which the gateway sends no more messages.
+        Return the answers to send. Some gateways half-close the stream right after the body, and
+        still need answers.
         """
         if self._phase is Phase.COLLECTING and self._pieces and not self._announced:
             return self._route_full_duplex(now, trailers=False)
@@ -788,7 +791,7 @@ class Session:
         return []
 
     def _in_small_pieces(self) -> bool:
-        """Return whether the body came in too many pieces for its size."""
+        """Return whether the request body came in too many pieces for its size."""
         return self._pieces > PIECES_FREE + self._body_bytes // PIECE_MEAN_BYTES_MIN
 
     def _let_go(self) -> None:
@@ -837,7 +840,9 @@ class Session:
         return []
 
     def _count(self, encoded: EncodedBody) -> bool:
-        """Count the decoder's present memory against the budget. Return False if it does not fit."""
+        """Count the memory that the decoder uses now against the budget. Return False if it does
+        not fit.
+        """
         more_bytes = encoded.held_bytes - self._decoding_bytes
         if more_bytes > 0 and not self._budget.take(more_bytes, self._taken_bytes):
             return False
@@ -923,8 +928,8 @@ class Session:
         return self._place(_Pending(parsed.request, changed, answers, text), now)
 
     def _is_to_pass(self) -> bool:
-        """Return whether the body is too large to be read while memory is scarce, and needs no
-        change.
+        """Return whether the request body is to be passed on unread, because it is too large to be
+        read while memory is scarce. Return False if the body needs a change.
         """
         settings = self._settings
         return (
@@ -1172,9 +1177,10 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
 
 def chunks(body: bytes | memoryview, *, ends: bool) -> Sequence[tuple[bytes | memoryview, bool]]:
     """Return `body` as (piece, whether it is the last) in pieces that every gateway accepts,
-    without copying. `ends` is True if the body ends with it.
+    without copying. `ends` is True if neither more of the body nor trailers follow; only then is a
+    piece the last.
 
-    An empty body is one empty piece if it ends the stream, and no piece otherwise.
+    An empty body is one empty piece if `ends` is True, and no piece otherwise.
     """
     if len(body) <= BODY_CHUNK_BYTES_MAX:
         return ((body, ends),) if body or ends else ()

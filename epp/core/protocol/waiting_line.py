@@ -12,8 +12,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.waiting import Resume
 
 REQUESTS_MAX: Final = 16_384
-"""Maximum number of requests in the line; further ones are placed at once, as if there were no
-line.
+"""Maximum number of requests in the waiting line. Further requests are placed at once, as if there
+were no line.
 """
 
 
@@ -31,7 +31,9 @@ class WaitingLine:
         self._requests_max = requests_max
         self._places: OrderedDict[int, _Place] = OrderedDict()
         self._taken = 0
-        """Number of requests that ever entered the line, which numbers their places."""
+        """Number of requests that ever entered the waiting line, by which their places are
+        numbered.
+        """
         self._admitting = False
 
     def __len__(self) -> int:
@@ -51,7 +53,7 @@ class WaitingLine:
         return place
 
     def admit(self) -> None:
-        """Release requests, oldest first, until one must still wait."""
+        """Release the requests in the line, oldest first, until the first of them must still wait."""
         # Placing a request may end another one, whose observers call this method again.
         if self._admitting or not self._places:
             return

@@ -59,7 +59,7 @@ _RANK: Final = re.compile(r"-rank-\d+\Z")
 
 
 class PageContent(Struct, frozen=True):
-    """The parsed content of one page of an endpoint."""
+    """The parsed content of one model or GPU page of an endpoint."""
 
     attributes: Mapping[str, float] = NO_ATTRIBUTES
     models: tuple[str, ...] | None = None
@@ -72,7 +72,7 @@ class PagesRow(Struct, frozen=True):
     models: tuple[str, ...] | None
     """Names of the endpoint's models, or None if they are unknown."""
     problems: tuple[str, ...]
-    """Problems of fetching the endpoint's pages, one sentence each."""
+    """Problems of fetching the endpoint's model and GPU pages, one sentence each."""
 
 
 class _Model(Struct, frozen=True):
@@ -108,8 +108,8 @@ def models_on(page: bytes) -> tuple[str, ...]:
 def gpu_utilization_on(page: bytes, pod: str) -> float:
     """Return the highest GPU utilization on a DCGM page, from 0 to 1.
 
-    A sample with a pod label counts only if the label is `pod`. Raises `ExpositionError` if no
-    sample counts.
+    Only samples without a pod label, or with the name `pod` in it, count. Raises `ExpositionError`
+    if no sample counts.
     """
     values = [
         value
@@ -140,7 +140,9 @@ _READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], PageContent], Sec
     "models": (_read_models, MODELS_INTERVAL_S_MIN),
     "gpus": (_read_gpus, GPU_INTERVAL_S_MIN),
 }
-"""Parser of each kind of page, and minimum interval between its fetches in seconds."""
+"""Parser of each kind of page ("models", "gpus"), and minimum interval in seconds between two
+fetches of such a page.
+"""
 
 
 class _Source(Struct, frozen=True):
@@ -157,8 +159,8 @@ class _Source(Struct, frozen=True):
         return max(self.interval_s_min, self.settings.interval_s)
 
     def where(self, endpoint: Endpoint) -> tuple[Endpoint, MetricsTarget]:
-        """Return the endpoint with the address to fetch this page from, and the port, scheme and
-        path.
+        """Return from where to fetch this page of `endpoint`: the endpoint, with the node's address
+        if the page comes from there, and the port, scheme and path.
         """
         port = int(endpoint.address.rpartition(":")[2])
         if isinstance(self.settings, DcgmDataSource):
@@ -194,7 +196,9 @@ class _Page:
 
 
 class Prepared(Struct, frozen=True):
-    """The input of `EndpointPages.configure`, after all files were read."""
+    """Settings for fetching model and GPU pages, whose certificate files were read already; the
+    input of `EndpointPages.configure`.
+    """
 
     sources: tuple[_Source, ...]
 
@@ -234,7 +238,7 @@ class EndpointPages:
         self._sources: tuple[_Source, ...] = ()
         self._endpoints: Sequence[Endpoint] = ()
         self._pages: dict[tuple[str, str], _Page] = {}
-        """Fetched pages by endpoint id and kind of page."""
+        """Fetched model and GPU pages, by endpoint id and kind of page."""
         self._group: asyncio.TaskGroup | None = None
 
     def configure(self, prepared: Prepared) -> None:
@@ -249,7 +253,7 @@ class EndpointPages:
         self.replace(self._endpoints)
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the set of endpoints from which pages are fetched."""
+        """Replace the set of endpoints from which model and GPU pages are fetched."""
         self._endpoints = endpoints
         wanted: dict[tuple[str, str], tuple[Endpoint, _Source]] = {
             (endpoint.endpoint_id, source.name): (endpoint, source)
@@ -299,12 +303,12 @@ class EndpointPages:
         return PagesRow(models=listed[0] if listed else None, problems=problems)
 
     def unread(self) -> Mapping[str, int]:
-        """Return the number of endpoints whose last fetch failed, by kind of page."""
+        """Return the number of endpoints whose last fetch of a page failed, by kind of page."""
         names = [page.source.name for page in self._pages.values() if page.problem]
         return {source.name: names.count(source.name) for source in self._sources}
 
     async def run(self) -> None:
-        """Fetch pages until cancelled. This method owns all tasks and connections."""
+        """Fetch model and GPU pages until cancelled. This method owns all tasks and connections."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group

@@ -102,8 +102,10 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     rejections_total: tuple[Selector, ...] = ()
     """Counter of requests that the engine refused because it was full."""
     requests_total: tuple[Selector, ...] = ()
-    """Counter of requests, whose decrease indicates a restart of the engine. At most one selector,
-    because two counters would be mixed up.
+    """Counter of requests or of their prompt tokens, whose decrease indicates a restart of the
+    engine.
+
+    At most one selector, because two counters would be mixed up.
     """
     cache_queried: tuple[Selector, ...] = ()
     """Counter of prompt tokens that the engine looked up in its prefix cache."""
@@ -346,8 +348,8 @@ class _Allowance:
         self.escaped_bytes = ESCAPED_BYTES_MAX
 
     def take(self, page: bytes, engine: _Engine) -> _Found:
-        """Find the wanted series of `engine` on `page` and charge them. Raises `ExpositionError` if
-        they exceed the allowance.
+        """Find the wanted series of `engine` on `page`, and subtract them from what may still be
+        parsed. Raises `ExpositionError` if they exceed the limits of a page.
         """
         found: _Found = {}
         for line in islice(engine.lines.finditer(page), self.series + 1):
@@ -376,7 +378,8 @@ class _Reading(Struct):
     """A parsed metrics page, with which the next pages of the endpoint are parsed faster."""
 
     engines: tuple[_Engine, ...]
-    """Types of engines that were possible for the page."""
+    """Types of engines of which the page could be: the one that the endpoint's labels name, or all.
+    """
     engine: _Engine
     layout: PageLayout
     found: _Found
@@ -639,7 +642,9 @@ def _gauges(found: _Found, selectors: Sequence[Selector], most: float = VALUE_MA
 
 
 def _summed(found: _Found, selectors: Sequence[Selector]) -> float:
-    """Return the sum of the matching series' values, or NaN if the page has no such series."""
+    """Return the sum of the matching series' values, or NaN if the page has no such series or a
+    value is invalid.
+    """
     values = _values(found, selectors)
     return sum(values) if values else math.nan
 
@@ -726,7 +731,10 @@ def _shown(name: bytes) -> str:
 
 
 def _number(name: bytes, line: bytes, text: bytes) -> float:
-    """Parse the value of a metrics line. Return NaN if it is NaN, negative or above `VALUE_MAX`."""
+    """Parse the value of a metrics line. Return NaN if it is NaN, negative or above `VALUE_MAX`.
+
+    Raises `ExpositionError` if it is not a number.
+    """
     try:
         # float() accepts digit groups, which the format does not allow.
         value = float(text[:_NUMBER_BYTES_MAX].replace(b"_", b"x"))

@@ -17,7 +17,7 @@ from epp.core.types import EndpointMetrics, Seconds
 WINDOW_S: Final = 60.0
 """Length in seconds of the window over which the recent mean of times to first token is taken."""
 STEP_S: Final = 5.0
-"""Minimum seconds between two samples that are recorded for that window."""
+"""Minimum seconds between two recorded samples of an endpoint's times to first token."""
 _STEPS_MAX: Final = int(WINDOW_S / STEP_S) + 1
 
 
@@ -45,7 +45,9 @@ class _Engine:
         engines at this endpoint counted (`before_count`).
         """
         self.steps: deque[tuple[Seconds, Seconds, float]] = deque(maxlen=_STEPS_MAX)
-        """Time, sum and count of each recorded sample; sum and count include earlier engines."""
+        """Time, sum and count of each recorded sample of times to first token; sum and count
+        include earlier engines.
+        """
 
 
 class FirstTokensSeen:

@@ -26,7 +26,9 @@ class GatheredReads:
         return len(self._selector.get_map() or ())
 
     def add(self, descriptor: int, read: Callable[[], None]) -> None:
-        """Call `read` whenever `fetch` finds that the connection is readable or has ended."""
+        """Add a connection. From now on `fetch` calls `read` if the connection is readable or has
+        ended.
+        """
         self._selector.register(descriptor, selectors.EVENT_READ, read)
 
     def remove(self, descriptor: int) -> None:

@@ -43,9 +43,10 @@ def places_of(
     `page`, or a text that says why they are unknown.
 
     The host of the endpoint is used, because the engine cannot know its address for this picker. If
-    a pod has as many `endpoints` as the engine has ranks, the endpoint is `rank`. An engine with
-    more ranks distributes requests among them. Its cached blocks are then useful only if a plugin
-    selects the rank (`ranks_chosen`) and the engine is one endpoint.
+    a pod has at least as many `endpoints` as the engine has ranks, only the address of the
+    endpoint's own `rank` is returned. An engine with more ranks distributes requests among them.
+    Its cached blocks are then useful only if a plugin selects the rank (`ranks_chosen`) and the
+    engine is one endpoint.
     """
     try:
         ranks = msgspec.json.decode(page, type=dict[str, _Published])

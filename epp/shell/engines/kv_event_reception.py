@@ -42,8 +42,8 @@ class Reception:
         self.group: asyncio.TaskGroup | None = None
         """Owner of the tasks that request missed events, or None while no events are received."""
         self.gone: Counter[tuple[str, str]] = Counter()
-        """Counts of subscriptions that were closed, by kind ("events", "faults", "streams") and
-        name.
+        """Counters of all subscriptions that were closed, added up by kind ("events", "faults",
+        "streams") and name of the counter.
         """
         self.turns = Turns(clock, self._do)
         self._scheduler = scheduler
@@ -77,8 +77,10 @@ class Reception:
             subscription.close(self._clock())
 
     def watch(self, source: Source, now: Seconds) -> None:
-        """Compare the events received from the rank `source` with the pool's load, and log if a
-        working engine sends none. Called a few times a second.
+        """Check whether the rank `source` sends KV events while its engine works, and log a warning
+        if it begins to send none.
+
+        Called a few times a second.
         """
         subscription = source.subscription
         if subscription is None:
@@ -152,8 +154,8 @@ class Reception:
         self.turns.add(source)
 
     async def _replay(self, source: Source, place: Place, first: int) -> None:
-        """Request missed events from `first` on. They are stored as they arrive and processed
-        later, so that the engine need not wait.
+        """Request the missed events again, from the sequence number `first` on. They are stored as
+        they arrive and processed later, so that the engine need not wait.
         """
         subscription = source.subscription
         if subscription is None or place.replay_port is None:

@@ -34,7 +34,7 @@ closed at once.
 """
 UNKNOWN_MESSAGES_MAX: Final = 64
 """Maximum number of messages that the picker rejects from one connection before it closes the
-connection. It rejects messages that name no endpoint at the address of the connection.
+connection. For example, it rejects a message whose topic names an endpoint with another IP address.
 """
 UNHEARD_S: Final[Seconds] = 30.0
 """Time in seconds for which an IP address that sent events for other endpoints is ignored."""
@@ -66,8 +66,8 @@ class KVEventReceiver(Protocol):
     """
 
     def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
-        """Use the connection `lines` for the endpoint, the only one that may use it. Nothing was
-        received on it yet.
+        """Use the new connection `lines` for an endpoint before any message arrives, because no
+        other endpoint has the same IP address.
         """
         ...
 
@@ -87,12 +87,12 @@ class KVEventReceiver(Protocol):
 
 
 class _Peer:
-    """The state of one connection from an engine."""
+    """The state of one connection on which an engine sends KV-cache events."""
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.speaks_for: dict[bytes, str] = {}
-        """Ids of the endpoints at the connection's address that its topics name, by topic."""
+        """Ids of the endpoints that the topics on this connection name, by topic."""
         self.unknown_messages = 0
 
 
@@ -111,7 +111,7 @@ class KVEventServer:
         ranks: int = 1,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """Configure the server.
+        """Create the server for engines that connect to send KV-cache events.
 
         An empty `host` means all addresses. Topics must begin with `topic`. `ranks` is the number
         of data-parallel ranks per endpoint.
@@ -133,10 +133,12 @@ class KVEventServer:
         self._peers: dict[ZmtpLines, _Peer] = {}
         self._strangers: set[ZmtpLines] = set()
         self._unheard_until_s: dict[str, Seconds] = {}
-        """Time until which messages from an IP address are ignored, by address."""
+        """Time until which connections from an IP address are not read, by address."""
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """Replace the endpoints whose engines may connect."""
+        """Replace the endpoints whose engines may connect, and close connections from addresses
+        without endpoints.
+        """
         self._endpoints = {}
         for endpoint in endpoints:
             address = canonical_address(endpoint.address)
@@ -261,8 +263,8 @@ class KVEventServer:
             )
 
     def _endpoint_of(self, host: str, topic: bytes) -> str | Rejection:
-        """Return the id of the endpoint for which a message with `topic` from `host` is meant, or
-        why there is none.
+        """Return the id of the endpoint for which a message with `topic` from the IP address `host`
+        is meant, or the reason why there is none.
         """
         at_host = self._endpoints.get(host, {})
         address = canonical_address(address_in(topic))
@@ -293,7 +295,9 @@ def address_in(topic: bytes) -> str:
 
 
 def _host_of_peer(transport: asyncio.Transport) -> str:
-    """Return the IP address of a connection's other side, spelled as in endpoint addresses."""
+    """Return the IP address of the engine that opened a connection, spelled as in endpoint
+    addresses, or "" if it is unknown.
+    """
     peer = transport.get_extra_info("peername")
     return canonical_address(str(peer[0]).removeprefix("::ffff:")).strip("[]") if peer else ""
 

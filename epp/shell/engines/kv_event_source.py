@@ -55,20 +55,20 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
     """
 
     states: Mapping[str, int]
-    """Number of endpoints by the state of their event stream."""
+    """Number of endpoints by the state of their stream of KV-cache events."""
     incomplete: int = 0
     """Number of endpoints with a live event stream that have not reported all of their cached
     blocks.
     """
     silent: int = 0
     events: Mapping[str, int]
-    """Number of received events by their type."""
+    """Number of received KV-cache events by their type."""
     faults: Mapping[str, int]
     """Number of events and payloads that were not understood, and of rejected messages, by
     reason.
     """
     streams: Mapping[str, int]
-    """Number of gaps, replays and similar incidents of event streams, by kind."""
+    """Number of gaps, replays and similar incidents of the streams of KV-cache events, by kind."""
 
 
 class Source:
@@ -87,20 +87,24 @@ class Source:
         self.others: list[Source] = []
         """Sources of the endpoint's other ranks in order; empty for every rank but the first."""
         self.lives = 0
-        """Number of restarts of the engine that were known when the endpoint was last asked for its
-        sources.
+        """Number of the engine's restarts that were known when the endpoint was last asked where it
+        publishes its events.
         """
         self.asking: asyncio.Task[None] | None = None
-        """Task that asks the endpoint again where it publishes, or None."""
+        """Task that asks the endpoint again where it publishes its events, or None if there is no
+        such task.
+        """
         self.subscription: Subscription | None = None
         self.place: Place | None = None
         """Address where the rank publishes its events, or None if unknown."""
         self.heard_at: Place | None = None
-        """Address of the other side of the open connection `lines`, whichever side opened it."""
+        """Address of the engine at the other end of the open connection `lines`, whether picker or
+        engine opened it.
+        """
         self.problem = ""
         self.rank_said: int | None = None
-        """Data-parallel rank in the payloads of an engine that connected and has one configured
-        rank; None until a payload contains one.
+        """Data-parallel rank in the payloads of an engine that connected, if one rank is
+        configured; None until a payload names its rank.
         """
         self.refused = ""
         """Reason why messages of an engine that connects are ignored, or "" if they are not."""
@@ -117,8 +121,8 @@ class Source:
     def worst_row(self, unix_time_s: Seconds, unconnected: str) -> SourceRow:
         """Return the endpoint's row for operators; with several ranks it describes the worst one.
 
-        Call it only on the first rank's source. `unconnected` is the problem of a rank without
-        subscription that has no other problem.
+        Call it only on the first rank's source. `unconnected` is the problem that the row shows for
+        a rank that has neither a subscription nor a problem of its own.
         """
         if not self.others:
             return self._row(unix_time_s, unconnected)

@@ -23,7 +23,7 @@ PAUSE_S: Final[Seconds] = 0.004
 takes less time.
 """
 IDLE_PAUSE_S: Final[Seconds] = 0.016
-"""Longest pause in seconds between two turns while no events arrive."""
+"""Longest pause in seconds between two turns while no KV-cache events arrive."""
 AT_ONCE_MAX: Final = 32
 """Number of endpoints from which one frame of events is decoded before any of these frames is
 processed.
@@ -40,7 +40,7 @@ is not read.
 
 class Turns:
     """The turns in which the events of all connections of a picker are read and processed. `asked`
-    is called with the replays that a subscription requests.
+    is called with a rank's source and the replays that its subscription requests.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Turns:
         """Sources with unprocessed events, in the order of their turns."""
         self._turn: asyncio.Handle | None = None
         self._pause_s = PAUSE_S
-        """Pause in seconds before the next turn."""
+        """Pause in seconds before the next turn in which events are processed."""
 
     def gather(self, source: Source) -> None:
         """Read the open connection of the rank `source` in turns from now on."""
@@ -72,7 +72,7 @@ class Turns:
         self._await_turn()
 
     def close(self) -> None:
-        """Cancel all scheduled turns and stop reading."""
+        """Cancel the scheduled turns in which events are processed, and stop reading connections."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None

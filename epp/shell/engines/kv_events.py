@@ -63,8 +63,8 @@ ASK_S_MAX: Final[Seconds] = 2.0
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 5.0
 NO_SOURCE_S: Final[Seconds] = 30.0
-"""Delay in seconds before an endpoint that listed no source of events is asked again. After no
-answer the delay is shorter.
+"""Delay in seconds before an endpoint whose engine publishes no events is asked again. If the
+endpoint did not answer, the delay is shorter.
 """
 TAKEN_OVER_S: Final[Seconds] = 5.0
 """Time in seconds without events after which an engine's connection may be replaced by another
@@ -91,7 +91,7 @@ class KVEventListener:
         clock: Callable[[], Seconds] = time.monotonic,
         wall_clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """Create the receiver. `seed` determines only random delays."""
+        """Create the receiver of KV-cache events. `seed` determines only random delays."""
         self._scheduler = scheduler
         self._supervisor = supervisor or Supervisor()
         self._clock = clock
@@ -162,8 +162,8 @@ class KVEventListener:
             self._wanted.set()
 
     def _replace_sources(self, endpoints: Sequence[Endpoint]) -> None:
-        """Keep the source of each endpoint whose engine is still the same process, and drop all
-        other sources.
+        """Keep the event source of each endpoint whose engine is still the same process, create one
+        for each new endpoint, and drop the others.
         """
         settings = self._settings
         before, self._sources = self._sources, {}
@@ -258,8 +258,10 @@ class KVEventListener:
     # The methods below handle engines that connect.
 
     def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
-        """Use the connection `lines` for the endpoint, the only one that may use it. Nothing was
-        received on it yet.
+        """Use the new connection `lines` for an endpoint before any message arrives, because no
+        other endpoint has the same IP address.
+
+        It is not used if the endpoint has several ranks, because only a message names the rank.
         """
         source = self._sources.get(endpoint_id)
         if source is not None and not source.others and not source.refused:
@@ -346,8 +348,8 @@ class KVEventListener:
         return Place(source.endpoint.host, port, None if replay is None else replay + rank)
 
     def _new_source(self, endpoint: Endpoint, slot: int, settings: KvEventsConfig) -> Source:
-        """Return the source of an endpoint's first rank. If the number of ranks is configured and
-        engines connect, it has the other ranks.
+        """Return the event source of an endpoint's first rank. If engines connect and several ranks
+        are configured, it contains the sources of the other ranks.
         """
         first = Source(endpoint, slot)
         ranks = _ranks_that_connect(settings)
@@ -557,7 +559,7 @@ class KVEventListener:
 
     async def _hear(self, source: Source, place: Place) -> bool:
         """Receive the events of the rank `source` from `place` until the connection ends. Return
-        True if it was established.
+        True if the connection was established.
         """
         topic = b"" if self._settings is None else self._settings.topic_filter.encode()
         zmtp = ZmtpConnection(SocketType.SUB, topic=topic)

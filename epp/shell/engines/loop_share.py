@@ -20,15 +20,17 @@ SHARE_ONE_MAX: Final = 0.01
 page takes 0.1 ms.
 """
 SHARE_ALL_MAX: Final = 0.5
-"""Maximum share of the event loop's time for the pages of all endpoints; a thousand usual ones
-every half second take 0.2.
+"""Maximum share of the event loop's time for the pages of all endpoints. A thousand usual pages
+every half second take a share of 0.2.
 """
 CREDIT_S: Final = 10.0
-"""Maximum debt of an endpoint in seconds of pauses up to which its fetches are not delayed
-further.
+"""Debt of an endpoint, in seconds of pauses that were left out, up to which it is still fetched
+often enough for fresh metrics. The debt above it delays its next fetch.
 """
 COST_S_MAX: Final = 0.1
-"""Maximum time in seconds that is charged for one page; a page by itself cannot cause more."""
+"""Maximum time in seconds that is charged for one page. No page within the limits takes longer;
+more time has another cause, such as a busy machine.
+"""
 
 
 class LoopShare:
@@ -81,7 +83,7 @@ class Account:
         self._spent_s += self._shared.clock() - self._started_s
 
     def charge(self, seconds: Seconds) -> None:
-        """Charge loop time for a page that the code of the block cannot measure."""
+        """Charge more loop time for a page, which the block of `with account:` cannot measure."""
         self._spent_s += seconds
 
     def settle(self, interval_s: Seconds, patience_s: Seconds) -> Seconds:

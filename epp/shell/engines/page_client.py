@@ -53,7 +53,7 @@ class BadResponseError(Exception):
         super().__init__(what)
         self.kind: Literal["status", "page"] = kind
         self.status = status
-        """Status of the HTTP answer if that is the problem, else 0."""
+        """HTTP status of the answer if the status is the problem, else 0."""
 
 
 class StaleConnectionError(ConnectionError):
@@ -125,7 +125,9 @@ class ResponseReader:
         return True
 
     def end(self) -> None:
-        """Process the end of the connection, which ends the body of an answer without a length."""
+        """Process the end of the connection, which ends the body of an answer without a length.
+        Raises `BadResponseError` for any other answer, because it is incomplete.
+        """
         self.keep_alive = False
         if self._headers_read and self._length is None and self._chunks is None:
             self.body = bytes(self._wire[self._at :])
@@ -225,7 +227,9 @@ class ResponseReader:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that passes the data of one HTTP answer at a time to a parser."""
+    """An asyncio protocol for one connection to an endpoint, which passes the data of one HTTP
+    answer at a time to a parser.
+    """
 
     def __init__(self, account: Account) -> None:
         self._account = account

@@ -143,8 +143,8 @@ def layout_of(
 ) -> PageLayout | None:
     """Return the layout of a metrics page, given the number of `lines` of each wanted name.
 
-    `alone` contains series that may stand among others; they are searched as rarely as `seldom`.
-    Return None in these cases:
+    `alone` contains series whose lines may stand among those of other series; they are searched as
+    rarely as `seldom`. Return None in these cases:
 
     - A wanted series is not below the one heading of its metric and not in `alone`.
     - The page begins with a heading.
@@ -181,8 +181,8 @@ def layout_of(
 
 
 def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
-    """Return the lines of the series `name`, wherever they stand on the page, or [] if one ends in
-    a comment or there are too many.
+    """Return the lines of the series `name`, wherever they stand on the page, or [] if one contains
+    a "#" or there are too many.
     """
     found: list[_Line] = []
     opening = b"\n" + name

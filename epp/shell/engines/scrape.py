@@ -58,10 +58,10 @@ def interval_s_by_pool(endpoints: int) -> Seconds:
 
 
 def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
-    """Return the seconds between two scrapes of an idle endpoint.
+    """Return the seconds between two scrapes of an idle endpoint, at least `interval_s`.
 
-    Metrics older than `oldest_s` seconds are not used. The result is at most half of it, so that a
-    failed scrape leaves time for another one.
+    Metrics older than `oldest_s` seconds are not used. If `interval_s` allows it, the result is at
+    most half of that, so that a failed scrape leaves time for another one.
     """
     return max(interval_s, min(IDLE_INTERVALS * interval_s, oldest_s / 2))
 
@@ -108,12 +108,14 @@ class _Target:
         self.account = account
         self.memory = PageMemory()
         self.failures = 0
-        """Number of consecutive failures for which this endpoint is scraped less often."""
+        """Number of consecutive failed scrapes that lengthen the pause before this endpoint's next
+        scrape.
+        """
         self.idle = False
         """True if the endpoint was idle at its last scrape and got no work since."""
         self.problem: tuple[ScrapeFailure, str] | None = None
-        """Kind and sentence of the endpoint's last failure, or None if its last scrape
-        succeeded.
+        """Kind and sentence of the endpoint's last failure, or None if its last scrape succeeded or
+        there was none.
         """
         self.due_s: Seconds = 0.0
         self.earliest_s: Seconds = 0.0
@@ -261,7 +263,7 @@ class Scraper:
 
     def problem_of(self, endpoint: Endpoint) -> tuple[ScrapeFailure, str] | None:
         """Return kind and sentence of the endpoint's last failed scrape, or None if its last scrape
-        succeeded.
+        succeeded or it is not scraped.
         """
         target = self._targets.get(endpoint.endpoint_id)
         return None if target is None else target.problem
@@ -338,8 +340,8 @@ class Scraper:
                 target.resting = None
 
     def _pause_s(self, target: _Target) -> Seconds:
-        """Return the pause in seconds before the target's next scrape. Each failure after the first
-        doubles it, up to a maximum.
+        """Return the pause in seconds before the target's next scrape. Each consecutive failure
+        after the first doubles it, up to a maximum.
         """
         interval_s = self.interval_s
         if target.idle and self._idle_oldest_s is not None:
@@ -349,8 +351,8 @@ class Scraper:
         return self._jittered(max(interval_s, min(pause_s, self._backoff_s_max)))
 
     def _aligned(self, due_s: Seconds) -> Seconds:
-        """Return the time nearest to the due time, within the jitter, at which other endpoints are
-        scraped together.
+        """Return the multiple of a common time step that is nearest to `due_s`, so that several
+        endpoints are scraped at the same time. It differs from `due_s` by less than the jitter.
         """
         interval_s = self.interval_s
         grid_s = interval_s * min(JITTER, TOGETHER / max(len(self._targets), 1))

@@ -105,7 +105,7 @@ class ZmtpLines(asyncio.Protocol):
             self.end("does not read what it is sent")
 
     def read(self, *, on: bool) -> None:
-        """Resume (`on` True) or pause reading from the connection."""
+        """Resume (`on` True) or pause reading from the ZMTP connection."""
         if on is not self._paused or self.transport is None or self.transport.is_closing():
             return
         self._paused = not on
@@ -117,7 +117,7 @@ class ZmtpLines(asyncio.Protocol):
             self.transport.pause_reading()
 
     def end(self, why: str = "is no longer used") -> None:
-        """Close the connection for the reason `why`; only the first reason is recorded."""
+        """Close the ZMTP connection for the reason `why`; only the first reason is recorded."""
         if self._reads is not None:
             self._reads.remove(self._descriptor)
             self._reads = None

@@ -47,11 +47,11 @@ class LastGood:
         *,
         retry_s: Seconds = 60.0,
     ) -> None:
-        """Create the handler of the copy in `folder`; if that is empty, copies are disabled.
-        `on_failure` is called for each failed write.
+        """Create the handler of the last-good copy in `folder`; if `folder` is "", copies are
+        disabled. `on_failure` is called for each failed write.
         """
         self.name = name
-        """Name of the last-good copy, and of the copied file in metrics and logs."""
+        """Name of the copied file in metrics and logs, and file name of its last-good copy."""
         self.in_force = False
         """True if the picker runs with the last-good copy instead of the file."""
         self._path = Path(folder, name) if folder else None
@@ -76,8 +76,8 @@ class LastGood:
         return made
 
     def keep(self, content: bytes) -> None:
-        """Schedule the file's `content`, which came into force, to be written to the copy by
-        `run`.
+        """Schedule the file's `content`, which came into force, to be written to the last-good copy
+        by `run`.
         """
         self.in_force = False
         if self._path is not None:
@@ -104,7 +104,7 @@ class LastGood:
             self._on_failure()
             if problem != self._problem:
                 self._problem = problem
-                _log.error("last-good copy not written", file=self.name, problem=problem)
+                _log.error("last-good copy cannot be written", file=self.name, problem=problem)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._due.wait(), self._retry_s)
             self._due.set()
@@ -116,7 +116,11 @@ class LastGood:
             made = make(_read(self._path))
         except StartError as unfit:
             problems = str(unfit).splitlines()
-            _log.error("last-good copy cannot be used", file=self.name, problems=problems)
+            _log.error(
+                "file is broken, and its last-good copy cannot be used either",
+                file=self.name,
+                problems=problems,
+            )
             raise error from unfit
         self.in_force = True
         _log.warning(

@@ -40,10 +40,11 @@ class SegmentFolder:
     ) -> None:
         """Create the writer. `name_of` returns the file name of a segment by its number.
 
-        Patterns in `names` match the file names of all segments, and their groups are the origin,
-        by which older processes sort first, and the number. The oldest files are removed while all
-        of them together exceed `total_bytes_max`. So are files last written more than `age_max_s`
-        seconds ago. `clock` returns Unix time.
+        `names` are patterns that match the file names of all segments. The first group of a pattern
+        is the origin, an id of the process that wrote the segment; origins sort by the start of
+        their process. The second group is the segment's number. The oldest segments are removed
+        while all together exceed `total_bytes_max`, and those that were last written more than
+        `age_max_s` seconds ago. `clock` returns Unix time.
         """
         self._folder = folder
         self._name_of = name_of
@@ -54,7 +55,7 @@ class SegmentFolder:
         self._descriptor: int | None = None
         self._open_name = ""
         self.segment_bytes = 0
-        """Size in bytes of the complete data in the open segment."""
+        """Size in bytes of the members that were completely written to the open segment."""
         self.total_bytes = 0
         """Size in bytes of all segments in the folder, including those of other processes."""
 
@@ -71,8 +72,10 @@ class SegmentFolder:
         self._descriptor = os.open(self._folder / self._open_name, flags, _MODE)
 
     def append(self, member: bytes) -> None:
-        """Append `data` to the open segment. If it raises `OSError`, nothing was appended and no
-        segment is open.
+        """Append `member` to the open segment, then remove old segments beyond the limits.
+
+        Raises `OSError` if either fails, and closes the segment. Of a `member` that could not be
+        written completely nothing stays in the file.
         """
         assert self._descriptor is not None, "a segment is open"
         try:
@@ -83,7 +86,7 @@ class SegmentFolder:
             raise
 
     def close(self) -> None:
-        """Close the open segment without changing its file."""
+        """Close the open segment (record file) without changing it."""
         opened, self._descriptor = self._descriptor, None
         if opened is not None:
             os.close(opened)

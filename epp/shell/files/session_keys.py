@@ -40,7 +40,7 @@ class SessionKeys:
     def __init__(
         self, path: str, on_change: Callable[[Keys], None], *, poll_s: Seconds = 1.0
     ) -> None:
-        """Read the keys from the file at `path`, or generate a random key if it is empty. Raises
+        """Read the keys from the file at `path`, or generate a random key if `path` is "". Raises
         `StartError`.
         """
         self._path = path
@@ -51,7 +51,7 @@ class SessionKeys:
         self.keys: Keys = self._first() if path else (secrets.token_bytes(KEY_BYTES_MIN),)
 
     async def run(self) -> None:
-        """Watch the file of keys until cancelled."""
+        """Watch the file of keys for session tokens until cancelled."""
         await self._watcher.run()
 
     def _first(self) -> Keys:

@@ -291,7 +291,7 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     """
     round_robin: tuple[str, ...] = ()
     """Addresses "ip:port" of endpoints that Envoy uses round robin without any picker, as a
-    baseline for comparisons.
+    baseline for comparisons; () to use the picker.
     """
 
     def __post_init__(self) -> None:

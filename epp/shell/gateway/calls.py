@@ -80,13 +80,13 @@ class Call(Protocol):
         ...
 
     def half_close(self) -> Iterable[bytes]:
-        """Handle the end of the other side's messages, and return further answers to send. Most
-        calls end here.
+        """Handle the end of the client's messages (half-close), and return further answers to send.
+        Most calls end here.
         """
         ...
 
     def sent(self) -> None:
-        """Note that the transport has sent all of this call's answers so far to the other side."""
+        """Note that the transport has sent all of this call's answers so far to the client."""
         ...
 
     def closed(self, status: Status) -> None:
@@ -134,10 +134,10 @@ class EndedCall:
         return ()
 
     def sent(self) -> None:
-        """Do nothing, because this call sends no messages."""
+        """Do nothing after sending, because a call that ends its stream at once sends no messages."""
 
     def closed(self, status: Status) -> None:
-        """Do nothing at the end of the stream, because this call has no state."""
+        """Do nothing at the end of the stream, because this call keeps nothing about it."""
 
 
 class Connected(Struct, frozen=True):
@@ -162,7 +162,7 @@ class Transport(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start to accept streams."""
+        """Begin to accept streams on the ports of `listen`."""
         ...
 
     def loops(self) -> dict[str, Loop]:

@@ -232,8 +232,11 @@ def modes_of(request: Any) -> messages.BodyModes | None:
 
 
 def subset_of(request: Any) -> tuple[str, ...] | None:
-    """Return the endpoints "ip:port" that the subset hint in the metadata allows. The hint is a
-    list of strings or one comma-separated string; a malformed hint allows no endpoint.
+    """Return the endpoints "ip:port" that the subset hint in the metadata allows, or None without
+    such a hint.
+
+    The hint is a list of strings or one comma-separated string; a malformed hint allows no
+    endpoint.
     """
     if not request.HasField("metadata_context"):
         return None

@@ -124,7 +124,9 @@ class ExtProc:
         return len(self._calls)
 
     def quiet_for_s(self) -> float:
-        """Return for how many seconds no ext_proc stream has been open; 0 while one is open."""
+        """Return the seconds since a stream was last opened, 0 while an ext_proc stream is open, or
+        infinity if none was ever opened.
+        """
         return 0.0 if self._calls or self.shedding else self.clock() - self._opened_at_s
 
     def end_bypassed(self) -> None:
@@ -320,7 +322,10 @@ class _ExtProcCall:
 
     def _defect(self) -> None:
         self.session.failed(StreamFailure.INTERNAL)
-        _log.exception("an ext_proc stream failed", session=repr(self.session))
+        _log.exception(
+            "an ext_proc stream failed because of a defect of the picker",
+            session=repr(self.session),
+        )
         self.ended = DEFECT
 
 
@@ -346,7 +351,7 @@ class _ShedCall:
         return ()
 
     def sent(self) -> None:
-        """Do nothing, because the refused stream has no session."""
+        """Do nothing after the refusal was sent, because the refused stream has no session."""
 
     def closed(self, _: Status) -> None:
         self._service.shedding -= 1

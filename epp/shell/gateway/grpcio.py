@@ -220,7 +220,7 @@ class GrpcioServer:
             raise OSError(str(error)) from error
 
     async def start(self) -> None:
-        """Start to accept streams."""
+        """Begin to accept streams on the ports of `listen`."""
         await self._server.start()
 
     @property
@@ -277,7 +277,7 @@ class GrpcioServer:
                 await wire.flush()
             status = wire.ended
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a gRPC stream failed")
+            _log.exception("a gRPC stream failed because of a defect of the transport")
             status = DEFECT
         finally:
             wire.call = None
@@ -296,7 +296,7 @@ class GrpcioServer:
     @staticmethod
     async def _pump(call: Call, wire: _GrpcioWire) -> Status:
         """Pass a stream's messages to its call and send the call's answers, until the call has
-        ended.
+        ended. Return the status with which it ended.
         """
         while True:
             ended = call.ended or wire.ended
@@ -341,7 +341,7 @@ def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
 
 
 def _try_port(address: str, port: int) -> None:
-    """Raise `OSError` if it is impossible to listen on `port` at `host`."""
+    """Raise `OSError` if it is impossible to listen on `port` at `address`."""
     if address == EVERYWHERE and not socket.has_dualstack_ipv6():
         socket.create_server(("", port)).close()
         return

@@ -93,7 +93,7 @@ class Health:
         self._watchers.add(watch)
 
     def leave(self, watch: "_Watch") -> None:
-        """Stop to notify `watch` of changes of the health status."""
+        """Stop notifying `watch` of changes of the health status."""
         self._watchers.discard(watch)
 
     @property
@@ -155,10 +155,10 @@ class _Check:
         return ()
 
     def sent(self) -> None:
-        """Do nothing, because this call has no state."""
+        """Do nothing after the answer was sent, because a call of `Check` keeps no state."""
 
     def closed(self, _: Status) -> None:
-        """Do nothing, because this call has no state."""
+        """Do nothing at the end of the stream, because a call of `Check` keeps no state."""
 
 
 class _Watch:
@@ -205,7 +205,9 @@ class _Watch:
             self._wire.end(OK)
 
     def sent(self) -> None:
-        """Do nothing, because this call has no state that depends on sending."""
+        """Do nothing after a status was sent, because a call of `Watch` depends only on changes of
+        the status.
+        """
 
     def closed(self, _: Status) -> None:
         self._health.leave(self)

@@ -3,7 +3,7 @@ stream has a `Call`.
 
 Theory. `ngh2` turns bytes into events and messages into bytes. It checks frames, headers and flow
 control, and does no I/O. This module adds what gRPC adds to HTTP/2: five bytes before each message,
-and a status in the trailers. It also limits the share of each peer:
+and a status in the trailers. It also limits the share of each gateway:
 
 * Work. One read may bring thousands of streams or messages. They are processed in `turns`; between
   two turns the loop serves other tasks, and the socket is not read.
@@ -17,9 +17,9 @@ and a status in the trailers. It also limits the share of each peer:
 * Connections. Their number is limited by `places`.
 
 Flow control is an invariant: every received byte is acknowledged, also those of ended streams, or
-the connection is retired. The engine knows how much of the connection's window is missing. If much
-of it is, for whatever reason, the gateway is asked to reconnect long before the window is used up.
-An old connection is retired in the same way.
+the connection is retired. The HTTP/2 engine knows how much of the connection's window is missing.
+If much of it is, for whatever reason, the gateway is asked to reconnect long before the window is
+used up. An old connection is retired in the same way.
 
 No object here has its own timer, except for a deadline that a client requests. `Http2Server.loops`
 returns a coroutine that examines all connections periodically.
@@ -76,9 +76,11 @@ CONNECTION_WINDOW_BYTES: Final = 2**31 - 1
 anything, so that a waiting stream does not block other streams on its connection.
 """
 WINDOW_LEFT_SHARE_MIN: Final = 0.25
-"""Share of the connection's flow-control window below which the connection is retired. The HTTP/2
-engine returns acknowledged bytes to the window when they are half of it. If all bytes are
-acknowledged, half of the window is therefore always left.
+"""Share of the connection's flow-control window below which the connection is retired, that is, the
+gateway is asked to open a new one.
+
+The HTTP/2 engine returns acknowledged bytes to the window when they are half of it. If all bytes
+are acknowledged, half of the window is therefore always left.
 """
 HEADER_LIST_BYTES_MAX: Final = 65_536
 QUEUED_BYTES_MAX: Final = 262_144
@@ -266,7 +268,7 @@ class _Stream:
         self.answers: Iterator[bytes] | None = None
         self.answered = False
         self.unsent = False
-        """True if an answer was written that may not have been sent to the other side yet."""
+        """True if an answer was written that may not have been sent to the gateway yet."""
         self.half_closed = False
         self.half_told = False
         self.ended: Status | None = None
@@ -290,16 +292,14 @@ class _Stream:
 
 
 class _Lingering:
-    """The record of a stream that the picker has ended and on which the other side may still
-    send.
-    """
+    """The record of a stream that the picker has ended and on which the gateway may still send."""
 
     __slots__ = ("sent_bytes", "since_s")
 
     def __init__(self, since_s: Seconds) -> None:
         self.since_s = since_s
         self.sent_bytes = 0
-        """Number of bytes that the other side has sent since the picker ended the stream."""
+        """Number of bytes that the gateway has sent on this stream since the picker ended it."""
 
 
 class _Read(NamedTuple):
@@ -319,7 +319,7 @@ class _Connection(asyncio.Protocol):
         self._settings = server.settings
         self._engine = Connection(Role.SERVER, _CONFIGURATION)
         self._unread: deque[_Read] = deque()
-        """Received data that is not parsed yet, in pieces."""
+        """Data that was received on this connection and is not parsed yet, in pieces."""
         self._events: deque[events.Event] = deque()
         """HTTP/2 events that were parsed from received data and not processed yet."""
         self._put_off: deque[_Stream] = deque()
@@ -489,7 +489,7 @@ class _Connection(asyncio.Protocol):
         """End the stream whose processing raised the current exception, with a status that says
         that the picker failed.
         """
-        _log.exception("a gRPC stream failed")
+        _log.exception("a gRPC stream failed because of a defect of the transport")
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.closing:
             stream.answers = None
@@ -660,7 +660,7 @@ class _Connection(asyncio.Protocol):
         return True
 
     def write(self, stream: _Stream, message: bytes) -> None:
-        """Queue one message to be sent on `stream`."""
+        """Queue one gRPC message to be sent on `stream`."""
         try:
             if not stream.answered:
                 stream.answered = True
@@ -688,8 +688,8 @@ class _Connection(asyncio.Protocol):
             pass
 
     def _acknowledge(self, stream_id: int, count: int) -> None:
-        """Let the other side send `count` more bytes on this stream; if the stream has ended, on
-        other streams of the connection.
+        """Let the gateway send `count` more bytes on this stream; if the stream has ended, on other
+        streams of the connection.
         """
         if count:
             self.unacknowledged_bytes -= count
@@ -748,7 +748,7 @@ class _Connection(asyncio.Protocol):
     # The end of streams and connections.
 
     def _over(self, stream: _Stream, status: Status | None) -> None:
-        """Handle the end of `stream`. `status` is None if the other side has reset the stream."""
+        """Handle the end of `stream`. `status` is None if the gateway has reset the stream."""
         del self._streams[stream.stream_id]
         if stream.deadline is not None:
             stream.deadline.cancel()
@@ -782,8 +782,10 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def _fail(self, error: NGH2Error) -> None:
-        """Report an error of the HTTP/2 engine to the other side, as HTTP/2 specifies, and close
-        the connection.
+        """Report an error of the HTTP/2 engine to the gateway, as HTTP/2 specifies, and close the
+        connection.
+
+        Data after the end of the connection is not an error, so nothing is reported.
         """
         if self._failed:
             return
@@ -839,13 +841,13 @@ class _Connection(asyncio.Protocol):
             self.go_away()
 
     def _window_left(self) -> float:
-        """Return the share of the connection's flow-control window that the other side may still
-        use, from 0 to 1.
+        """Return the share of the connection's flow-control window that the gateway may still use,
+        from 0 to 1.
         """
         return self._engine.local_window_size / self._settings.connection_window_bytes
 
     def _end_lingering(self, now: Seconds) -> None:
-        """Reset the streams that the picker ended `LINGER_S` ago or earlier and that the other side
+        """Reset the streams that the picker ended `LINGER_S` ago or earlier and that the gateway
         has not closed.
         """
         late = [at for at, one in self._lingering.items() if now - one.since_s > LINGER_S]
@@ -941,7 +943,7 @@ class Http2Server:
         return sum(connection.open_streams for connection in self._connections)
 
     def connected(self) -> Connected:
-        """Return the counts of open connections and of their unacknowledged bytes."""
+        """Return the number of gateways' open connections and of their unacknowledged bytes."""
         return Connected(
             connections=len(self._connections),
             unacknowledged_bytes=sum(one.unacknowledged_bytes for one in self._connections),
@@ -965,7 +967,7 @@ class Http2Server:
         return port_taken
 
     async def start(self) -> None:
-        """Start to accept connections and their streams."""
+        """Begin to accept connections and their streams on the ports of `listen`."""
         for server in self._servers:
             await server.start_serving()
 
@@ -1039,7 +1041,9 @@ class Http2Server:
         return True
 
     def failed(self, connection: _Connection) -> None:
-        """Count that the gateway of `connection` violated HTTP/2."""
+        """Count that the gateway of `connection` violated HTTP/2, and treat the connection as
+        leaving.
+        """
         if connection in self._connections:
             self.places.leaving(connection)
             self.cut(Cut.PROTOCOL)
@@ -1157,7 +1161,7 @@ def _timeout_s(text: bytes) -> Seconds | None:
 
 
 def _peer_of(transport: asyncio.Transport) -> str:
-    """Return the address of the connection's other side as gRPC spells it: "ipv4:10.0.0.1:1234" or
+    """Return the address of the connection's gateway as gRPC spells it: "ipv4:10.0.0.1:1234" or
     "ipv6:[fd00::1]:1234".
     """
     name = transport.get_extra_info("peername")

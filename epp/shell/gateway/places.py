@@ -1,10 +1,11 @@
 """Limits of the number of gateways' connections, in total and for each address.
 
 Above a limit, the newest connection is not rejected, because it may be from a gateway that has just
-started. Instead, the idlest connection is asked to leave. It is chosen from the same address if
-that is at its limit, else from the address with most connections. It stays open until its streams
-have ended. As many connections may be leaving at a time as may stay; beyond that the newest
-connection is rejected.
+started. Instead, another connection is asked to leave: one without streams, if there is one, and of
+these the one that has been silent for longest. It is chosen from the same address if that is at its
+limit, else from the address with most connections. It stays open until its streams have ended. As
+many connections may be leaving at a time as may stay; beyond that the newest connection is
+rejected.
 """
 
 from collections import Counter
@@ -22,11 +23,11 @@ threads, and several gateways may share an address behind a NAT or a mesh proxy.
 
 
 class Guest(Protocol):
-    """A gateway's connection that occupies a place."""
+    """A gateway's connection that occupies one of the limited places for connections."""
 
     @property
     def host(self) -> str:
-        """Address of the connection's other side, without the port."""
+        """IP address of the gateway on this connection, without the port."""
         ...
 
     @property

@@ -101,7 +101,7 @@ class GatewayService:
         await self._opened.aclose()
 
     async def start(self) -> None:
-        """Start to accept streams."""
+        """Begin to accept streams on the serving port and the health port."""
         for transport in self._transports():
             await transport.start()
         if self._envoy is not None:
@@ -134,8 +134,8 @@ class GatewayService:
         return loops
 
     def connected(self) -> Connected | None:
-        """Return the counts of gateways' connections, or None if the transport does not know
-        them.
+        """Return the counts of gateways' connections, or None if the transport does not know them
+        or the ports are not open.
         """
         return self._serving.connected() if self._serving is not None else None
 
@@ -222,8 +222,8 @@ async def _listen(
     *,
     certificate: ServerCertificate | None = None,
 ) -> None:
-    """Make `transport` listen on `port` at `address`, and return the port. `flag` names the port in
-    errors. Raises `StartError`.
+    """Make `transport` listen on `port` at `address`. `flag` names the port in errors. Raises
+    `StartError`.
     """
     try:
         await transport.listen(address, port, certificate)
@@ -247,8 +247,10 @@ def _certificate(flags: ServeFlags) -> ServerCertificate:
 
 
 def _connection_age_max_s(flags: ServeFlags) -> float | None:
-    """Return the maximum age in seconds of gateways' connections, or None for no limit. With it,
-    every gateway reconnects within the drain timeout.
+    """Return the maximum age in seconds of gateways' connections, or None for no limit.
+
+    With a drain timeout it is at most half of that or `CONNECTION_AGE_MIN_S`, whichever is longer,
+    so that gateways reconnect elsewhere during the drain.
     """
     age_s = flags.connection_age_max or math.inf
     if flags.drain_timeout:

@@ -44,8 +44,9 @@ class Sessions:
         self.settings = settings
 
     def configure(self, parsers: ParserSet, resolver: Resolver | None = None) -> None:
-        """Use the parsers of a new configuration for new sessions, and its resolver for requests
-        that wait.
+        """Use the parsers of a new configuration for new sessions, and in them `resolver` for
+        requests that must wait for data such as their token ids. Without a resolver no request
+        waits.
         """
         self.settings = msgspec.structs.replace(self.settings, parsers=parsers)
         self._resolver = resolver

@@ -13,7 +13,9 @@ from typing import Final, Protocol
 from epp.core.types import Seconds
 
 TURN_STEPS_MAX: Final = 128
-"""Maximum number of messages processed in one turn of a connection, and of other HTTP/2 frames."""
+"""Maximum number of messages and other HTTP/2 frames that are processed in one turn of a
+connection.
+"""
 TURN_S_MAX: Final = 0.002
 """Maximum time in seconds of one connection's turn: some dozens of ordinary messages. A single
 message is bounded elsewhere and not interrupted.
@@ -39,7 +41,7 @@ class Turn:
         self._until_s = self._clock() + TURN_S_MAX
 
     def take(self) -> bool:
-        """Use one more step of the turn; return False if no step or time is left."""
+        """Use one more step of the turn. Return False, and use none, if no step or time is left."""
         if self._left <= 0 or self._clock() >= self._until_s:
             return False
         self._left -= 1

@@ -110,11 +110,11 @@ class _Opening(Struct, frozen=True, eq=False):
     """
 
     spelled: bytes
-    """Bytes of the opening's headers, as they stand in an ext_proc message."""
+    """Bytes of the opening (the first headers), as they stand in an ext_proc message."""
     headers: dict[str, str]
     counted: range
-    """Range of the positions of the headers that may follow the opening; its length limits their
-    number.
+    """Range of the positions of the headers that may follow these first headers; its length limits
+    their number.
     """
 
 
@@ -334,8 +334,11 @@ class Decoder:
         return name
 
     def _modes(self, message: bytes, at: int) -> tuple[BodyModes | None, Any]:
-        """Return the body modes in `message` after `at`, and the parsed part after `at` if it
-        contains more than cached modes. Both are None if `at` is the end of the message.
+        """Return the body modes in `message` after `at`, and the parsed rest of the message from
+        there.
+
+        The rest is None if the modes came from the cache, because a cached rest contains only
+        modes. Both are None if `at` is the end of the message.
         """
         if at == len(message):
             return None, None
@@ -398,11 +401,11 @@ def _beside(message: bytes, at: int) -> Any:
 
 
 def _long(message: bytes, at: int) -> tuple[int, int]:
-    """Return the position after the protobuf integer at `at`, and its value. The integer has two to
-    four bytes.
+    """Return the position after the protobuf integer that begins at `at` in `message`, and its
+    value.
 
-    The code has no loop, because each body has two such integers. Four bytes allow lengths up to
-    256 MB, more than a server accepts.
+    The integer has two to four bytes. The code has no loop, because each body has two such
+    integers. Four bytes allow lengths up to 256 MB, more than a server accepts.
     """
     first, second = message[at], message[at + 1]
     length = first & 0x7F | (second & 0x7F) << 7

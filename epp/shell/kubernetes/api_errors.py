@@ -20,7 +20,7 @@ class ApiFailure(StrEnum):
     exist.
     """
     CONFLICT = "conflict"
-    """HTTP status 409: another client wrote the object in between."""
+    """HTTP status 409: another client wrote the object since the picker read it."""
     THROTTLED = "throttled"
     SERVER = "server"
     """HTTP status 5xx: the API server failed."""
@@ -33,7 +33,7 @@ class ApiFailure(StrEnum):
     WATCH = "watch"
     """The API server reported an error in the stream of a watch."""
     UNREADABLE = "unreadable"
-    """The API server's answer is not JSON, lacks a name, or is too long."""
+    """The API server's answer is not JSON, is too long, or has an object without a name."""
     INTERNAL = "internal"
     """A defect of the picker made one step of a list or watch fail."""
 

@@ -87,8 +87,8 @@ class Credentials:
             ) from problem
 
     def _kubeconfig(self) -> str:
-        """Return the path or paths of the kubeconfig file. They are checked here, because the
-        library would only log a missing file.
+        """Return the path or paths of the kubeconfig file. Raises `FileNotFoundError` if none
+        exists, which the library would only log.
         """
         paths = self._environment.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION
         if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep)):
@@ -96,7 +96,7 @@ class Credentials:
         return paths
 
     async def header(self) -> dict[str, str]:
-        """Return the authorization header for the API server, or nothing if a client certificate is
+        """Return the authorization header for the API server, or {} if a client certificate is
         used.
 
         Raises `ApiError` if the token cannot be read.
@@ -274,8 +274,8 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of the Status object in an error answer of the API server, or "" if a
-    proxy answered.
+    """Return ": " and the message of the Status object in an error answer of the API server, or ""
+    if there is none, for example because a proxy answered.
     """
     try:
         message = msgspec.json.decode(body, type=_Status).message

@@ -237,7 +237,7 @@ class Cluster:
         self._on_found(found)
         self._on_ready()
         _log.info(
-            "discovery result changed",
+            "endpoints, objectives or model rewrites in the cluster changed",
             endpoints=len(found.endpoints),
             objectives=len(found.objectives),
             synced=self.discovery.synced,
@@ -255,8 +255,8 @@ def _scope(flags: ServeFlags) -> Scope:
 
 
 def _lease_name(flags: ServeFlags) -> str:
-    """Return the name of the Lease: all replicas of one installation share it, and no other
-    installation has it.
+    """Return the name of the Lease by which the replicas of this pool elect a leader: the
+    configured one, or one with the pool's name or a hash of the label selector.
     """
     if flags.lease_name:
         return flags.lease_name

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 VERSIONS_MAX: Final = 64
-"""Maximum number of remembered texts that the watch delivered and the mounted file has not shown
-yet.
+"""Maximum number of remembered configuration texts that the watch delivered and the mounted file
+has not shown yet.
 """
 
 
@@ -66,9 +66,7 @@ class ConfigSource:
         self._use(text, self._watched_name)
 
     def watch_in_touch(self, in_touch: bool) -> None:
-        """Set whether the watch is connected, so that it would receive a change of the
-        ConfigMap.
-        """
+        """Set whether the watch of the ConfigMap is connected, so that it would receive a change."""
         self._in_touch = in_touch
         if not in_touch and self._file is not None:
             self._use(self._file, self._file_name)

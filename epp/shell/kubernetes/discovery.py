@@ -106,7 +106,9 @@ class Discovery:
         return {name: kept.reflection() for name, kept in reflectors.items() if kept is not None}
 
     async def run(self) -> None:
-        """Discover until cancelled. This method owns the tasks of all watches."""
+        """Discover the pool's endpoints, objectives and rewrites until cancelled. This method owns
+        the tasks of all watches.
+        """
         async with asyncio.TaskGroup() as group:
             self._group = group
             for name, reflector in (

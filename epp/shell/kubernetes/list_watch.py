@@ -229,7 +229,9 @@ class ListWatch(Generic[T]):
         if it never did.
         """
         self.synced = False
-        """True once the first list is complete. Later errors never remove objects."""
+        """True once the first list is complete. Failures of later lists and watches never remove
+        objects.
+        """
         self.absent = False
         """True if none of the sources has this kind of object, because its CRD or the permission is
         missing.
@@ -245,7 +247,7 @@ class ListWatch(Generic[T]):
 
     @property
     def objects(self) -> dict[str, T]:
-        """Current objects by name, in order of names."""
+        """Current objects of the listed and watched kind by name, in order of names."""
         held = sorted(self._held.items())
         return {name: entry.value for name, entry in held if entry.value is not None}
 
@@ -259,7 +261,7 @@ class ListWatch(Generic[T]):
     # The methods below determine the next step.
 
     def next(self, now: Seconds) -> Step:
-        """Return the next step at `now`: a request or a pause."""
+        """Return the next step of the list or watch at `now`: a request or a pause."""
         if now < self._not_before_s:
             return Pause(self._not_before_s - now)
         if self._resource_version and now >= self._relist_at_s:

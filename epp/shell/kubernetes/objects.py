@@ -91,7 +91,7 @@ def read_endpoint_slice(raw: bytes) -> frozenset[str]:
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """The endpoints that an InferencePool selects."""
+    """The name, pod selector and ports of an InferencePool."""
 
     name: str
     uid: str

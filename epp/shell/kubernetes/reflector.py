@@ -58,8 +58,8 @@ class Reflector(Generic[T]):
         optional: bool = False,
         predecessor: "Reflector[T] | None" = None,
     ) -> None:
-        """Create the copy. `predecessor` copies the same kind with other selectors; its totals and
-        its rate limit of lists are continued.
+        """Create the copy of a kind of object. `predecessor` copies the same kind with other
+        selectors; its totals and its rate limit of lists are continued.
         """
         self._client = client
         self._sources = tuple(sources)
@@ -78,7 +78,7 @@ class Reflector(Generic[T]):
 
     @property
     def objects(self) -> dict[str, T]:
-        """Current objects by name, in order of names."""
+        """Current objects of this kind in the API server by name, in order of names."""
         return self._driver.objects
 
     @property
@@ -87,7 +87,7 @@ class Reflector(Generic[T]):
 
     @property
     def in_touch(self) -> bool:
-        """True if changes of the objects are currently received."""
+        """True if changes of the objects in the API server are currently received."""
         return self._driver.in_touch
 
     @property
@@ -114,7 +114,7 @@ class Reflector(Generic[T]):
         )
 
     async def run(self) -> None:
-        """List and watch the objects until cancelled."""
+        """List and watch this kind of object in the API server until cancelled."""
         while True:
             step = self._driver.next(time.monotonic())
             try:
@@ -122,7 +122,10 @@ class Reflector(Generic[T]):
             except ApiError as error:
                 self._fail(step, error)
             except Exception as bug:  # noqa: BLE001 - a task boundary: the watch must go on
-                _log.exception("a step of a watch failed", resource=str(self._sources[0]))
+                _log.exception(
+                    "a list or watch failed because of a defect of the picker",
+                    resource=str(self._sources[0]),
+                )
                 self._fail(step, ApiError(ApiFailure.INTERNAL, type(bug).__name__))
 
     async def _do(self, step: Step) -> None:
@@ -180,7 +183,7 @@ class Reflector(Generic[T]):
 
     def _log_listed(self, source: Collection) -> None:
         if self._logged:
-            _log.info("kind of object can be listed again", resource=str(source))
+            _log.info("objects of this kind can be listed again", resource=str(source))
         self._logged = None
 
     async def _watch(self, step: Watch) -> None:
@@ -229,7 +232,7 @@ class Reflector(Generic[T]):
         for name, why in unreadable.items():
             if self._unreadable.get(name) != why:
                 _log.error(
-                    "an invalid object is ignored",
+                    "invalid Kubernetes object ignored",
                     resource=str(self._sources[0]),
                     name=name,
                     problem=why,

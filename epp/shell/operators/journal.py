@@ -67,12 +67,12 @@ SLICE_S: Final = 0.000_5
 interpreter.
 """
 SLICE_PAUSE_S: Final = 0.005
-"""Pause in seconds between two such slices of the journal's thread; switching threads takes more
+"""Pause in seconds between two slices of work of the journal's thread; switching threads takes more
 time than a few records.
 """
 BACKLOG_RECORDS: Final = 4_096
-"""Number of queued journal records above which the pauses between slices are a tenth as long, so
-that a burst fits into the queue.
+"""Number of queued journal records from which the pauses of the journal's thread are a tenth as
+long, so that a burst fits into the queue.
 """
 POLL_S: Final = 0.1
 RETRY_S: Final = 10.0
@@ -110,12 +110,12 @@ class JournalLimits(Struct, frozen=True, kw_only=True):
     """Limits of one level of the journal: queue, files and writes."""
 
     queue_bytes_max: int
-    """Maximum size in bytes of the records of this level that wait to be written."""
+    """Maximum size in bytes of the journal level's records that wait to be written."""
     segment_bytes_max: int
     segment_age_max_s: Seconds
     total_bytes_max: int
     age_max_s: Seconds = math.inf
-    """Age in seconds at which files of this level are removed."""
+    """Age in seconds at which files of the journal level are removed."""
     flush_s: Seconds
     """Interval between writes to disk in seconds. A killed process loses the records of this
     time.
@@ -160,14 +160,16 @@ class JournalSnapshot(Struct, frozen=True, kw_only=True):
     """Counts and sizes of one level of the journal, for a metrics page."""
 
     requests: int
-    """Number of requests written to the files; known only at the level of inputs."""
+    """Number of requests written to the capture; 0 for the decision history, which does not count
+    them.
+    """
     events: int
-    """Number of records written to the files."""
+    """Number of records written to the files of this journal level."""
     dropped: dict[str, int]
-    """Number of records that are missing in the files, by reason."""
+    """Number of records that are missing in the files of this journal level, by reason."""
     write_errors: int
     bytes: int
-    """Total size in bytes of all files in the folder of this level."""
+    """Total size in bytes of all files in the folder of this journal level."""
 
 
 def read_salt(path: str) -> bytes:
@@ -216,7 +218,9 @@ class Journal:
         self._stopping = threading.Event()
 
     async def run(self) -> None:
-        """Write records until cancelled, then write the queued ones if the disk is fast enough."""
+        """Write records until cancelled, then write the queued ones, for at most `CLOSE_S_MAX`
+        seconds.
+        """
         await beside_the_loop("the journal", self._work, self._stopping, self._close_s_max)
 
     # The methods below run in the thread.
@@ -246,7 +250,7 @@ class Journal:
             folder.write_due(clock())
 
     def end(self) -> None:
-        """Write all queued records and close the files."""
+        """Write all queued journal records and close the files."""
         self.write_queued()
         for folder in self.folders:
             folder.end(self.monotonic())
@@ -278,7 +282,7 @@ class JournalFolder(ABC):
         self._dropped_by_size = 0
         self._dropped_by_disk = 0
         self._written: dict[type, int] = {}
-        """Number of records written to this level, by type."""
+        """Number of records written to this journal level, by type."""
         self._write_errors = 0
         self._ended = False
         # Only the writing thread uses the attributes below.
@@ -347,8 +351,8 @@ class JournalFolder(ABC):
         """Return the frames of context records that a new segment repeats."""
 
     def _head(self, opened: Opened, first: Any) -> Opened:
-        """Return `opened`, the first record of a segment, completed for the level. `first` is the
-        record after it.
+        """Return `opened`, the first record of a segment, with the fields that only this journal
+        level has. `first` is the record after it.
         """
         return opened
 
@@ -377,12 +381,12 @@ class JournalFolder(ABC):
             self.failed(error)
 
     def write_due(self, now: Seconds) -> None:
-        """Write the converted records if the last write was `flush_s` ago."""
+        """Write the converted records if the last write was `flush_s` seconds ago or earlier."""
         if now >= self._flushed_s + self._limits.flush_s:
             self._flush(now)
 
     def end(self, now: Seconds) -> None:
-        """Write the converted records and end the segment."""
+        """Write the converted journal records and end the segment."""
         self._flush(now)
         self._close()
 
@@ -518,7 +522,9 @@ class InputsFolder(JournalFolder):
         self._sample = Sample(share, self._salt.secret())
 
     def witness(self, scheduler: Scheduler) -> CaptureWitness:
-        """Return a witness that passes all inputs of `scheduler` to this folder."""
+        """Return a witness (observer) of `scheduler` that passes its inputs to this folder; of the
+        requests it passes only the sampled share.
+        """
         return CaptureWitness(scheduler, sample=self._sample, tell=self.tell, failed=self.failed)
 
     def _size_of(self, record: Note) -> int:
@@ -569,8 +575,8 @@ def size_of_note(note: Note) -> int:
 
 
 def _remember(frames: dict[bytes, None], frame: bytes, count_max: int) -> None:
-    """Add a frame to the context records that are repeated. Drop the oldest ones beyond the limits,
-    but keep at least one.
+    """Add a frame to the context records that later files repeat. Drop the oldest ones beyond the
+    limits, but keep at least one.
     """
     frames[frame] = None
     while len(frames) > 1 and (

@@ -26,8 +26,8 @@ from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.per_second import PerSecond
 
 OBJECTIVE_WARNING_S: Final = 60.0
-"""Minimum time in seconds between two warnings of the same kind; clients determine how often the
-cause occurs.
+"""Minimum time in seconds between two warnings about requests that name an unknown objective;
+clients determine how often that occurs.
 """
 FAILURES_PER_SECOND_MAX: Final = 1
 """Maximum number of log lines per second about defects in metrics or log lines, which may occur
@@ -229,7 +229,10 @@ class Observation:
     @contained
     def set_aside(self, endpoint: Endpoint) -> None:
         self._telemetry.set_aside(endpoint)
-        _log.warning("endpoint excluded until its next successful scrape", endpoint=endpoint.name)
+        _log.warning(
+            "endpoint excluded after failed responses, until its next successful scrape",
+            endpoint=endpoint.name,
+        )
 
     @contained
     def unknown_body_mode(self, mode: int) -> None:

@@ -18,8 +18,9 @@ ACCEPTS_PER_BEAT_MAX: Final = 32
 NEWCOMERS_MAX: Final = 256
 """Maximum number of connections that wait for authentication.
 
-Accepting this number takes at least eight beats. A replica needs three beats to pass the gate.
-Strangers with the replica's address therefore cannot displace it before it passes.
+Accepting this number takes at least eight beats. A replica needs three beats to pass the gate,
+which is the check before TLS. Strangers with the replica's address therefore cannot displace it
+before it passes.
 """
 NEWCOMER_S_MAX: Final[Seconds] = 5.0
 """Time in seconds after which an incoming connection that has not authenticated is closed."""
@@ -56,9 +57,9 @@ class Admission:
         """Add the new connection `newcomer`. Return the connection that must be closed for it, or
         None.
 
-        Connections that have not passed the gate are closed first. Among them, strangers are closed
-        before hosts with the address of a replica. If these are equal, the host with most waiting
-        connections loses its oldest one.
+        Connections that have not passed the gate (the check before TLS) are closed first. Among
+        them, strangers are closed before hosts with the address of a replica. If these are equal,
+        the host with most waiting connections loses its oldest one.
         """
         newcomer.known = self._is_known(newcomer.host)
         self.newcomers.append(newcomer)

@@ -102,7 +102,7 @@ class Waiting:
 
     @property
     def first_bytes(self) -> int:
-        """Length in bytes of the first frame in the queue."""
+        """Length in bytes of the first frame in this queue."""
         return len(self._frames[0][1])
 
     def clear(self) -> int:
@@ -141,8 +141,8 @@ class Broker:
         snapshot_every_s: Seconds = SNAPSHOT_EVERY_S,
         reconnect_s: tuple[Seconds, Seconds] = RECONNECT_S,
     ) -> None:
-        """Create the carrier. Replicas with the same `pool` share state. Raises `StartError` if the
-        client library is not installed.
+        """Create the carrier that transports frames through the broker at `url`. Replicas with the
+        same `pool` share state. Raises `StartError` if the client library is not installed.
         """
         try:
             self._library: Any = import_module("valkey.asyncio")
@@ -419,7 +419,9 @@ class Broker:
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("snapshot in the broker ignored", key=self._key, problem=problem)
+        _log.warning(
+            "snapshot of shared state in the broker ignored", key=self._key, problem=problem
+        )
 
 
 def _heed_cancellation() -> None:

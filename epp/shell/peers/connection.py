@@ -82,14 +82,16 @@ class Connection:
     """
 
     def __init__(self, plain: _Socket, identity: Identity, *, serving: bool, now: Seconds) -> None:
-        """Use the socket `plain`, which is connected if `serving`, else still connecting. This
-        object closes it.
+        """Create a connection on the socket `plain`, which is connected if `serving`, else still
+        connecting. This object closes the socket.
         """
         self.began_at_s = now
         self.stage = Stage.GATE if serving else Stage.CONNECTING
         self.problem: Problem | None = None
         self.origin = b""
-        """Origin (8-byte id) in the peer's certificate, or b"" without a secret."""
+        """Origin (8-byte id) in the peer's certificate, or b"" without a secret or before the TLS
+        handshake.
+        """
         self._identity = identity
         self._serving = serving
         self._nonce = b""
@@ -117,8 +119,8 @@ class Connection:
         self._socket.close()
 
     def fail(self, problem: Problem) -> None:
-        """Record the connection's first problem and stop using it. Its file descriptor stays open
-        until `close`.
+        """Record `problem`, if it is the connection's first one, and stop using the connection. Its
+        file descriptor stays open until `close`.
         """
         if self.problem is None:
             self.problem = problem
@@ -222,8 +224,10 @@ class Connection:
     # The methods below use the open connection.
 
     def send(self, kind: int, frame: bytes) -> bool:
-        """Queue a message for the peer, and send it immediately if nothing else is queued. Return
-        True if the queue had room for it.
+        """Queue a message for the peer, and send it immediately if nothing else is queued.
+
+        Return False if it was not queued: the queue is full, the message is too long, or the
+        connection is not open.
         """
         if self.problem is not None or self.stage is not Stage.OPEN:
             return False

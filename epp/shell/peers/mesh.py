@@ -71,8 +71,8 @@ _LINGER_S: Final[Seconds] = 0.2
 _LINGER_POLL_S: Final[Seconds] = 0.005
 
 _HELLO: Final = struct.Struct(f"<{ORIGIN_BYTES}sd")
-"""Binary layout of a hello message: the sender's origin, and the seconds for which it has been
-warm, or 0 if it is not warm.
+"""Binary layout of a hello message: the sender's origin, and the seconds for which it has had the
+state of its peers (has been warm), or 0 if it does not have it.
 """
 _COMPLAINTS: Final = {
     Problem.VERSION: "a peer address answers with another version or is not a replica",
@@ -94,8 +94,8 @@ class Link:
         """The current connection to the peer, or None if there is none at the moment."""
         self.origin = b""
         self.warm_s: Seconds = 0.0
-        """Seconds for which the peer had been warm when it last answered, or 0 if it is not
-        warm.
+        """Seconds for which the peer had had the shared state (had been warm) when it last
+        answered, or 0 if it did not have it.
         """
         self.heard_at_s: Seconds | None = None
         self.up_since_s: Seconds | None = None
@@ -274,6 +274,8 @@ class Mesh:
     def answer(self, source: Source, kind: Kind, frame: bytes = b"") -> bool:
         """Send a message to the peer `source`. Return False if its queue is full or its connection
         is gone.
+
+        A frame longer than `FRAME_BYTES_MAX` is dropped and counted, and True is returned.
         """
         if isinstance(source, Link):
             return self._send_counted(source, kind, frame)
@@ -335,8 +337,8 @@ class Mesh:
                 self._leave(guest)
 
     def hello(self, now: Seconds) -> bytes:
-        """Return a hello message with this process's origin and the seconds for which it has been
-        warm.
+        """Return a hello message with this process's origin and the seconds for which it has had
+        the shared state, or 0 if it does not have it.
         """
         warm_s = 0.0 if self.warm_since_s is None else max(now - self.warm_since_s, 1e-3)
         return _HELLO.pack(self._origin, warm_s)

@@ -1,7 +1,7 @@
 """Move frames between the exchange of shared state and its carrier, in beats of bounded work.
 
-However much peers send, the pump uses at most a fifth of the event loop's time. Unread data waits
-in the bounded queues of the carrier and then at the sender.
+Except during the warm start, the pump uses at most a fifth of the event loop's time, however much
+peers send. Unread data waits in the bounded queues of the carrier and then at the sender.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class Pump:
         """
 
     async def run(self) -> None:
-        """Move frames in periodic beats until cancelled."""
+        """Move frames between the exchange and its carrier in periodic beats until cancelled."""
         while True:
             began_at_s = time.monotonic()
             self._contained(self.beat, began_at_s)
@@ -87,6 +87,7 @@ class Pump:
 
     def beat(self, now: Seconds) -> bool:
         """Do the carrier's periodic work, send the exchange's frames, and log changes of replicas.
+
         Always return False, because a beat leaves no work for later.
         """
         self._carrier.beat(now)

@@ -36,8 +36,8 @@ one.
 FILE_BYTES_MAX: Final = 65_536
 _AUTHORITY: Final = b"homing-peer-ca-1"
 _GATE: Final = b"homing-peer-gate"
-"""Purpose of a derived key, here of the gate. Each purpose yields another key from the same
-secret.
+"""Purpose of the key for the gate, the check of a client before TLS. Each purpose yields another
+key from the same secret.
 """
 _BEGIN: Final = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 _END: Final = dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.UTC)
@@ -54,7 +54,9 @@ class Identity(Struct, frozen=True):
     secret.
     """
     gate_key: bytes = b""
-    """Key with which a connection's client proves at the gate that it knows the secret."""
+    """Key with which a connection's client proves at the gate, before TLS, that it knows the
+    secret.
+    """
     serving: ssl.SSLContext | None = None
     """TLS context of incoming connections from peers, or None for plaintext. `asking` is the
     context of outgoing connections.

@@ -112,7 +112,7 @@ class Peers:
 
     @property
     def enabled(self) -> bool:
-        """True if other replicas or a snapshot file are configured."""
+        """True if this picker shares state with other replicas or has a snapshot file."""
         return self._carrier is not None or self._file is not None
 
     @property
@@ -132,7 +132,9 @@ class Peers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Save the snapshot file and send the last frames to peers. The loops must have ended."""
+        """Save the snapshot file if the warm start was over, and send the last frames to peers. The
+        loops must have ended.
+        """
         if self._file is not None and self.ready:
             await self._file.save_last()
         if self._mesh is not None and self._pump is not None:
@@ -214,7 +216,9 @@ class Peers:
                     self._on_snapshot("peer", time.monotonic() - began_at_s)
 
     async def _take_snapshots(self) -> None:
-        """Do the warm start: load the snapshot file, then a newer snapshot from a replica."""
+        """Do the warm start: load the snapshot file, then a newer snapshot from a replica or from
+        the broker.
+        """
         began_at_s = time.monotonic()
         try:
             if self._file is not None and await self._file.load():
@@ -249,7 +253,7 @@ class Peers:
 
     def rows(self) -> list[PeerRow]:
         """Return one row per peer for operators: the carrier's row with the exchange's counts of
-        lost frames and cut load reports.
+        lost frames and of reduced load reports.
         """
         if self._carrier is None:
             return []
@@ -284,8 +288,8 @@ class Peers:
 
 
 def _pool_name(flags: ServeFlags) -> str:
-    """Return a name that all replicas of one installation share, and that no other installation
-    has.
+    """Return the name under which the replicas of this pool share state: the namespace, and the
+    pool's name or a hash of the label selector.
     """
     pool = flags.pool_name or f"{crc32(flags.endpoint_selector.encode()):08x}"
     return f"{flags.own_namespace}/{pool}"

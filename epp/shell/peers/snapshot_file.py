@@ -40,7 +40,7 @@ class SnapshotFile:
         every_s: Seconds = WRITE_EVERY_S,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """Create the handler of the file. `clock` returns Unix time in seconds."""
+        """Create the handler of the snapshot file. `clock` returns Unix time in seconds."""
         self.path: Final = Path(folder, NAME)
         self._exchange = exchange
         self._complaints = complaints
@@ -114,7 +114,7 @@ class SnapshotFile:
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("snapshot of shared state ignored", file=str(self.path), problem=problem)
+        _log.warning("snapshot file of shared state ignored", file=str(self.path), problem=problem)
 
 
 def _read(path: Path) -> bytes:

@@ -1,8 +1,8 @@
-"""Transfer a snapshot from one replica to another.
+"""Transfer a snapshot of the shared state from one replica to another.
 
-A starting replica requests it from the peer that has been warm for longest. If that peer is busy or
-silent, it requests it from another one. A replica sends one snapshot at a time, one frame per turn
-of the event loop, as fast as the receiver accepts it.
+A starting replica requests it from the peer that has had the shared state for longest. If that peer
+is busy or silent, it requests it from another one. A replica sends one snapshot at a time, one
+frame per turn of the event loop, as fast as the receiver accepts it.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class WarmStart:
         self._heard_at_s = now
 
     def ended(self, ending: Kind) -> None:
-        """Record that the requested snapshot has ended: `kind` is `SNAPSHOT_END` or
+        """Record that the requested snapshot has ended: `ending` is `SNAPSHOT_END` or
         `SNAPSHOT_REFUSED`.
         """
         self._ending = ending
@@ -103,8 +103,10 @@ class WarmStart:
         return False
 
     async def again(self, origin: bytes) -> bool:
-        """Request a snapshot from the peer with `origin` after its frames were missed. Return True
-        if a complete snapshot was received.
+        """Request a snapshot from the peer with `origin` after its frames were missed.
+
+        Return True if a complete snapshot was received, and False at once if the peer does not
+        answer or has none.
         """
         for link in self._mesh.up:
             if link.origin == origin and link.warm_s:
@@ -113,7 +115,9 @@ class WarmStart:
 
     async def _take_from(self, link: Link) -> Kind | None:
         """Request a snapshot from the peer of `link`. Return the kind of message that ended it, or
-        None if the peer fell silent. It may end after the deadline.
+        None if the peer fell silent or the request could not be sent.
+
+        The transfer may end after the deadline of the warm start.
         """
         self._ended.clear()
         self._heard_at_s = time.monotonic()
@@ -140,8 +144,8 @@ class SnapshotServer:
         self._asker: Source | None = None
         self._asked = asyncio.Event()
         self.outcomes = {"sent": 0, "cut": 0, "refused": 0}
-        """Number of requested snapshots by outcome. "cut" means that the receiver left or was too
-        slow.
+        """Number of snapshots that peers requested from this replica, by outcome. "cut" means that
+        the receiver left or was too slow.
         """
 
     def wanted(self, source: Source) -> None:
@@ -154,7 +158,7 @@ class SnapshotServer:
         self._asked.set()
 
     async def run(self) -> None:
-        """Send the requested snapshots until cancelled."""
+        """Send the snapshots that peers request, one after another, until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()

@@ -45,8 +45,8 @@ class StandardError(logging.Handler):
         sys.unraisablehook = self._unraisable
 
     def task_failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log that a task failed, by its name only, because the rest of asyncio's context quotes
-        arguments.
+        """Log that a task or callback failed, with the task's name and the exception. The rest of
+        asyncio's context is omitted, because it quotes arguments.
         """
         task = context.get("task") or context.get("future")
         name = task.get_name() if isinstance(task, asyncio.Task) else ""
@@ -54,7 +54,7 @@ class StandardError(logging.Handler):
         self._say(logging.ERROR, "task or callback failed", task=name, exc_info=error)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a record of another library."""
+        """Write a log record of another library to the picker's log."""
         self._say(
             logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING,
             "library reported a problem",

@@ -68,8 +68,8 @@ _OF_DOCUMENTS: Final = frozenset(
         *("set-below", "set-at", "set-above", "set-held"),
     }
 )
-"""Names of the cases whose prompts have 8,000 tokens or more, or describe tasks. They have the
-targets `_DOCUMENTS`.
+"""Names of the cases whose clients send a long document or a task, and which therefore have the
+latency targets `_DOCUMENTS`.
 """
 
 _A100: Final = "llama-3.1-8b-a100-tp1"

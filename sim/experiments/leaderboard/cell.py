@@ -39,7 +39,9 @@ class Cell(Struct, frozen=True, kw_only=True):
     """
     requests: int
     inputs: str = ""
-    """Hash by `inputs_of` for this cell, computed on the machine that created the cell."""
+    """Hash of everything on which the cell's figures depend, as `inputs_of` returned it on the
+    machine that created the cell.
+    """
 
     @property
     def name(self) -> str:
@@ -51,7 +53,9 @@ class CellResult(Struct, frozen=True, kw_only=True):
 
     summary: RunSummary
     inputs: str
-    """Hash by `inputs_of` for the cell that was run."""
+    """Hash of everything on which the figures depend, as `inputs_of` returned it for the cell that
+    was run.
+    """
 
 
 def inputs_of(cell: Cell) -> str:

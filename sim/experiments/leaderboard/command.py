@@ -85,7 +85,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="number of requests in each run, instead of --size")  # fmt: skip
     add("--seeds", type=count_of_runs, default=3, metavar="K",
         help="number of seeds, each with its own traffic and random choices (default: 3)")  # fmt: skip
-    add("--seed", type=int, default=1, help="first of the --seeds seeds (default: 1)")
+    add("--seed", type=int, default=1, help="first seed; the others follow it (default: 1)")
     cores = len(os.sched_getaffinity(0))
     add = parser.add_argument_group("Execution and output").add_argument
     add("--executor", default=LOCAL, metavar="WHERE",
@@ -96,7 +96,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--out",
         type=Path,
         metavar="DIR",
-        help="write the results to DIR, and reuse the cells there",
+        help="write the results to DIR, and reuse results of the same cells that are there",
     )
     add("--force", action="store_true", help="run all cells again, even those with results in DIR")
     parser.set_defaults(run=run)
@@ -164,12 +164,14 @@ class Board:
             if known is not None:
                 self.results[number] = known
         self.taken = len(self.results)
-        """Number of cells whose result was read from the folder."""
+        """Number of cells whose result was already stored in the folder, so that they do not run
+        again.
+        """
         self.left = [number for number in range(len(cells)) if number not in self.results]
 
     def play(self, workers: Workers) -> None:
-        """Run the cells that have no result yet, and store each result in the folder. Raises
-        `OSError`.
+        """Run the cells of the leaderboard that have no result yet, and store each result in the
+        folder. Raises `OSError`.
         """
         jobs = [self.cells[number] for number in self.left]
         with progress_bar("leaderboard") as bar:

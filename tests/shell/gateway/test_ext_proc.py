@@ -333,7 +333,10 @@ async def test_a_defect_costs_one_stream_and_is_logged(rig, monkeypatch):
         code, details = await call.failed()
     assert (code, details) == (grpc.StatusCode.INTERNAL, "the picker failed")
     (line,) = lines
-    assert (line["event"], line["log_level"]) == ("an ext_proc stream failed", "error")
+    assert (line["event"], line["log_level"]) == (
+        "an ext_proc stream failed because of a defect of the picker",
+        "error",
+    )
     assert "routed" in line["session"]
     assert "test1" not in str(line), "prompts never reach a log"
     await until(lambda: rig.told.codes == ["OK", "INTERNAL"], "the end of the stream")
@@ -666,7 +669,9 @@ async def test_a_wrong_use_of_grpc_is_a_defect():
     with structlog.testing.capture_logs() as lines:
         await GrpcioServer({}, receive_bytes_max=1)._serve(rig.ext_proc.open, context)
     assert context.code is grpc.StatusCode.INTERNAL
-    assert [line["event"] for line in lines] == ["a gRPC stream failed"]
+    assert [line["event"] for line in lines] == [
+        "a gRPC stream failed because of a defect of the transport"
+    ]
     assert rig.ext_proc.open_streams == 0
 
 

@@ -312,7 +312,9 @@ async def test_a_defect_costs_one_stream_and_nothing_of_it_is_told(service):
             assert await client.status(client.open(framed(b"fail"))) == (
                 13, b"the picker failed",
             )  # fmt: skip
-        assert [line["event"] for line in lines] == ["a gRPC stream failed"]
+        assert [line["event"] for line in lines] == [
+            "a gRPC stream failed because of a defect of the transport"
+        ]
         client.send(other, b"", end=True)
         assert await client.status(other) == (0, b"")
 

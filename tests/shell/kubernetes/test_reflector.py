@@ -366,7 +366,10 @@ async def test_a_callback_that_fails_does_not_end_the_watch(tmp_path):
                 await eventually(lambda: watched.reflection().errors == {"internal": 1})
                 server.put(PODS, pod("new"))
                 await eventually(lambda: len(calls) == 2)
-        assert any(line["event"] == "a step of a watch failed" for line in logs)
+        assert any(
+            line["event"] == "a list or watch failed because of a defect of the picker"
+            for line in logs
+        )
 
 
 FAULTS = [

@@ -13,8 +13,8 @@ class CircuitBreaker:
     """A circuit breaker that stops requests for `open_s` seconds after `failures_max` consecutive
     failures.
 
-    Then one request is allowed. No other one is allowed until it ends, and its result decides
-    whether requests go on.
+    Then one request is allowed as a trial. If it succeeds, the circuit closes and all requests are
+    allowed. Until then, or if it fails, no other request is allowed for `open_s` seconds.
     """
 
     def __init__(self, failures_max: int = FAILURES_MAX, open_s: Seconds = OPEN_S) -> None:
@@ -31,8 +31,8 @@ class CircuitBreaker:
         return self._in_a_row < self._failures_max or now >= self._closed_at_s
 
     def asked(self, now: Seconds) -> None:
-        """Record that a request starts. While the circuit is open, this is the only request that is
-        allowed.
+        """Record that a request starts. If the circuit is open, it is the trial, and no other
+        request is allowed for `open_s` seconds unless the trial succeeds before.
         """
         if self._in_a_row >= self._failures_max:
             self._closed_at_s = now + self._open_s

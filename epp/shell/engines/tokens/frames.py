@@ -54,7 +54,7 @@ class Cannot(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Loaded(Struct, frozen=True, tag=True, array_like=True):
-    """The tokenizer process's answer to `Load`."""
+    """The tokenizer process's answer to `Load`, which says whether the tokenizer can be used."""
 
     model: str
     problem: str

@@ -96,8 +96,8 @@ class LocalWorker:
         job_s_max: Seconds = JOB_S_MAX,
         backoff_s: Seconds = BACKOFF_S,
     ) -> None:
-        """Create the backend. `model_name` is the model whose tokenizer is used for models without
-        one.
+        """Create the token backend `local`. `model_name` is the model whose tokenizer is used for
+        models without one.
         """
         self._begin = Begin(msgspec.json.encode(settings), model_name)
         self._model_name = model_name
@@ -140,8 +140,10 @@ class LocalWorker:
         return None
 
     def _without_tokenizer(self, asked: str) -> TokensResult | None:
-        """Return the reason if the requested model has no loaded tokenizer now, else None. Request
-        its loading if it has files.
+        """Return why the requested model has no usable tokenizer now, or None if it has one.
+
+        `LOADING` is returned while the tokenizer of any model is being loaded. If the requested
+        model's tokenizer is not loaded, this call requests that.
         """
         model = self._tokenizer_of(asked)
         if model is None or model in self._broken:
@@ -180,7 +182,9 @@ class LocalWorker:
         return PromptTokens(done.ids)
 
     async def run(self) -> None:
-        """Run the tokenizer process until cancelled, and restart it whenever it ends."""
+        """Run the tokenizer process until cancelled. Restart it when it ends, unless it answered
+        that it can never return tokens.
+        """
         backoff_s = self._backoff_s
         while True:
             began_s = time.monotonic()
@@ -189,7 +193,7 @@ class LocalWorker:
             except WorkerCannotError as error:
                 self._cannot = str(error)
                 _log.warning(
-                    "no tokenizer available, prompts are measured by their bytes",
+                    "tokenizer process cannot work, all prompts are measured by their bytes",
                     problem=self._cannot,
                 )
             except (OSError, EOFError, msgspec.DecodeError, ValueError, WorkerHungError) as error:
@@ -295,7 +299,9 @@ class LocalWorker:
         """Send `message` to the tokenizer process and return its answer, which must be of the type
         `kind`.
 
-        Raises `ValueError` for an answer of another type.
+        Raises `WorkerHungError` if there is no answer within `timeout_s` seconds,
+        `WorkerCannotError` if the process can never return tokens, and `ValueError` for an answer
+        of another type.
         """
         assert process.stdin is not None, "the process has a pipe"
         assert process.stdout is not None, "the process has a pipe"
@@ -333,7 +339,7 @@ class LocalWorker:
             return
         self._told.add(model)
         _log.warning(
-            "no tokenizer available, prompts are measured by their bytes",
+            "model has no usable tokenizer, its prompts are measured by their bytes",
             model=model,
             problem=problem,
         )

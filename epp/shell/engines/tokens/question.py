@@ -56,14 +56,15 @@ class PromptTokens(Struct, frozen=True):
     """The token ids of the prompts of one request."""
 
     ids: tuple[bytes, ...]
-    """Token ids of each prompt that the request remembers, as 4 little-endian bytes each."""
+    """Token ids of each prompt in `InferenceRequest.prompts`, packed as 4 little-endian bytes each.
+    """
     media: tuple[tuple[PlacedMedia, ...], ...] = ()
     """Media of each prompt, in the order of their positions; () if no prompt has any."""
 
 
 class Question:
-    """A request for the token ids of an inference request. `expired` is set before the deadline
-    cancels the task.
+    """A request for the token ids of an inference request. `expired` becomes true before the
+    deadline cancels the task.
     """
 
     def __init__(self, request: InferenceRequest, body: bytes) -> None:
@@ -93,7 +94,7 @@ class TokensBackend(Protocol):
         ...
 
     async def run(self) -> None:
-        """Run the backend's background work until cancelled."""
+        """Run the background work of this source of token ids until cancelled."""
         ...
 
     def rows(self) -> list[dict[str, object]]:
@@ -107,5 +108,7 @@ class TokensBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the backend's connections and fail its waiting requests."""
+        """Close the connections of this source of token ids, and fail the requests that wait for
+        it.
+        """
         ...

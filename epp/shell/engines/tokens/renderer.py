@@ -418,7 +418,7 @@ def _places(
 
 async def _read(answer: bytes, question: Question) -> PromptTokens:
     """Parse the token ids of each prompt in a renderer's answer. The event loop runs between two
-    pieces.
+    pieces of the answer.
     """
     found: list[bytes] = []
     media: list[tuple[PlacedMedia, ...]] = []

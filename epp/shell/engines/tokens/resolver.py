@@ -62,8 +62,8 @@ class TokenResolver:
         *,
         asks: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Create the resolver. `asks(model)` returns False if tokens of this model must not be
-        requested, because they differ from the engine's.
+        """Create a resolver that gets tokens from `backend`. `asks(model)` returns False if tokens
+        of this model must not be requested, because they differ from the engine's.
         """
         self.backend = backend
         self.timeout_s = timeout_s
@@ -107,7 +107,7 @@ class TokenResolver:
         try:
             return self.backend.refuses(question)
         except Exception:  # noqa: BLE001  the boundary of a backend
-            _log.exception("requesting the tokens of a prompt failed")
+            _log.exception("token backend failed while it checked a request for tokens")
             return TokensResult.DEFECT
 
     def began(self, wait: "_TokenWait") -> None:
@@ -186,7 +186,7 @@ class _TokenWait:
             self.give_up(unknown.result)
             return
         except Exception:  # noqa: BLE001  the boundary of a backend: a defect only loses one prompt's tokens
-            _log.exception("determining the tokens of a prompt failed")
+            _log.exception("token backend failed while it determined the tokens of a prompt")
             self.give_up(TokensResult.DEFECT)
             return
         resume = self._end(TokensResult.FOUND, sum(map(len, found.ids)) // ID_BYTES)

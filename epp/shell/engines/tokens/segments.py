@@ -13,7 +13,9 @@ from typing import Final, Protocol
 import xxhash
 
 CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Maximum size in bytes of the cache of token ids: about 16 million ids with overhead."""
+"""Maximum size in bytes of the cache of token ids, including its overhead; 16 million ids of 4
+bytes would fit without overhead.
+"""
 ENTRY_BYTES: Final = 200
 """Size in bytes of an entry of the cache of token ids, without the ids."""
 PART_CHARACTERS_MIN: Final = 64

@@ -82,7 +82,7 @@ class Tokens:
         held: Callable[[InferenceRequest, Endpoint], Held | None] = lambda *_: None,
     ) -> None:
         """Create the producer. `held` returns how much of a request's prompt an endpoint's engine
-        reports as cached; later reports update what it returned.
+        reports as cached, or None if unknown. Later reports update what it returned.
         """
         self._observer = observer
         self._held = held
@@ -152,7 +152,7 @@ class Tokens:
 
     def served(self, request: InferenceRequest, endpoint: Endpoint, now: Seconds) -> None:
         """Compare the ids of `request`, which `endpoint` has served, with those that the engine
-        stored.
+        stored; if it has not reported all of the prompt's blocks yet, `look` does so later.
 
         The engine reports its stored blocks with the ids in its own events. The request no longer
         has its prompt, so the hashes (keys) of its blocks are compared.

@@ -18,8 +18,8 @@ class ConfigurationChanges:
         clock: Callable[[], Seconds] = time.time,
         tell: Callable[[Applied | RefusedDocument], None] = lambda _: None,
     ) -> None:
-        """Create the record. `clock` returns Unix time in seconds, and `tell` is called with each
-        change of the configuration.
+        """Create the record of configuration changes. `clock` returns Unix time in seconds, and
+        `tell` is called with each change of the configuration.
         """
         self._clock = clock
         self._tell = tell

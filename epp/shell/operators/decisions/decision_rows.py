@@ -133,7 +133,7 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
 
 
 def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
-    """Return the row of the leg of a prefill or encode stage."""
+    """Return the row that shows the choice of the endpoint for a prefill or encode stage."""
     told, states = past.told, past.states
     names = _names(setting, len(leg.parts))
     other_parts = weighted(leg.runner_up_scores, setting)
@@ -278,7 +278,7 @@ def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
 
 
 class _Ranked:
-    """The recorded scores of all candidates of a decision, in their order of rank."""
+    """The ranking of a decision's candidates by their recorded scores."""
 
     def __init__(
         self, past: PastDecision, remembered: Remembered, names: Sequence[str], cost: Cost | None

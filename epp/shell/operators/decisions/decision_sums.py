@@ -117,8 +117,8 @@ class Stretch:
 
 
 def percentile(samples: "array[float]", share: float) -> float | None:
-    """Return the smallest sample that is at least as great as the `share` of all samples, or None
-    without samples.
+    """Return the sample that is greater than the given `share` (0 to 1) of all samples, rounded to
+    some digits, or None without samples.
     """
     if not samples:
         return None

@@ -22,7 +22,9 @@ EJECTED: Final = "ejected"
 OUTLYING: Final = (EJECTED, FULL, Cause.FAILING.value, Cause.SLOW.value)
 """States of endpoints that are ready but have a problem."""
 _OF_SCRAPES: Final = (Standing.UNREACHABLE, Standing.STALE, Standing.NEVER_SCRAPED)
-"""Standings of endpoints (reasons for not being ready) that the last failed scrape explains."""
+"""Standings of endpoints (reasons for not being ready) for which the last failed scrape gives the
+details.
+"""
 _REASONS: Final[Mapping[Standing, str]] = {
     Standing.UNREACHABLE: "scrapes fail to connect or get no answer",
     Standing.STALE: "the last successful scrape is too old",

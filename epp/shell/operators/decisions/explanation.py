@@ -16,8 +16,8 @@ _LEVEL: Final = 1e-4
 
 
 def explanation(row: _Row) -> str:
-    """Convert a row of `RecentDecisions` to lines of text for people, without control
-    characters.
+    """Convert a row of `RecentDecisions` to lines of text for people, with control characters
+    escaped.
     """
     lines = _refusal(row) if "refused" in row else _decision(row)
     head, *rest = map(printable, lines)
@@ -71,7 +71,9 @@ def _decision(row: _Row) -> list[str]:
 
 
 def _stage(stage: Stage, row: _Row) -> list[str]:
-    """Return the lines for the endpoint of a stage before decode."""
+    """Return lines that explain the choice of the endpoint for a stage before decode: its address,
+    scores, candidates and load.
+    """
     others = f" and {', '.join(row['others'])}" if row["others"] else ""
     lines = [
         f"{stage} at {row['endpoint']} at {row['address']}{others}",
@@ -104,16 +106,14 @@ def _verdict(row: _Row) -> str:
 
 
 def _name(score: _Row) -> str:
-    """Return the name of a candidate, with its state in parentheses if it was slow, failing,
-    ejected or not ready.
-    """
+    """Return the name of a candidate, with its state in parentheses unless it was simply ready."""
     state = score["state"]
     return str(score["endpoint"]) if state == READY else f"{score['endpoint']} ({state})"
 
 
 def _why_not(row: _Row, why: _Row) -> str:
-    """Return why an endpoint was not chosen, e.g. "why not llm/pod-7: it was unreachable since
-    02:01:07: scrapes fail to connect".
+    """Return why an endpoint was not chosen, e.g. "why not llm/pod-7: it was not ready; it was
+    unreachable since 02:01:07: scrapes fail to connect or get no answer".
     """
     if why["verdict"] == "scored":
         return f"why not {why['endpoint']}: {_behind(row, why)}"
@@ -220,7 +220,7 @@ def _known(name: str, known: _Row) -> str:
 
 def _shadow(told: _Row) -> str:
     """Return what the shadow profile would have chosen, e.g. "the shadow profile would have chosen
-    pod-2: 64 uncached tokens there, 576 here".
+    pod-2: 64 uncached tokens there, 576 where it went; 3 in flight there, 5 where it went".
     """
     if told["verdict"] == AGREED:
         return "the shadow profile agreed"

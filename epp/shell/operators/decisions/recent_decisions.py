@@ -106,7 +106,9 @@ _ROWS_PER_TURN: Final = 500
 ms.
 """
 _PROFILES_MAX: Final = 8
-"""Maximum number of profiles whose settings have a known number; more than a configuration has."""
+"""Maximum number of profiles for which the number of their recorded setting is remembered; a
+configuration has fewer profiles.
+"""
 _Known = TypeVar("_Known")
 _BY_BLOCKS: Final = "prefix-cache-scorer"
 """Type of the scorer whose score is the share of matched prefix blocks."""
@@ -131,7 +133,9 @@ class _Ending(Struct, frozen=True, gc=False):
     number: int
     head: bytes
     output_seen: bool
-    """True if `head`, the record of the end, contains the time of the request's first output."""
+    """True if the time of the request's first output is known and the chosen endpoint served the
+    request.
+    """
 
 
 class _Other(Struct, frozen=True, gc=False):
@@ -243,11 +247,15 @@ class RecentDecisions:
         self._context = Context()
         self._setting = 0
         self._settings_told = 0
-        """Number of the newest setting."""
+        """Number of the setting (scorers and weights) that was recorded last."""
         self._weights: object = None
-        """Weights of the last decision, compared by identity; `_setting` is their number."""
+        """Weights of the last decision, compared by identity; `_setting` is the number of their
+        recorded setting.
+        """
         self._numbered: dict[int, tuple[object, int]] = {}
-        """Weights of each profile and the number of their setting, by identity of the weights."""
+        """Weights of each profile and the number of their recorded setting, by identity of the
+        weights.
+        """
         self._configured: tuple[int, SchedulerSettings | None] = (0, None)
         self._states_told = 0
         self._open: dict[int, int] = {}
@@ -255,8 +263,8 @@ class RecentDecisions:
         oldest first.
         """
         self._to_compare: list[int] = []
-        """Positions in memory of decisions whose request has ended with a known time of its first
-        output.
+        """Positions in memory of decisions whose expected time to first token can be compared: the
+        request has ended, the time of its first output is known, and the chosen endpoint served it.
         """
         self.shed = 0
         """Number of streams that were rejected unread; nothing else about these streams is
@@ -344,7 +352,7 @@ class RecentDecisions:
         )
 
     def _told_leg(self, leg: Leg) -> DecidedLeg:
-        """Return the record of the leg of a prefill or encode stage."""
+        """Return what is recorded about the choice of the endpoint for a prefill or encode stage."""
         second = leg.runner_up
         return DecidedLeg(
             leg.stage.value,
@@ -384,7 +392,9 @@ class RecentDecisions:
         self._wait(_Other(self._clock(), REFUSED, told))
 
     def served(self, exchange: Exchange) -> None:
-        """Record which endpoint the gateway used for `exchange`, if it is not the chosen one."""
+        """Record which endpoint the gateway used for the request `exchange`, if it is not the
+        chosen one.
+        """
         decision = exchange.decision
         if decision is None:
             return
@@ -574,7 +584,9 @@ class RecentDecisions:
         _remember(self._memberships, self._generation, members, _MEMBERSHIPS_MAX)
 
     def _setting_of(self, leg: Leg) -> int:
-        """Return the number of the scorers and weights that chose `leg`, and record new ones."""
+        """Return the number under which the scorers and weights that chose `leg` are recorded;
+        record them first if they are new.
+        """
         weights = leg.scored.weights
         known = self._numbered.get(id(weights))
         if known is not None:

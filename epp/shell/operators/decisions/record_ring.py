@@ -35,7 +35,7 @@ class RecordRing:
         """Position of the oldest record: the number of bytes appended before it since the start."""
         self._end = 0
         self.displaced = 0
-        """Number of records that were overwritten by newer ones."""
+        """Number of records of the ring that were overwritten by newer ones."""
 
     def __len__(self) -> int:
         """Return the number of records in the ring; the call iterates over all of them."""

@@ -35,8 +35,8 @@ from epp.shell.process.own_process import ProcessLately
 LOOK_S: Final = 1.0
 WINDOW_S: Final = 60.0
 RECORDS_MAX: Final = 10_000
-"""Maximum number of records of decisions that the live view adds up, in about 20 ms between
-requests.
+"""Maximum number of records of decisions that the live view adds up. Adding them up takes about 20
+ms in all, in parts between which the event loop runs.
 """
 ENDPOINTS_MAX: Final = 200
 """Maximum number of endpoints in the live view; those that are not ready or have most requests come
@@ -61,7 +61,9 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     since: str
     """Time since which the endpoint has its state, in ISO 8601."""
     reason: str
-    """Reason why the endpoint is not ready, slow, failing or ejected; "" if it has no problem."""
+    """Reason why the endpoint is not ready, slow, failing, ejected or full; "" if it has no
+    problem.
+    """
     metrics_age_s: float | None
     waiting: float | None
     running: float | None

@@ -25,10 +25,10 @@ id.
 class DecisionLog:
     """A log of decisions and refusals at a bounded rate.
 
-    At debug level every decision is logged. At info level every `sample_every`-th decision is
-    logged, by its number, so that two runs with the same decisions log the same ones. Refusals are
-    logged at info level, at most `refusals_per_second_max` a second; the next line contains the
-    number of omitted refusals.
+    At debug level every decision and every refusal is logged. At info level every `sample_every`-th
+    decision is logged, by its number, so that two runs with the same decisions log the same ones.
+    Of refusals at most `refusals_per_second_max` a second are logged; the next line contains the
+    number of omitted refusals. Above info level nothing is logged.
     """
 
     def __init__(

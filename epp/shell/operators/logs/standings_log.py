@@ -35,23 +35,30 @@ class StandingsLog:
         staleness_s: Seconds,
     ) -> None:
         """Create the log. `problem_of` returns kind and sentence of an endpoint's failed scrape.
-        `run` compares the standings several times in the `staleness_s` seconds after which metrics
-        are stale.
+
+        `run` compares the standings (ready, or the reason why not) several times in the
+        `staleness_s` seconds after which metrics are stale.
         """
         self._scheduler = scheduler
         self._problem_of = problem_of
         self._look_every_s = min(max(staleness_s / LOOKS_PER_STALENESS, LOOK_S_MIN), LOOK_S_MAX)
         self._not_ready: dict[str, tuple[Standing, Seconds]] = {}
-        """Standing of each endpoint that is not ready, with its start time, by endpoint id."""
+        """Standing (reason for not being ready) of each endpoint that is not ready, with its start
+        time, by endpoint id.
+        """
 
     async def run(self) -> None:
-        """Compare the standings of all endpoints periodically until cancelled."""
+        """Compare the standings of all endpoints (ready, or the reason why not) periodically until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(self._look_every_s)
             self.look(time.monotonic())
 
     def look(self, now: Seconds) -> None:
-        """Log the endpoints whose standing changed since the last comparison."""
+        """Log the endpoints whose standing (ready, or the reason why not) changed since the last
+        comparison.
+        """
         standings = self._scheduler.standings(now)
         before, self._not_ready = self._not_ready, {}
         changed = 0
@@ -69,7 +76,8 @@ class StandingsLog:
                     self._tell(endpoint, was, standing, now - since_s)
         if changed > LINES_MAX:
             _log.info(
-                "standing changed for more endpoints than are logged", endpoints=changed - LINES_MAX
+                "readiness changed for more endpoints than are logged",
+                endpoints=changed - LINES_MAX,
             )
 
     def _tell(self, endpoint: Endpoint, was: Standing, standing: Standing, for_s: Seconds) -> None:

@@ -74,7 +74,9 @@ class Distribution:
         self._sum += value
 
     def observe_all(self, values: Column) -> None:
-        """Observe all `values` in the histogram; the sum is rounded once."""
+        """Observe all `values` in the histogram. Many values are added up before they are added to
+        the sum, so that the sum is rounded only once.
+        """
         if len(values) < _FEW:
             for value in values.tolist():
                 self.observe(value)
@@ -224,7 +226,9 @@ class Family(Collector, Generic[Child]):
         self._children.clear()
 
     def describe(self) -> Iterator[Metric]:
-        """Return the metric without samples; from its names the registry detects duplicates."""
+        """Return the metric for the registry, which detects duplicate names. It has no samples yet
+        when it is registered.
+        """
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

@@ -45,8 +45,8 @@ class EndpointSeries:
         numbers: Mapping[str, Family[Number]],
         labels_of: Callable[[str, str], _Labels],
     ) -> None:
-        """Create the series in `families`, given by name. `labels_of` returns the labels for the
-        name and address of an endpoint.
+        """Create the series of endpoints in the metrics `sums` and `numbers`, given by metric name.
+        `labels_of` returns the labels for the name and address of an endpoint.
         """
         self._headers_s = sums["homing_per_endpoint_response_headers_seconds"]
         self._ttft_s = sums["homing_per_endpoint_ttft_seconds"]

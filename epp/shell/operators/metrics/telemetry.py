@@ -142,7 +142,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     outliers: Mapping[int, Outlier] = field(default_factory=dict)
     """Kind of outlier (slow or failing) of each endpoint that is one, by slot."""
     full: int = 0
-    """Number of endpoints that currently refuse requests because they are full."""
+    """Number of endpoints that count as full because they refused requests."""
     ejections: Mapping[str, int] = field(default_factory=dict)
     """Number of ejections of endpoints since the start, by cause."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
@@ -174,9 +174,13 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     known.
     """
     hit_verdicts: Mapping[str, int] = field(default_factory=dict)
-    """Number of endpoints by the verdict on their estimated cache hits."""
+    """Number of endpoints by the result of the last check of their estimated cache hits
+    (`Verdict`).
+    """
     hit_errors: Mapping[str, ErrorHistogram] = field(default_factory=dict)
-    """Distribution of the errors of estimated cache hits, by side of the error."""
+    """Distribution of the errors of estimated cache hits, by the direction of the error ("over",
+    "under").
+    """
     bytes_per_token: Mapping[str, float] = field(default_factory=dict)
     """Learned number of prompt bytes per token, by model."""
     answer_tokens: float | None = None
@@ -188,8 +192,10 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class PageBudget:
-    """A limit for the bytes that some metric children take on a page. The first child that does not
-    fit closes the budget for all later ones.
+    """A limit for the bytes that some metric children take on a page.
+
+    The first child that does not fit closes the budget for later ones, until a child is removed or
+    the limit changes.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -380,8 +386,8 @@ class Telemetry:
             registry.register(PoolCollector(pool))
 
     def _open_requests(self, made: "_Counted") -> None:
-        """Open the metrics by model. Those with model names from clients share limits of their
-        size.
+        """Create the metrics that are counted by model. Those with model names from clients share
+        limits of their size.
         """
         numbers, distributions = made.numbers, made.distributions
         self._requests = _group(
@@ -416,7 +422,7 @@ class Telemetry:
         self._exemplars = 0
 
     def _open_decisions(self, made: "_Counted") -> None:
-        """Open the metrics of decisions, and the list of decisions that wait to be counted."""
+        """Create the metrics of decisions, and the list of decisions that wait to be counted."""
         self._scorers: tuple[str, ...] = ()
         """Names of the scorers of the decisions that wait to be counted."""
         self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
@@ -442,7 +448,7 @@ class Telemetry:
         self._hit_tokens = made.number("homing_predicted_hit_tokens_total")
 
     def _open_responses(self, made: "_Counted") -> None:
-        """Open the metrics of responses that are not counted by model."""
+        """Create the metrics of responses that are not counted by model."""
         self._headers_s = made.distribution("homing_response_headers_seconds")
         self._declined = made.number("homing_response_bodies_declined_total")
         self._usage_unseen = made.number("homing_response_usage_unseen_total")
@@ -453,7 +459,7 @@ class Telemetry:
         self._first_token_observed_s = made.number("homing_first_token_observed_seconds_total")
 
     def _open_endpoints(self, made: "_Counted") -> None:
-        """Open the metrics of endpoints, and of what endpoints and peers report."""
+        """Create the metrics of endpoints, and of what endpoints and peers report."""
         # Series of each endpoint's requests, which the observer reports.
         self.by_endpoint = EndpointSeries(made.sums, made.numbers, _bounded_endpoint_labels)
         self._set_aside_metric = made.numbers["homing_set_aside_total"]
@@ -464,7 +470,7 @@ class Telemetry:
         self._tokenize_s = made.distributions_by("homing_tokenize_duration_seconds", len(Backend))
 
     def _open_configuration(self, made: "_Counted") -> None:
-        """Open the metrics of the configuration and of its last-good copies."""
+        """Create the metrics of the configuration and of its last-good copies."""
         self._reload_ok = made.number("homing_config_last_reload_successful")
         self._reloads = made.numbers_by("homing_config_reloads_total")
         self._config_info = made.numbers["homing_config_info"]
@@ -473,7 +479,7 @@ class Telemetry:
         self._not_kept = made.numbers_by("homing_last_good_write_errors_total")
 
     def _open_streams(self, made: "_Counted") -> None:
-        """Open the metrics of ext_proc streams and of the gateways' connections that carry these
+        """Create the metrics of ext_proc streams and of the gateways' connections that carry these
         streams.
         """
         self._streams = made.number("homing_extproc_streams_inflight")
@@ -488,7 +494,7 @@ class Telemetry:
             self._connections_cut(reason.value)
 
     def _open_process(self, made: "_Counted") -> None:
-        """Open the metrics of the picker's process and its tasks."""
+        """Create the metrics of the picker's process and its tasks."""
         self._loop_lag_s = made.distribution("homing_loop_lag_seconds")
         self._failures = made.numbers_by("homing_telemetry_failures_total", 32)
         self._task_ends = made.numbers_by("homing_task_ends_total", 64)
@@ -530,7 +536,9 @@ class Telemetry:
             self._fold_decisions()
 
     def staged(self, route: Route, earlier: Sequence[Leg]) -> None:
-        """Count a decision in several stages by its route, with the filters of `earlier` legs."""
+        """Count a decision in several stages by its route, and the endpoints that filters dropped
+        in the `earlier` stages.
+        """
         self._routes(route.value).inc()
         for leg in earlier:
             for name, dropped in leg.eliminated.items():
@@ -811,7 +819,7 @@ class Telemetry:
         self._not_kept(file).inc()
 
     def task_ended(self, task: str, times: int) -> None:
-        """Add `ends` unexpected ends of the background task `task`; 0 creates the series when the
+        """Add `times` unexpected ends of the background task `task`; 0 creates the series when the
         task starts.
         """
         self._task_ends(task).inc(times)
@@ -819,15 +827,15 @@ class Telemetry:
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
     ) -> None:
-        """Record how long a request waited for its tokens. The token backend itself counts the
-        results.
+        """Record how long a request waited for its tokens; a request that did not wait is not
+        counted. The token backend itself counts the results.
         """
         if waited_s:
             self._tokenize_s(backend).observe(waited_s)
 
     def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
-        """Record that a complete snapshot of shared state was loaded from `source`: "peer", "file"
-        or "broker".
+        """Record that a complete snapshot of shared state was loaded from `source` ("peer", "file"
+        or "broker"), and how long that took.
         """
         self._peer_snapshot_s(source).observe(elapsed_s)
 

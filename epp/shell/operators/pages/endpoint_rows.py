@@ -101,7 +101,7 @@ def endpoint_rows(
 
 
 def _named(shares: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the shares of the pairs that are not 0, by name, or None if all are 0."""
+    """Return `shares` by name, rounded and without those that are 0, or None if all are 0."""
     return {name: round(share, _DIGITS) for name, share in shares.items() if share} or None
 
 

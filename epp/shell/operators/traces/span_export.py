@@ -52,8 +52,8 @@ class SpanExport(SpanProcessor):
         delay_s: float = DELAY_S,
         close_s: float = CLOSE_S,
     ) -> None:
-        """Create the export. A batch of spans is exported when it is complete, and after `delay_s`
-        seconds at the latest.
+        """Create the export of spans. A batch of spans is exported when it is complete, and after
+        `delay_s` seconds at the latest.
         """
         assert 1 <= batch_spans_max <= queue_spans_max, "a batch must fit in the queue"
         self._exporter = exporter

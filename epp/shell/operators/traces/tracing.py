@@ -85,7 +85,9 @@ class RequestTrace(Struct):
 
 
 class _Ids(IdGenerator):
-    """A generator of random span and trace ids. A trace id is chosen before its span is created."""
+    """A generator of random span and trace ids, which returns a trace id that was chosen before its
+    span is created.
+    """
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
@@ -235,7 +237,9 @@ class TracedObservation(Observation):
     """
 
     def __init__(self, tracer: Tracer, *told: Any, **more: Any) -> None:
-        """Create the observer. `told` and `more` are the arguments of `Observation`."""
+        """Create the observer, which creates spans with `tracer`. `told` and `more` are the
+        arguments of `Observation`.
+        """
         super().__init__(*told, **more)
         self._tracer = tracer
 

@@ -107,7 +107,7 @@ def test_a_thousand_transitions_at_once_are_some_lines_and_a_number():
     watched = Watched(endpoints=LINES_MAX + 30)
     lines = watched.look(20.0)
     assert len(lines) == LINES_MAX + 1
-    assert lines[-1]["event"] == "standing changed for more endpoints than are logged"
+    assert lines[-1]["event"] == "readiness changed for more endpoints than are logged"
     assert lines[-1]["endpoints"] == 30
 
 

@@ -135,8 +135,8 @@ def table(name: str) -> str:
     seeds = f"seeds {FIRST_SEED} to {FIRST_SEED + SEEDS - 1}"
     cases = ", ".join(f"`{case}`" for case in told.cases)
     basis = (
-        f"The board has {len(told.cases)} cases with {told.requests:,} requests each and {seeds}. The "
-        f"cases are {cases}."
+        f"The comparison has {len(told.cases)} cases with {told.requests:,} requests each and {seeds}. "
+        f"The cases are {cases}."
     )
     return f"{basis}\n\n{markdown_table(rows)}"
 

@@ -89,7 +89,8 @@ def short_ranking(board: Board) -> str:
     """
     (head, *rows), says = board.ranking[0].rows, board.ranking[0].title
     kept = [row for at, row in enumerate(rows) if at < _FIRST or row[0] in _KNOWN]
-    short = Part(title=says, says=f'{board.basis} The table is "{says}".', rows=[head, *kept])
+    basis = f'{board.basis} These rows are from the leaderboard\'s table "{says}".'
+    short = Part(title=says, says=basis, rows=[head, *kept])
     return short.as_markdown(level=0)
 
 

@@ -224,7 +224,7 @@ async def which_pod(night: Night) -> None:
         await night.say(
             "## Which pod, and since when?",
             "",
-            f"Some clients get a 500. (At {began} pod-{port} began to answer every request with a 500, within 17 ms, "
+            f"The incident of this section: some clients get a 500. (At {began} pod-{port} began to answer every request with a 500, within 17 ms, "
             "while its metrics page looked idle and healthy.)",
         )
         await night.answers("epp top --once --url $PICKERS", f"pod-{port} ejected since")
@@ -237,7 +237,7 @@ async def is_it_the_picker(night: Night) -> None:
         await night.say(
             "## Is it the picker?",
             "",
-            "All requests are slow. "
+            "The incident of this section: all requests are slow. "
             f"(The second picker is stopped for {FROZEN_S * 1e3:.0f} of every {(FROZEN_S + THAWED_S) * 1e3:.0f} ms.)",
         )
         late = urlsplit(night.stage.pickers[1].pages).netloc
@@ -253,7 +253,7 @@ async def last_nights_change(night: Night) -> None:
     await night.say(
         "## What did last night's change do?",
         "",
-        "The ConfigMap was changed so that only cached prefixes count.",
+        "The incident of this section: the picker's ConfigMap was changed so that only cached prefixes count in its decisions.",
     )
     await night.answers(
         f"epp changes --dir $DECISIONS --window {night.stretch_s:.0f}s",
@@ -272,7 +272,7 @@ async def doubled_by_a_pod(night: Night) -> None:
         await night.say(
             f"## Why did the TTFT double at {began}?",
             "",
-            f"First cause: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (The slow pod is pod-{port}.)",
+            f"The first cause of a doubled TTFT: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (The slow pod is pod-{port}.)",
         )
         await night.answers(
             f"epp changes --dir $DECISIONS --at {began} --window {night.stretch_s:.0f}s",
@@ -298,7 +298,7 @@ async def doubled_by_traffic(night: Night) -> None:
             expected=f"at least {LONGER / 2:g} times as many",
         )
         await night.say(
-            f"Second cause, at {began}: as many requests as before, with longer prompts that no pod has cached.",
+            f"The second cause of a doubled TTFT, at {began}: as many requests as before, with longer prompts that no pod has cached.",
         )
         await night.answers(
             f"epp changes --dir $DECISIONS --at {began} --window {night.stretch_s:.0f}s",
@@ -341,7 +341,7 @@ async def _night(folder: Path, out: Path) -> None:
             "Pickers, Envoy, HTTP and time are real on this page; the five pods are simulated. "
             f"Two replicas of the picker share {ORDINARY.rate_per_s:.0f} requests a second under the default configuration.",
             "`make night` writes this page from the output of the commands. "
-            "It first verifies the effect of each fault at the broken part, "
+            "`make night` first verifies the effect of each fault at the broken part, "
             "and writes no page if a fault has no effect, or if a command does not name the culprit.",
         )
         await night.say(

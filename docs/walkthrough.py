@@ -163,8 +163,8 @@ def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
         "# A day with Homing",
         "",
         "This page goes from guessed weights to weights that were tested on captured traffic, in six main commands. "
-        "Follow it to tune Homing for traffic of your own.",
-        "Picker, Envoy, HTTP and time are real; the pods are simulated: three of Qwen3-32B on two H100s each.",
+        "Follow this page to tune Homing for traffic of your own.",
+        "Picker, Envoy, HTTP and time are real on this page; the pods are simulated: three of Qwen3-32B on two H100s each.",
         "`make walkthrough` writes this page; each command is followed by its real output.",
     )
     with served(walk):
@@ -188,7 +188,7 @@ def served(walk: Walk) -> Iterator[None]:
     walk.say("## A pool, a picker, a gateway")
     (walk.folder / "config.yaml").write_text(GUESS)
     walk.say(
-        "The first configuration is a guess: load counts twelve times as much as cached prefixes:"
+        "The picker's first configuration is a guess: load counts twelve times as much as cached prefixes:"
     )
     walk.show(GUESS, "yaml")
     with contextlib.ExitStack() as stack:
@@ -252,7 +252,7 @@ def drive(
 def _look(walk: Walk, out: Path) -> None:
     walk.say("## What it looks like", "", "`epp top` shows the pool in a terminal:")
     walk.run("epp top --once")
-    walk.say("The page `http://127.0.0.1:9090/live` shows it in a browser:")
+    walk.say("The picker's page `http://127.0.0.1:9090/live` shows the pool in a browser:")
     _screenshot(f"{DEBUG}/live", out / "walkthrough-live.png")
     walk.page += ["![The live page of the picker](walkthrough-live.png)", ""]
     walk.say("`epp explain` says why the last request went to its pod:")
@@ -266,11 +266,11 @@ def _tune(walk: Walk, trials: int) -> None:
         "",
         "`sim tune` replays the capture through the same scheduler, tunes on its first half, and judges "
         "on the second.",
-        "It reads a copy, because the picker continues to capture.",
+        "`sim tune` reads a copy of the capture, because the picker continues to write it.",
     )
     walk.run("cp -r capture captured")
     (walk.folder / "space.toml").write_text(SPACE)
-    walk.say("The file `space.toml` lets it vary the three weights only:")
+    walk.say("The file `space.toml` lets `sim tune` vary the weights of the three scorers only:")
     walk.show(SPACE, "toml")
     walk.run(
         f"sim tune captured --pods {PODS} --profile {PROFILE} --config config.yaml --space space.toml "
@@ -288,7 +288,7 @@ def _shadow(walk: Walk, driven_s: float) -> None:
     walk.say(
         "## First as a shadow",
         "",
-        "The tuned profile scores live traffic without acting on it.",
+        "The tuned configuration first runs as a shadow profile, which scores live traffic without acting on it.",
     )
     tuned = yaml.safe_load((walk.folder / "tuned" / TUNED).read_text())
     text = yaml.safe_dump(shadowed(yaml.safe_load(GUESS), tuned), sort_keys=False)
@@ -306,13 +306,15 @@ def _apply(walk: Walk, driven_s: float) -> None:
     generation = _generation()
     walk.run(f"cp tuned/{TUNED} config.yaml")
     until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
-    walk.say("The same kinds of traffic follow for as long as before, from other random draws:")
+    walk.say(
+        "The same kinds of traffic run again after the change of the weights, for as long as before, from other random draws:"
+    )
     _drive(walk, "after", driven_s, seed=3)
-    walk.say("The table compares the clients' results before and after:")
+    walk.say("The table compares the clients' results before and after the change of the weights:")
     walk.page += [*comparison(walk.folder), ""]
     walk.say(
-        "All documents and system prompts were new both times, so each was computed at least once. "
-        "`sim tune` judged by the second half of the capture, most of which was cached, and by both kinds together.",
+        "All documents and system prompts were new both before and after the change, so each was computed at least once. "
+        "`sim tune` instead judged by the second half of the capture, most of which was cached, and by both kinds of traffic together.",
     )
     walk.run("epp top --once")
 

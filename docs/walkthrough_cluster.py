@@ -102,8 +102,8 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
         "# From nothing to tuned, in a cluster",
         "",
         "This page repeats the walkthrough [A day with Homing](walkthrough.md) in a Kubernetes of one node ([`make cluster`](availability.md#seen-in-a-cluster)). "
-        "Follow it to install the chart, capture traffic and tune the weights in a cluster.",
-        "The chart, its picker and its Envoy run in pods there.",
+        "Follow this page to install the chart, capture traffic and tune the weights in a cluster.",
+        "The chart's picker and Envoy run in pods of this cluster.",
         f"The {PODS} model servers are on a node without a GPU that [kwok](https://kwok.sigs.k8s.io) plays; "
         "a simulated engine of Qwen3-32B on two H100s answers at the address of each.",
         "`python -m docs.walkthrough_cluster` writes this page; each command is followed by its real output.",
@@ -127,7 +127,7 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
         "",
         "Two kinds of traffic run at once: questions about documents, some of which are much more popular than others, "
         "and assistants with a long system prompt each.",
-        "Clients are in the cluster, so that they reach its Services.",
+        "The clients (`sim drive`) run inside the cluster's network, so that they reach its Services.",
     )
     _drive(walk, "before", captured_s, seed=1)
     _tune(walk, trials)
@@ -179,7 +179,7 @@ def _tune(walk: Walk, trials: int) -> None:
         ),
     )
     (walk.folder / "space.toml").write_text(SPACE)
-    walk.say("The file `space.toml` lets `sim tune` vary the three weights only:")
+    walk.say("The file `space.toml` lets `sim tune` vary the weights of the three scorers only:")
     walk.show(SPACE, "toml")
     walk.run(
         f"sim tune captured --pods {PODS} --profile {PROFILE} --config guess.yaml --space space.toml "
@@ -194,14 +194,16 @@ def _apply(walk: Walk, driven_s: float) -> None:
     before = _applied(walk)
     walk.run(f"kubectl apply -n {NAMESPACE} -f tuned/{TUNED_CONFIG_MAP}")
     until(lambda: len(_applied(walk)) > len(before), WAIT_S_MAX, "the pool has an Event of it")
-    walk.say("An Event on the pool shows that it is in force:")
+    walk.say("An Event on the pool shows that the tuned configuration is in force:")
     walk.run(IN_FORCE)
-    walk.say("The same kinds of traffic follow for as long as before, from other random draws:")
+    walk.say(
+        "The same kinds of traffic run again after the change of the weights, for as long as before, from other random draws:"
+    )
     _drive(walk, "after", driven_s, seed=3)
-    walk.say("The table compares the clients' results before and after:")
+    walk.say("The table compares the clients' results before and after the change of the weights:")
     walk.page += [*comparison(walk.folder), ""]
     walk.say(
-        "All documents and system prompts were new both times, so each was computed at least once.",
+        "All documents and system prompts were new both before and after the change, so each was computed at least once.",
     )
 
 

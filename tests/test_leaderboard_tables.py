@@ -104,7 +104,7 @@ def test_the_readme_shows_the_ranking_without_adapters(summary, results, tmp_pat
     """The best five, and whom a reader looks for, wherever they stand."""
     main([written(tmp_path / "board", summary)])
     part = refreshed("<!-- begin board-short -->\n<!-- end board-short -->\n")
-    assert f'The table is "{ranking_parts(summary)[0].title}".' in part
+    assert f'rows are from the leaderboard\'s table "{ranking_parts(summary)[0].title}".' in part
     rows = [line.split(" | ")[0].strip("| ") for line in part.splitlines() if line[:1] == "|"]
     assert rows[2:] == ["homing", "rival-0", "rival-1", "rival-2", "rival-3", "round-robin-live"]
 

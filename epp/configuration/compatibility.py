@@ -66,24 +66,27 @@ class NoParameters(Parameters, frozen=True):
 
 
 class DataParallelHandler(Parameters, frozen=True):
-    """`data-parallel-profile-handler`: accepted without effect, because ranks with a port each are
-    separate endpoints.
+    """`data-parallel-profile-handler`: accepted without effect, because data-parallel ranks with a
+    port each are separate endpoints.
 
-    Ranks behind one address are one endpoint; for them `data-parallel-rank-producer` selects the
-    rank.
+    Data-parallel ranks behind one address are one endpoint, of which `data-parallel-rank-producer`
+    selects a rank.
     """
 
     primary_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
 
 
 class InflightLoadProducer(Parameters, frozen=True):
-    """`inflight-load-producer`: the picker always counts requests and uncached prompt tokens in
-    flight, also without it.
+    """`inflight-load-producer`: the prefill speeds of endpoints, by which the picker estimates how
+    fast prompt tokens in flight are computed. The picker always counts requests and uncached prompt
+    tokens in flight, even if the document does not declare `inflight-load-producer`.
 
-    The tokens drain at the `peak_prefill_throughput` (tokens/s) of each endpoint. If labels of an
-    endpoint match entries of `peak_prefill_throughputs`, the first of these applies. If neither is
-    set, the value of `prefix-cache-affinity-filter` applies, and without it 15,928. The
-    default in the simulator is the speed of the pods' profile.
+    The picker assumes that an endpoint computes prompt tokens at `peak_prefill_throughput`
+    (tokens/s) as long as it has not measured the endpoint's prefill speed. If labels of an endpoint
+    match entries of `peak_prefill_throughputs`, the first matching entry applies instead. If
+    neither parameter is set, the prefill speed of `prefix-cache-affinity-filter` applies, and
+    without that filter 15,928 tokens/s. The default prefill speed in the simulator is that of the
+    pods' profile.
     """
 
     peak_prefill_throughput: Annotated[float, Meta(gt=0, le=1e9)] | None = None
@@ -173,7 +176,8 @@ class ModelsDataSource(_TrustingSource, frozen=True):
     """`models-data-source`: the scheme and path at which each endpoint lists its models, which
     `/debug/endpoints` shows.
 
-    It needs a `models-data-extractor`, and does not affect decisions.
+    `models-data-source` needs a `models-data-extractor` in the document, and does not affect
+    decisions.
     """
 
     path: Annotated[str, Meta(pattern="^/")] = "/v1/models"
@@ -186,8 +190,8 @@ class DcgmDataSource(_PageSource, frozen=True):
 
     The highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, as a share from 0 to 1, becomes its
     attribute `GPUUtilization` if there is a `dcgm-extractor`. `endpoint-attribute-filter` and
-    `endpoint-attribute-scorer` can read it. Samples with a label `pod` count only for the pod of
-    that name.
+    `endpoint-attribute-scorer` can read this attribute. Samples of the DCGM exporter with a label
+    `pod` count only for the pod of that name.
     """
 
     path: Annotated[str, Meta(pattern="^/")] = "/metrics"

@@ -182,7 +182,9 @@ class DisaggHandler(Parameters, frozen=True):
 
 
 class PdHandler(Parameters, frozen=True):
-    """`pd-profile-handler`: the predecessor of `disagg-profile-handler`, without an encode stage."""
+    """`pd-profile-handler`: the older form of `disagg-profile-handler`, for the stages decode and
+    prefill only.
+    """
 
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
@@ -242,8 +244,8 @@ class StageHeaders(Parameters, frozen=True):
 
 
 class PrefixDecider(Parameters, frozen=True):
-    """`prefix-based-pd-decider`: run prefill elsewhere if enough of the prompt is not cached at the
-    decode endpoint.
+    """`prefix-based-pd-decider`: run prefill at another endpoint than decode if enough of the
+    prompt is not cached at the decode endpoint.
     """
 
     abilities: ClassVar[Abilities] = Abilities(warns=True)
@@ -267,7 +269,9 @@ class PrefixDecider(Parameters, frozen=True):
 
 
 class AlwaysDecider(Parameters, frozen=True):
-    """`always-disagg-pd-decider`: run the stage elsewhere for every request."""
+    """`always-disagg-pd-decider`: run the stage that names this decider (prefill or encode) at
+    another endpoint than decode, for every request.
+    """
 
     @property
     def rule(self) -> Rule:
@@ -276,8 +280,8 @@ class AlwaysDecider(Parameters, frozen=True):
 
 
 class MultimodalDecider(Parameters, frozen=True):
-    """`always-disagg-multimodal-decider`: run the stage elsewhere for prompts with an image, audio
-    or video.
+    """`always-disagg-multimodal-decider`: run the stage that names this decider (prefill or encode)
+    at another endpoint than decode, for prompts with an image, audio or video.
     """
 
     @property

@@ -219,8 +219,8 @@ class TokenProducer(Parameters, frozen=True):
     """Source of prompts' token ids: an estimate of 4 bytes per token (`estimate`), the engine's
     renderer (`vllm`), or tokenizer files (`local`).
 
-    A request waits for its token ids at most `tokenize_timeout`. It is routed by the bytes of
-    its prompt after that time, or at once if the ids are not available.
+    A request waits for its token ids at most `tokenize_timeout`. The picker routes the request by
+    the bytes of its prompt after that time, or at once if its token ids cannot be determined.
     """
 
     abilities: ClassVar[Abilities] = Abilities(warns=True)

@@ -72,10 +72,11 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 class AddedTime(Parameters, frozen=True, dict=True):
     """Prefer the endpoint where the request adds the least time to all requests.
 
-    The scorer minimises the sum below over endpoints e. Let x be the prompt tokens that e would have to
-    compute, T all prompt tokens, p = x (1 + (T - x/2) / `ATTENTION_TOKENS`) the prefill,
-    n the requests and C the context tokens in flight at e, W the requests waiting there,
-    D the tokens of the answer, at most `decodeTokens`, and s(e) the prefill tokens a second:
+    `added-time-scorer` prefers the endpoint e with the smallest sum of the times below. Let x be
+    the prompt tokens that e would have to compute, T all prompt tokens, p = x (1 + (T - x/2) /
+    `ATTENTION_TOKENS`) the prefill, n the requests and C the context tokens in flight at e, W the
+    requests waiting there, D the tokens of the answer, at most `decodeTokens`, and s(e) the prefill
+    tokens a second:
 
         (1 + w(e)) first(e)                           wait for the request's first token
         + ( a n p                                     delay of n others during its prefill
@@ -85,12 +86,14 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     with first(e) = (pending(e) + p) / s(e) + adapter(e), a = `prefillDelay`, r = `evictionCost`,
     w(e) = `firstTokenWeight` first(e) / (first(e) + `HALF_WEIGHT_S`), so that a long wait weighs more than a
-    short one; d = `DECODE_SHARE`; over(e): tokens by which this request and the waiting ones exceed the KV
-    cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory takes to become free;
-    W' = min(W, `HELD_UP_MAX`). If an endpoint reports more requests than this picker counted, others sent
-    the rest. A value that an endpoint does not report, or reported too long ago, is replaced by the median
-    of the endpoints that report it, because a silent endpoint is not idle. If no endpoint reports it, the
-    value is 0, and a full cache is not modelled. The picker's own counts are always known.
+    short one; d = `DECODE_SHARE`; over(e): tokens by which this request and the waiting ones exceed
+    the KV cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory takes to
+    become free; W' = min(W, `HELD_UP_MAX`). If an endpoint reports more requests than this picker
+    has in flight there, the scorer assumes that others sent the rest. A load value that an endpoint
+    does not report, or reported too long ago, is replaced by the median of the endpoints that
+    report it, because an endpoint that reports nothing is not idle. If no endpoint reports a load
+    value, it counts as 0, and no cache counts as full. The picker's own counts of requests and
+    tokens in flight are never replaced.
     """
 
     type_name: ClassVar[str] = "added-time-scorer"

@@ -47,23 +47,26 @@ class BalanceBy(StrEnum):
 
 
 class BurstSettings(Parameters, frozen=True):
-    """`burst-prefix-cache-producer`: equal prompts that arrive together are prefilled once.
+    """`burst-prefix-cache-producer`: an index that lets equal prompts that arrive within a short
+    window be prefilled once.
 
-    A request whose blocks equal those of an earlier request of its window matches fully at the
-    endpoint of that request. Each endpoint receives at most `max_per_replica` requests of one
-    group. Further requests match at the endpoint with the smallest load of the window. A request
-    also matches if it has at least `min_colocate_blocks` leading blocks in common with others of
-    the window. It matches where most of them were placed, while less than
-    ceil(load / endpoints) was placed there, and otherwise where least was placed. All other
-    requests match nowhere.
+    A match of a request at an endpoint makes scorers of cached prefixes prefer this endpoint. A
+    request whose blocks equal those of an earlier request of its window (a group of equal prompts)
+    matches fully at the endpoint of that request. An endpoint matches for at most `max_per_replica`
+    requests of one group. Further requests of the group match at the endpoint with the smallest
+    load of the window. A request also matches if it has at least `min_colocate_blocks` leading
+    blocks in common with others of the window. Such a request matches at the endpoint where most of
+    those others were placed, while fewer than ceil(load / endpoints) were placed there (a fair
+    share), and otherwise where the fewest were placed. All other requests match nowhere.
 
-    Parameters and defaults are those of llm-d-router. Its implementation holds requests until their
-    window is over, and then places all of them, largest groups and longest prompts first. This one
-    places each request as it arrives. The first request of a group therefore goes where other
-    scorers route it. A fair share is a share of the requests so far. The load counts all requests
-    of the window, also those with no common prefix. Where the original takes the least loaded
-    endpoint, the match here is graded by load, because an index does not know the candidates. A
-    full window gives no further matches; in the original it is an error.
+    Parameters and defaults of this index are those of llm-d-router. The implementation of
+    llm-d-router holds requests until their window is over, and then places all of them, largest
+    groups and longest prompts first. Homing's index places each request as it arrives, so the first
+    request of a group goes where other scorers route it, and a fair share is a share of the
+    requests that have arrived so far. The load counts all requests of the window, also those that
+    have no prefix in common with others. Where llm-d-router takes the least loaded endpoint, the
+    match of this index is graded by load, because an index does not know the candidates. A window
+    with the maximum number of requests gives no further matches; in llm-d-router it is an error.
     """
 
     type_name: ClassVar[str] = "burst-prefix-cache-producer"

@@ -37,9 +37,10 @@ _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 class HeaderBasedTesting(Parameters, frozen=True):
     """Keep the endpoints that the client lists; only for conformance tests.
 
-    The header `test-epp-endpoint-selection` lists them as "ip:port" or a bare ip, separated by
-    commas. All endpoints stay if there is no header. The response repeats the headers ("name:value",
-    separated by commas) that the request lists in `X-Echo-Set-Header`.
+    The request header `test-epp-endpoint-selection` lists these endpoints as "ip:port" or a bare
+    ip, separated by commas. All endpoints stay if the request does not have this header. The
+    response repeats the headers ("name:value", separated by commas) that the request lists in
+    `X-Echo-Set-Header`.
     """
 
     type_name: ClassVar[str] = "header-based-testing-filter"
@@ -72,9 +73,9 @@ class HeaderBasedTesting(Parameters, frozen=True):
 class DestinationEndpointServedVerifier(Parameters, frozen=True):
     """Name the endpoint that served a request in its response; only for conformance tests.
 
-    The header `x-conformance-test-served-endpoint` holds the address that the gateway reports,
-    never one that the picker assumes. The plugin has an effect once it is declared; a profile does
-    not name it.
+    The response header `x-conformance-test-served-endpoint` contains the address that the gateway
+    reports, never one that the picker assumes. Declaring `destination-endpoint-served-verifier` in
+    the document enables it; no scheduling profile needs to name it.
     """
 
     type_name: ClassVar[str] = "destination-endpoint-served-verifier"

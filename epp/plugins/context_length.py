@@ -96,14 +96,15 @@ class ContextLengthAware(Parameters, frozen=True):
     """Prefer endpoints that are meant for prompts of this length, by a label such as "0-2048", in
     tokens.
 
-    If the range contains the prompt length, the score is from 0.3 to 1. It is higher for a narrow
-    range and for room above the prompt. Outside the range, the score is below 0.3 and falls with
-    the distance. An endpoint without the label scores 0.5, and one with an invalid value 0.
+    If the label's range contains the prompt length, the score is from 0.3 to 1. This score is
+    higher for a narrow range and for a prompt that is well below the range's end. If the prompt
+    length is outside the range, the score is below 0.3 and falls with the distance. An endpoint
+    without the label scores 0.5, and one with an invalid value 0.
 
     The plugin is also a filter if `enable_filtering` is set: it keeps endpoints whose range
-    contains the prompt length and those without the label. The formula is llm-d-router's. The
-    length counts the engine's own tokens if a `token-producer` provides them, else bytes divided by
-    four.
+    contains the prompt length and those without the label. The formula of the score is
+    llm-d-router's. The prompt length is the number of the engine's own tokens if a `token-producer`
+    provides them, else the number of bytes divided by four.
     """
 
     type_name: ClassVar[str] = "context-length-aware"

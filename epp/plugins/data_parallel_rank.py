@@ -15,24 +15,27 @@ RANK_HEADER: Final = "x-data-parallel-rank"
 
 
 class DataParallelRank(Parameters, frozen=True):
-    """`data-parallel-rank-producer`: the request names the rank of the chosen endpoint that must
-    serve it.
+    """`data-parallel-rank-producer`: name, in each request, the data-parallel rank of the chosen
+    endpoint that must serve the request.
 
-    This applies to an endpoint with several ranks behind one address whose engine sends KV-cache
-    events. The header `x-data-parallel-rank` names the rank with most of the prompt cached. The
-    named rank must have at least `minCachedTokenDelta` tokens more than every other rank. If
-    several ranks have as much, or none has any, the engine's own balancer chooses. A client's
-    header of that name is removed.
+    The plugin names a rank only for endpoints with several ranks behind one address whose engine
+    sends KV-cache events. The request header `x-data-parallel-rank` names the rank with most of the
+    prompt cached. The named rank must have at least `minCachedTokenDelta` cached tokens of the
+    prompt more than every other rank. If several ranks have equally much of the prompt, or none has
+    any, the picker names no rank and the engine's own balancer chooses. The picker removes a header
+    of that name that a client sends.
 
-    A popular prompt does not overload its rank. A rank receives at most `maxRequestsAhead` more of
-    this picker's running requests than the rank with the fewest. The rank that serves the next one
-    also caches the prompt, so several ranks soon have it.
+    A limit prevents a popular prompt from overloading its rank: a rank receives at most
+    `maxRequestsAhead` more of this picker's running requests than the rank with the fewest. Another
+    rank then serves the next request with the popular prompt and also caches it, so several ranks
+    soon have the prompt.
 
-    The named rank exists at each fallback endpoint, because an engine refuses a request for a rank
-    that it does not have.
+    The picker names only a rank that each fallback endpoint of the request has too, because an
+    engine refuses a request for a rank that it does not have.
 
-    The plugin has an effect once it is declared; a profile does not name it. The picker does not
-    receive the events of engines with several ranks without it.
+    Declaring `data-parallel-rank-producer` in the document enables it; no scheduling profile needs
+    to name it. A picker without this plugin does not receive the events of engines with several
+    ranks.
     """
 
     type_name: ClassVar[str] = "data-parallel-rank-producer"

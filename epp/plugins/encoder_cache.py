@@ -42,9 +42,10 @@ class EncoderCacheSettings(Parameters, frozen=True):
     """`mm-embeddings-cache-producer`: images, audio and video that were sent to each endpoint, by
     content.
 
-    Each endpoint keeps as many items as its engine's encoder cache: `cacheSizeInMBPerServer` at 2
-    MiB each. The least recently sent item is dropped first. All endpoints together keep at most
-    131,072 items; above that, the endpoint with the most items loses its oldest.
+    The index stores for each endpoint as many items as fit into its engine's encoder cache:
+    `cacheSizeInMBPerServer` divided by 2 MiB for each item. The index drops the least recently sent
+    item of an endpoint first. The index stores at most 131,072 items for all endpoints together;
+    above that, it drops the oldest item of the endpoint with the most.
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-producer"
@@ -221,8 +222,8 @@ class EncoderCacheAffinity(Parameters, frozen=True):
     """`mm-embeddings-cache-scorer`: the share of the request's media items that were sent to an
     endpoint before.
 
-    Items are distinct images, audio and video. The score is 0 for all endpoints if the request has
-    none.
+    Media items are the distinct images, audio and video of a request. The score is 0 for all
+    endpoints if the request has no media item.
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-scorer"

@@ -75,11 +75,11 @@ class FilterAlgorithm(Parameters, frozen=True):
 
 
 class EndpointAttributeFilter(Parameters, frozen=True):
-    """Keep endpoints whose `attribute` compares true with a value.
+    """Keep endpoints whose `attribute` fulfils a comparison with a value.
 
     Comparisons are LessThan, LessThanOrEqual, GreaterThan, GreaterThanOrEqual, Equal and NotEqual.
-    An endpoint without the attribute stays, unless `on_missing` is `Fail`. If no endpoint is left,
-    `fallback_on_empty` keeps all of them.
+    An endpoint without the attribute stays, unless `on_missing` is `Fail`. If no endpoint fulfils
+    the comparison, `fallback_on_empty` keeps all of them.
     """
 
     type_name: ClassVar[str] = "endpoint-attribute-filter"
@@ -146,11 +146,12 @@ class ScorerAlgorithm(Parameters, frozen=True):
 
 
 class EndpointAttributeScorer(Parameters, frozen=True):
-    """Prefer a low or a high value of an attribute, linear between the ends of a range.
+    """Prefer endpoints with a low or a high value of an attribute; the score is linear between the
+    ends of a range.
 
-    The range is `fixed_range`, with values outside clamped to it, or else the range from the lowest
-    to the highest value of the candidates. If all values are equal, every endpoint scores 1. An
-    endpoint without the attribute scores 0.
+    The range of values is `fixed_range`, to which other values are clamped, or else the range from
+    the lowest to the highest value of the candidates. If all values are equal, every endpoint
+    scores 1. An endpoint without the attribute scores 0.
     """
 
     type_name: ClassVar[str] = "endpoint-attribute-scorer"

@@ -144,10 +144,11 @@ class LoraCapacity(Parameters, frozen=True):
     """Drop endpoints that would have to swap out a LoRA adapter in use to serve the requested
     adapter.
 
-    An endpoint would have to if as many adapters have requests as it has slots, and the requested
-    adapter is not among them. All endpoints stay if that would leave none, and endpoints that
-    report nothing always stay. A model that no candidate reports as an adapter may be the base
-    model, which needs no slot. Then all stay, and `lora-affinity-scorer` looks for a free slot.
+    `lora-capacity-filter` drops an endpoint if as many adapters have running or waiting requests
+    there as it has adapter slots, and the requested adapter is not among them. All endpoints stay
+    if the filter would drop every one, and endpoints that report no adapters always stay. If no
+    candidate reports the requested model as an adapter, it may be the base model, which needs no
+    slot: then all endpoints stay, and `lora-affinity-scorer` looks for a free slot.
     """
 
     type_name: ClassVar[str] = "lora-capacity-filter"
@@ -195,10 +196,10 @@ class UtilizationCondition(Parameters, frozen=True):
 class Utilization(Parameters, frozen=True):
     """Keep endpoints that meet each of the `conditions` on their load.
 
-    The metrics are `active-requests`, in flight from pickers, and `running-requests`,
-    `waiting-queue` and `kv-cache-utilization` (0 to 1) from the engine. A value that an engine does
-    not report meets every condition. If no endpoint is left, `fallback_on_empty` keeps all of them;
-    without it the client receives status 429.
+    The load metrics in `conditions` are `active-requests`, the requests in flight from pickers, and
+    `running-requests`, `waiting-queue` and `kv-cache-utilization` (0 to 1) from the engine. A value
+    that an engine does not report meets every condition. If no endpoint meets the conditions,
+    `fallback_on_empty` keeps all of them; without it the client receives status 429.
     """
 
     type_name: ClassVar[str] = "utilization-filter"
@@ -242,15 +243,18 @@ class TTFTSource(StrEnum):
 class PrefixCacheAffinity(Parameters, frozen=True):
     """Keep only endpoints that have the prompt cached, unless they are too busy.
 
-    An endpoint is warm if matched / total blocks >= `affinity_threshold`. All endpoints stay if
-    none is warm. All stay, too, if the best warm endpoint's time to first token exceeds that of the
-    best cold one by more than `max_ttft_penalty_ms` (0: no such limit). The time is the uncached
-    tokens in flight at the endpoint divided by `peak_prefill_throughput` (tokens/s). If it is not
-    given, the speed of each endpoint applies (`inflight-load-producer`).
+    An endpoint is warm if the share of the prompt's blocks that it has cached is at least
+    `affinity_threshold`; the other endpoints are cold. All endpoints stay if none is warm. All
+    endpoints also stay if the estimated time to first token of the best warm endpoint exceeds that
+    of the best cold one by more than `max_ttft_penalty_ms` (0: no such limit). This estimate is the
+    number of uncached tokens in flight at the endpoint divided by `peak_prefill_throughput`
+    (tokens/s). If `peak_prefill_throughput` is not given, the prefill speed of each endpoint
+    applies (`inflight-load-producer`).
 
-    All endpoints also stay with probability `exploration_probability`. Plugins have no random
-    generator, so the draw is a hash of the request id. A replayed request with the same id is
-    therefore treated alike, and two such filters explore on the same requests.
+    All endpoints stay for a random share `exploration_probability` of the requests (exploration).
+    Plugins have no random generator, so a hash of the request id selects these requests. A replayed
+    request with the same id is therefore treated alike, and two such filters explore with the same
+    requests.
     """
 
     type_name: ClassVar[str] = "prefix-cache-affinity-filter"

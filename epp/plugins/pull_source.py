@@ -29,20 +29,23 @@ _PREFILL: Final = "prefill"
 
 
 class PullSource(Parameters, frozen=True):
-    """`p2p-source-producer`: the request names an endpoint from which the chosen one can pull
-    cached blocks.
+    """`p2p-source-producer`: name, in each request, an endpoint from which the chosen endpoint can
+    pull cached blocks.
 
     The possible sources are the ready endpoints, before filters, that are neither ejected nor full.
-    They have at most one block of the prompt less than the one with the most. The request's id
-    selects one of them, with weight 1 / (1 + waiting requests). The header
-    `x-kv-cache-source-host-port` holds its address if it has at least `minCachedTokenDelta` tokens
-    more than the chosen endpoint. A client's header of that name is removed.
+    They have at most one cached block of the prompt less than the one of them with the most. A hash
+    of the request's id selects one of these sources, each with the weight 1 / (1 + its waiting
+    requests). The request header `x-kv-cache-source-host-port` contains the address of the selected
+    source if it has at least `minCachedTokenDelta` tokens of the prompt more than the chosen
+    endpoint. The picker removes a header of that name that a client sends.
 
-    If engines send KV-cache events, a source offers the blocks in host memory (`cpu`), without a
-    gap from the first block on. An endpoint without events offers nothing. An index of decisions
-    has no tiers, so its estimate is used as it is.
+    If the index receives KV-cache events, a source counts with the prompt's blocks that it has in
+    host memory (`cpu`), from the first block up to the first missing one. An endpoint that sends no
+    events is then no source. An index that estimates caches from the picker's own decisions knows
+    no cache tiers, so a source counts with all blocks that this index estimates.
 
-    The plugin has an effect once it is declared; a profile does not name it.
+    Declaring `p2p-source-producer` in the document enables it; no scheduling profile needs to name
+    it.
     """
 
     type_name: ClassVar[str] = "p2p-source-producer"

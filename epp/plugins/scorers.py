@@ -26,13 +26,14 @@ class PrefixCache(Parameters, frozen=True):
     """Prefer endpoints with the longest leading part of the prompt in their cache.
 
     The score is (1 - w) * matched / total + w * min(1, matched tokens / S)^2, with w =
-    `match_length_weight` and S = `match_length_scale_tokens`. It is 0 for a prompt without a full
-    block.
+    `match_length_weight` and S = `match_length_scale_tokens`. The score is 0 for a prompt without a
+    full block.
 
     Several pickers that do not share decisions would warm different caches for the same prompt. If
-    such a picker's index matches less than `agreement_below` of a prompt, the scorer gives 1 to one
-    endpoint and 0 to the others. This endpoint is the one that all pickers choose for the session,
-    the conversation or the head of the prompt.
+    the index of such a picker finds less than the share `agreement_below` of a prompt at every
+    endpoint, `prefix-cache-scorer` gives 1 to one endpoint and 0 to the others. This one endpoint
+    is computed by a hash of the session, the conversation or the head of the prompt, so that all
+    pickers choose the same.
     """
 
     type_name: ClassVar[str] = "prefix-cache-scorer"
@@ -166,8 +167,9 @@ class ActiveRequests(Parameters, frozen=True):
     """Prefer endpoints with few requests in flight from this picker and its peers, as the pickers
     count them.
 
-    The score is 1 up to `idle_threshold` requests, else (most - own) / most * `max_busy_score`,
-    where own is the endpoint's number and most the largest number at any candidate.
+    The score of an endpoint is 1 up to `idle_threshold` requests in flight, else (most - own) /
+    most * `max_busy_score`, where own is its number of requests in flight and most the largest
+    number at any candidate.
     """
 
     type_name: ClassVar[str] = "active-request-scorer"
@@ -197,8 +199,9 @@ class ActiveRequests(Parameters, frozen=True):
 class TokenLoad(Parameters, frozen=True):
     """Prefer endpoints with the fewest prompt tokens to compute, including this request's own.
 
-    The score is 1 - min(1, (in flight + own uncached) / `queue_threshold_tokens`). The prefix index
-    estimates the request's own uncached tokens.
+    The score is 1 - min(1, (in flight + own) / `queue_threshold_tokens`), where in flight is the
+    number of uncached prompt tokens in flight at the endpoint. The prefix index estimates own, the
+    number of the request's own uncached tokens there.
     """
 
     type_name: ClassVar[str] = "token-load-scorer"
@@ -250,10 +253,12 @@ class LoraAffinity(Parameters, frozen=True):
     reports adapters.
 
     If an engine reports residency, the score depends on the adapter's place (llm-d-router #2792):
-    1.0 on the GPU, 0.7 in CPU memory. Otherwise it is 0.6 for a free GPU slot, 0.3 for a slot with
-    an idle adapter, else 0.0. If an engine reports only `lora_requests_info`, the score is 1.0 for
-    an adapter with a running or waiting request, 0.8 for a free slot, else 0.0. vLLM's two lists
-    are one set (llm-d-router #2605), so the reference picker's 0.6 for "waiting" would never apply.
+    1.0 on the GPU, 0.7 in CPU memory. If the adapter is in neither place, the score is 0.6 for a
+    free GPU slot, 0.3 for a slot with an idle adapter, else 0.0. If an engine reports only
+    `lora_requests_info`, the score is 1.0 for an adapter with a running or waiting request, 0.8 for
+    a free slot, else 0.0. The reference picker's score of 0.6 for an adapter with only waiting
+    requests is left out, because vLLM's lists of running and waiting adapters are one set
+    (llm-d-router #2605).
     """
 
     type_name: ClassVar[str] = "lora-affinity-scorer"
@@ -291,10 +296,11 @@ def _by_residency(adapters: AdapterColumns, adapter: str) -> Floats:
 class NoHitLru(Parameters, frozen=True):
     """Spread unknown prompts: prefer the endpoint that received such a prompt the longest ago.
 
-    The score is 0.5 for all if any endpoint has the prompt cached. Otherwise it is `1 -
-    rank/(n-1)`. Endpoints that never received an unknown prompt rank first, in their order, then
-    the others, least recent first. The rank is among the candidates. The reference picker also
-    counts other endpoints, which gives the same score if no endpoint was filtered out.
+    The score is 0.5 for all endpoints if any of them has a part of the prompt cached. Otherwise it
+    is `1 - rank/(n-1)`, where rank is the position among the n candidates, from 0. Endpoints that
+    never received an unknown prompt rank first, in their order, then the others, least recent
+    first. The reference picker ranks an endpoint among all endpoints and not only among the
+    candidates, which gives the same score if no endpoint was filtered out.
     """
 
     type_name: ClassVar[str] = "no-hit-lru-scorer"

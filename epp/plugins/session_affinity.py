@@ -160,10 +160,11 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
     """Score 1 for the endpoint that served this session before, 0 for the others; all 0 if none
     did.
 
-    If the strategy is `encoded_endpoint_header`, a response header carries a token, and the client
-    sends it back. The token is a keyed hash of the endpoint. It reveals nothing, and only pickers
-    with the key can create it. An invalid token, or one of an endpoint that is not a candidate,
-    prefers no endpoint. If the strategy is `session_id`, an affinity index remembers the endpoint
+    If the strategy is `encoded_endpoint_header`, a response header carries a session token, and the
+    client sends this token with the session's next request. A session token is a keyed hash of the
+    endpoint. The token reveals nothing about the endpoint, and only pickers with the key can create
+    it. If a request has an invalid token, or the token of an endpoint that is not a candidate, no
+    endpoint is preferred. If the strategy is `session_id`, an affinity index remembers the endpoint
     of each session.
     """
 
@@ -177,8 +178,9 @@ class SessionAffinityFilter(_SessionAffinity, frozen=True):
     """Keep only the endpoint that served this session before, while it is a candidate; otherwise
     keep all endpoints.
 
-    The strategies are those of `session-affinity-scorer`. A session stays at its first endpoint
-    even if that endpoint is overloaded; the scorer with a weight is less strict.
+    The strategies, which recognize a session, are those of `session-affinity-scorer`. The filter
+    keeps a session at its first endpoint even if this endpoint is overloaded;
+    `session-affinity-scorer` with a weight is less strict.
     """
 
     type_name: ClassVar[str] = "session-affinity-filter"

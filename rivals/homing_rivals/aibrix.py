@@ -1,7 +1,8 @@
 """AIBrix: most of the prefix with a guard against imbalance, by a table of hashes or by a tree.
 
 Source: `pkg/plugins/gateway/algorithms` and `pkg/utils/prefixcacheindexer` of vllm-project/aibrix
-(2026-08). Its fairness is in a file of its own, and so is Preble, whose cost its third policy uses.
+(2026-08). AIBrix's fairness policy `vtc-basic` is the family `aibrix_vtc`; the cost of its third
+prefix policy is that of the family `preble`.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -19,19 +20,22 @@ class GuardedPrefix(Parameters, frozen=True):
     """Prefer the endpoint with the most percent of the prompt cached, then the fewest requests,
     among those with R <= mean R + k x sigma.
 
-    Percent is floor(100 x matched / total), sigma that of the sample (n - 1), R the requests in
-    flight. The endpoint with the least R wins if no endpoint is within the bound. The rule
-    considers only endpoints with min R if max R - min R > `imbalance_requests`.
+    R is the number of an endpoint's requests in flight, k is `sigma_factor`, and sigma the standard
+    deviation of R as a sample (n - 1). The percentage of the prompt that an endpoint has cached is
+    floor(100 x matched / total) blocks. If max R - min R > `imbalance_requests`, only the endpoints
+    with the lowest R are considered.
 
-    `imbalance_requests` 8 and `sigma_factor` 1 are its code's; its documentation says 16 and 2. The
-    value 8 was tuned for 4,000 tokens in and 2,000 out on A10 and A100 (PR #933).
+    The defaults 8 of `imbalance_requests` and 1 of `sigma_factor` are those of AIBrix's code; its
+    documentation says 16 and 2. The authors tuned the value 8 for 4,000 tokens in and 2,000 out on
+    A10 and A100 (PR #933).
 
-    Kept: percent are whole numbers, so blocks less than a hundredth of the prompt apart are equal;
-    its table loses the head of a prompt under pressure. Differs: the order among equals is round
-    robin or random, by the picker; blocks have 16 tokens, where its code has 4 bytes and its
-    documentation 128 tokens. The table has 200,000 (block, endpoint) pairs, and the endpoint with
-    most loses its oldest. AIBrix's table has as many blocks in one order and forgets those of 20
-    minutes.
+    Kept from AIBrix: percentages are whole numbers, so endpoints whose cached blocks differ by less
+    than a hundredth of the prompt are equal; under memory pressure, the table loses the head of a
+    prompt before its tail. Different from AIBrix: the picker plugin orders equal endpoints, round
+    robin or at random; blocks have 16 tokens, where AIBrix's code has 4 bytes and its documentation
+    128 tokens. The copy's table has at most 200,000 (block, endpoint) pairs, and the endpoint with
+    most of them loses its oldest. AIBrix's table has as many blocks in one order, and forgets
+    blocks after 20 minutes.
     """
 
     type_name: ClassVar[str] = "guarded-prefix-scorer"

@@ -20,15 +20,16 @@ class UserTokenPlace(Parameters, frozen=True):
     position in the list of n.
 
     place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1). The
-    tokens are those in and twice those out in 5 minutes; R is the requests in flight there. The
-    score is 1 - that / n. A request without a user may go to any endpoint.
+    tokens of a user are its prompt tokens plus twice its output tokens of the last 5 minutes; R is
+    the number of requests in flight at the endpoint. The score of an endpoint is 1 - (|i - place| +
+    min(R / `requests_max`, 1)) / n. A request without a user gets the same score at every endpoint.
 
-    Kept: it does not queue by virtual tokens. Users with many tokens share the last endpoints of
-    the list, whatever others do, and those with few the first; the order of the list decides in one
-    pool.
+    Kept from AIBrix: the rule does not queue requests by virtual tokens. Users with many tokens
+    share the last endpoints of the list, whatever other users do, and users with few tokens share
+    the first; the order of endpoints in the list decides which ones these are.
 
-    Differs: answers are estimated, and their real length is never used; the least and most of all
-    users are up to a second old.
+    Different from AIBrix: the output tokens are estimated, and their real number is never used; the
+    lowest and the highest number of tokens of any user are up to a second old.
     """
 
     type_name: ClassVar[str] = "user-token-place-scorer"
@@ -56,8 +57,8 @@ class NoisyMaxScore(Parameters, frozen=True):
     """Pick the endpoint with the highest total score minus a random number from 0 to `noise` / n,
     for n candidates.
 
-    n times the total scores of `user-token-place-scorer` are in the unit of its cost, and so is the
-    noise.
+    The random number is divided by n because `user-token-place-scorer` also divides its cost by n,
+    so `noise` is in the unit of that cost.
     """
 
     type_name: ClassVar[str] = "noisy-max-score-picker"

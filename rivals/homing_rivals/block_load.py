@@ -15,13 +15,14 @@ class BlockLoadSettings(contract.PrefixIndexSettings, frozen=True, kw_only=True)
     """`block-load-producer`: an `approx-prefix-cache-producer` that also reports three columns of
     load for each endpoint.
 
-    - `active_blocks`: blocks of the requests in flight there; a block that several share counts
-      once;
-    - `new_blocks`: blocks of this prompt that would be added to them;
-    - `recent_miss_blocks`: blocks that prompts sent there missed, each fading by `miss_decay` with
-      every request to any endpoint.
+    - `active_blocks`: number of blocks of the requests in flight at the endpoint; a block that
+      several share counts once;
+    - `new_blocks`: number of blocks of this prompt that would be added to `active_blocks`;
+    - `recent_miss_blocks`: number of blocks that prompts sent to the endpoint missed, multiplied by
+      `miss_decay` with every later request to any endpoint.
 
-    Blocks have 64 tokens or more, where engines count 16 or 32. Answers are not included.
+    Blocks of this index have 64 tokens or more, where engines count blocks of 16 or 32. Blocks of
+    answers are not included.
     """
 
     type_name: ClassVar[str] = "block-load-producer"

@@ -24,13 +24,15 @@ class TwoHashes(Parameters, frozen=True):
     """DualMap: prefer the one of a prefix's two endpoints that has more of the prompt cached, or
     the less loaded one if the first would be too late.
 
-    The two endpoints are h1(prefix) and h2(prefix). Too late means (P(e) + T - hit(e)) / v(e) >
-    `ttft_slo`. P is the uncached tokens waiting there, which are its load too; T the tokens of the
-    prompt; hit those that e is estimated to have cached; v its prefill speed. The chosen endpoint
-    scores 1, the other 0.5, all others 0. A prompt without a full block is placed by load.
+    The two endpoints of a prefix are those that the hashes h1(prefix) and h2(prefix) select. An
+    endpoint e would be too late if (P(e) + T - hit(e)) / v(e) > `ttft_slo`. P(e) is the number of
+    uncached tokens waiting at e, which is also its load; T the number of tokens of the prompt;
+    hit(e) the number of them that e is estimated to have cached; v(e) the prefill speed of e. The
+    preferred endpoint scores 1, the other one of the two 0.5, and all other endpoints 0. A prompt
+    without a full block has no such two endpoints and is placed by load.
 
-    Differs: rendezvous hashing in place of two rings, with the same stability; `ttft_slo` and the
-    length of a prefix are our choice, because the paper's are unknown
+    Different from the paper: rendezvous hashing replaces the two hash rings, with the same
+    stability; `ttft_slo` and the length of a prefix are our choice, because the paper's are unknown
     (`prefix-popularity-producer`); a request that waits at an endpoint does not move to the other
     one, because it has left the picker.
     """

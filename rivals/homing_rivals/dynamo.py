@@ -2,15 +2,17 @@
 
 Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
 
-Its queue is `dynamo-queue`. Requests wait in the router, first come, first served, while every
-worker has more than `router_queue_threshold` (16) times its `max_num_batched_tokens` (8,192)
-uncached tokens to prefill. A new request waits too while any waits. Requests are matched when they
-are released. The copy omits priorities, other orders (last come first served, shortest prefill
-first), classes with queues and limits of their own, and workers that differ in
-`max_num_batched_tokens`. The queue is off by default in Dynamo, and so in the other strategies.
+The strategy `dynamo-queue` has Dynamo's queue of requests. In this strategy requests wait in the
+router, first come, first served, while every worker has more than `router_queue_threshold` (16)
+times its `max_num_batched_tokens` (8,192) uncached tokens to prefill. A new request also waits
+while other requests wait. The cached prefix of a queued request is looked up when it leaves the
+queue. `dynamo-queue` omits priorities, other orders of the queue (last come first served, shortest
+prefill first), classes with queues and limits of their own, and workers that differ in
+`max_num_batched_tokens`. The queue is off by default in Dynamo, and in the other strategies of this
+family.
 
-All copies omit its filter by adapter, which uses a table of the frontend that assigns adapters to
-workers.
+All strategies of this family omit Dynamo's filter by adapter, which uses a table of Dynamo's
+frontend that assigns adapters to workers.
 """
 
 import math
@@ -39,19 +41,20 @@ _TTL: Final = "120s"
 class DynamoCost(Parameters, frozen=True):
     """NVIDIA Dynamo: prefer the endpoint with the fewest blocks to prefill and to decode.
 
-    cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins. P
-    is the uncached tokens that e still has to prefill; T the tokens of the prompt; B the tokens in
-    a block; m the leading blocks that e is estimated to have cached. D is the blocks of the
-    requests in flight there and of this one, where a block that several share counts once; R the
-    requests in flight there. s is `prefill_load_scale`, c `overlap_credit`, w
+    The endpoint e with the lowest cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e)
+    + w * R(e) wins. P(e) is the number of uncached tokens that e still has to prefill; T the number
+    of tokens of the prompt; B the number of tokens in a block; m(e) the number of leading blocks
+    that e is estimated to have cached. D(e) is the number of blocks of this request and of the
+    requests in flight at e, where a block that several share counts once; R(e) is the number of
+    requests in flight at e. s is `prefill_load_scale`, c is `overlap_credit`, and w is
     `active_request_weight`. decay(e) = 1 / (1 + d * (P(e) - min P) / T), with d = `overlap_decay`.
 
-    Differs: cached blocks are those routed there, never those of an engine's event, and of one
-    tier; blocks have 64 tokens; blocks that an answer will need are not counted. Running requests
-    of other pickers are not counted either, except the tokens that they still have to prefill.
-    Known fault, kept: a prompt that all requests begin with attracts all of them to its endpoint,
-    because shared blocks count once (dynamo #737). `block-load-producer` must be the first declared
-    index that counts blocks.
+    Different from Dynamo: cached blocks are those that were routed to an endpoint, never those of
+    an engine's event, and of one cache tier only; blocks have 64 tokens; blocks that an answer will
+    need are not counted. Running requests of other pickers are not counted either, except the
+    tokens that they still have to prefill. A known fault of Dynamo is kept: a prompt that all
+    requests begin with attracts all of them to its endpoint, because shared blocks count once
+    (dynamo #737). `block-load-producer` must be the first declared index that counts blocks.
     """
 
     type_name: ClassVar[str] = "dynamo-cost-scorer"
@@ -82,13 +85,15 @@ class TwoTier(Parameters, frozen=True):
     """`dynamo-two-tier-cost-fn`: prefer the least loaded endpoint if load is uneven, else the one
     with the longest cached prefix, else the least loaded.
 
-    The endpoint with the fewest requests wins if max R - min R > a and max R > r * min R. The
-    fewest requests among the endpoints with the longest match win if that has more than c of the
-    prompt's blocks, including a last one that is not full. The fewest requests win otherwise. R is
-    the requests in flight, a `balance_absolute`, r `balance_relative`, c `cache_threshold`. All
-    comparisons are strict.
+    If load is uneven (max R - min R > a and max R > r * min R), the endpoint with the fewest
+    requests in flight wins. R is the number of an endpoint's requests in flight, a is
+    `balance_absolute`, r is `balance_relative`, and c is `cache_threshold`. If load is even and the
+    longest cached prefix has more than the share c of the prompt's blocks, including a last one
+    that is not full, the endpoint with the fewest requests among those with this longest prefix
+    wins. In all other cases the endpoint with the fewest requests wins. All comparisons are strict.
 
-    Differs: cached blocks are those routed there; Dynamo knows them from the engines' events.
+    Different from Dynamo: cached blocks are those that were routed to an endpoint; Dynamo knows
+    them from the engines' events.
     """
 
     type_name: ClassVar[str] = "dynamo-two-tier-scorer"
@@ -116,8 +121,8 @@ class Queue(Parameters, frozen=True):
     """Hold requests in the router while every endpoint has more than t * b tokens to prefill; drop
     no candidate.
 
-    t is `queue_threshold`, and b the `max_num_batched_tokens` of every engine. The comparison is
-    strict.
+    t is `queue_threshold`, and b is `max_num_batched_tokens` of every engine. An endpoint with
+    exactly t * b tokens lets requests continue.
     """
 
     type_name: ClassVar[str] = "dynamo-queue-filter"
@@ -139,12 +144,13 @@ class Queue(Parameters, frozen=True):
 
 
 class Softmax(Parameters, frozen=True):
-    """Draw an endpoint at random with weights exp(score / t), for scores stretched to [0, 1]; t is
-    `temperature`.
+    """Draw an endpoint at random with weights exp(score / t), for total scores stretched to [0, 1];
+    t is `temperature`.
 
-    If t is 0, the picker draws among the endpoints with the highest score. The weights equal
-    exp(-cost / ((max - min) * t)) of costs that were turned into scores by their range (Dynamo's
-    `router_temperature`). Several endpoints are drawn without replacement (Gumbel's largest keys).
+    If t is 0, the picker draws among the endpoints with the highest score. These weights equal
+    Dynamo's exp(-cost / ((max - min) * t)) (`router_temperature`), if a scorer turned the costs
+    into scores by their range. If several endpoints are needed, the picker draws them without
+    replacement (the largest keys by Gumbel's method).
     """
 
     type_name: ClassVar[str] = "softmax-picker"

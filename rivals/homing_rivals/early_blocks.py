@@ -1,8 +1,9 @@
 """Prefix-affinity consistent hashing with weighted early blocks: an alternative in GIE's proposal
 0602.
 
-The proposal asks for a hash that is closer for two prompts the longer their common beginning is, so
-that they reach the same server, and names no formula. This formula is ours.
+GIE's proposal asks for a hash whose values for two prompts are closer the longer their common
+beginning is, so that the two reach the same server, and names no formula. The formula of
+`early-blocks-hash-scorer` is ours.
 """
 
 import sys
@@ -26,16 +27,19 @@ class EarlyBlocksHash(Parameters, frozen=True):
     """Prefer the first endpoint clockwise from the prompt's position on a ring, the sum over blocks
     i of top bits(h_i) x 2^-(bits x (i + 1)).
 
-    h_i is the chained hash of block i and the ring is [0, 1). Block i thus weighs 2^-bits times the
-    previous one, and two prompts that share k blocks are closer than 2^-(bits x k). Source:
+    h_i is the chained hash of block i of the prompt, and the positions on the ring are [0, 1).
+    Block i thus weighs 2^-bits times as much as the previous one, and two prompts that share their
+    first k blocks are closer on the ring than 2^-(bits x k). Source:
     kubernetes-sigs/gateway-api-inference-extension, proposal 0602, "alternative approach".
 
-    A `load_factor` skips endpoints with more requests in flight than this factor times the mean.
-    The rule without it has the fault that the proposal itself warns of: prompts with a common
-    beginning stay together whatever the load.
+    `load_factor` makes the rule skip endpoints with more requests in flight than this factor times
+    the mean. The rule without `load_factor` has the fault of which the proposal itself warns:
+    prompts with a common beginning stay together whatever the load.
 
-    A prompt without a full block is placed by its id. Few points give an endpoint longer arcs of
-    neighbours that differ more; 16 keep prompts with 8 common blocks together in pools of tens.
+    A prompt without a full block is placed by a hash of the request's id. If each endpoint has few
+    points on the ring, an endpoint gets longer arcs of similar prompts, but arcs differ more in
+    length; 16 points for each endpoint keep prompts with 8 common blocks together in pools of some
+    tens of endpoints.
     """
 
     type_name: ClassVar[str] = "early-blocks-hash-scorer"

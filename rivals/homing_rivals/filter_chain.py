@@ -1,7 +1,8 @@
 """GIE's original chain of filters, and the position in it that its proposal gave to prefixes.
 
 Sources: proposal 0602 of kubernetes-sigs/gateway-api-inference-extension, and the scheduler of its
-v0. The order is adapter, prefix, queue, KV cache, and then any of the remaining endpoints.
+v0. The chain filters by adapter, prefix, queue and KV cache, in this order, and then takes any of
+the remaining endpoints.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -18,8 +19,8 @@ _APPROXIMATE: Final = "approx-prefix-cache-producer"
 class AdapterFirst(Parameters, frozen=True):
     """Keep endpoints that run the request's adapter, else those with a free adapter slot, else all.
 
-    Differs: once in a thousand requests, the original takes those with a free slot although others
-    run the adapter.
+    Different from GIE: for one request in a thousand, the original keeps the endpoints with a free
+    adapter slot although others run the adapter.
     """
 
     type_name: ClassVar[str] = "adapter-first-filter"
@@ -39,12 +40,14 @@ class LoadAwarePrefix(Parameters, frozen=True):
     cached.
 
     An endpoint is not busy if waiting <= q and KV usage <= k; q is `queue_threshold`, k
-    `kv_cache_threshold`. All endpoints count as not busy if none is below both. The longest match
-    counts if it has at least `match_tokens_min` tokens and `match_ratio_min` of the prompt's full
-    blocks; otherwise all endpoints below the thresholds stay. Unknown load is above the thresholds.
+    `kv_cache_threshold`. If all endpoints are busy, all count as not busy. The longest match of the
+    prompt decides only if it has at least `match_tokens_min` tokens and the share `match_ratio_min`
+    of the prompt's full blocks; otherwise all endpoints that are not busy stay. An endpoint whose
+    load is unknown counts as busy.
 
-    The proposal requires a threshold of gain and gives none; "only 10 tokens match" is its example
-    of too little. One block of 64 tokens is our choice.
+    The proposal requires that a match is long enough but names no threshold; "only 10 tokens match"
+    is its example of a match that is too short. The default of one block of 64 tokens for
+    `match_tokens_min` is our choice.
     """
 
     type_name: ClassVar[str] = "load-aware-prefix-filter"
@@ -80,7 +83,7 @@ class LeastQueue(Parameters, frozen=True):
     """Keep the endpoints whose number of waiting requests is among the lowest: at most min + (max -
     min) / n, for n candidates.
 
-    An unknown number counts as the median.
+    An unknown number of waiting requests counts as the median of the known ones.
     """
 
     type_name: ClassVar[str] = "least-queue-filter"
@@ -94,7 +97,7 @@ class LeastKVCache(Parameters, frozen=True):
     """Keep the endpoints whose KV-cache usage is among the lowest: at most min + (max - min) / n,
     for n candidates.
 
-    An unknown usage counts as the median.
+    An unknown KV-cache usage counts as the median of the known ones.
     """
 
     type_name: ClassVar[str] = "least-kv-cache-filter"

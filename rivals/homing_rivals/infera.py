@@ -17,15 +17,16 @@ class DecayedMisses(Parameters, frozen=True):
     """AMD Infera: prefer the endpoint with the fewest blocks that are missing, running and recently
     missed.
 
-    cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, and among equals the least A. N is the
-    blocks of the prompt; m the leading ones that e is estimated to have cached; A the distinct
-    blocks of the requests in flight there; Q the blocks that were missed there, fading by 0.97 with
-    every request. w is `overlap_weight`, 1 for pods that prefill and decode (20 if they only
-    prefill, 2 if they only decode).
+    The endpoint e with the lowest cost(e) = w * (N - m(e)) + A(e) + Q(e) wins, and among equal ones
+    that with the lowest A(e). N is the number of blocks of the prompt; m(e) the number of leading
+    blocks that e is estimated to have cached; A(e) the number of distinct blocks of the requests in
+    flight at e; Q(e) the number of blocks that earlier requests missed at e, multiplied by 0.97
+    with every later request. w is `overlap_weight`, 1 for pods that prefill and decode (20 if they
+    only prefill, 2 if they only decode).
 
-    Differs: cached blocks are those routed there, never those of an engine's event; blocks have 64
-    tokens; hints about how long to keep a prompt, and images, are ignored. Q fades at all endpoints
-    with every request to any of them.
+    Different from Infera: cached blocks are those that were routed to an endpoint, never those of
+    an engine's event; blocks have 64 tokens; hints about how long to keep a prompt, and images, are
+    ignored. The misses Q fade at all endpoints with every request to any of them.
     """
 
     type_name: ClassVar[str] = "decayed-misses-scorer"

@@ -2,13 +2,13 @@
 each.
 
 Source: `pkg/kthena-router/scheduler` of volcano-sh/kthena (2026-08), and the configuration in its
-chart, whose weights are all 1; the router without one omits the KV cache. A filter skips endpoints
-with ten waiting requests: Homing's own `utilization-filter`, which keeps endpoints with nine or
-fewer.
+chart, whose weights are all 1; kthena's router without a configuration omits the KV cache. kthena's
+filter of endpoints with ten or more waiting requests is Homing's own `utilization-filter`, which
+keeps endpoints with nine or fewer.
 
-The copy omits its fourth scorer, because candidates have no such column. This scorer uses the mean
-times to a first token and between tokens from one page of an engine to the next. An endpoint
-without data gets half of its points there.
+The copy omits kthena's fourth scorer, because candidates have no column with its data. This fourth
+scorer uses the mean times to a first token and between tokens in the interval between two metrics
+pages of an engine, and gives an endpoint without data half of its points.
 """
 
 from typing import Annotated, Any, ClassVar, Final
@@ -23,17 +23,17 @@ from homing_rivals.routed_blocks import RoutedBlocks, RoutedBlocksSettings
 
 
 class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
-    """`answered-blocks-producer`: the blocks that were routed to each endpoint, as in
-    `routed-blocks-producer`, recorded only when the request has been answered.
+    """`answered-blocks-producer`: an index of the blocks that were routed to each endpoint, as in
+    `routed-blocks-producer`, but recorded only when the request has been answered.
 
-    The prompt of a running answer is not known to be anywhere, so a request with the same beginning
-    is as new as the first. Failed requests are never recorded. A request counts as answered when it
-    is no longer counted in flight if the gateway does not show ends of requests. The index with
-    `contiguous`, `tailFirst` and `lastPartialBlock` counts as kthena's table does, which looks for
-    the last block of a prompt that an endpoint has.
+    While a request is being answered, the index does not know its prompt, so a second request with
+    the same beginning matches nothing. The index never records failed requests. If the gateway does
+    not show ends of requests, a request counts as answered when the picker no longer counts it in
+    flight. The index with `contiguous`, `tailFirst` and `lastPartialBlock` counts matches as
+    kthena's table does, which looks for the last block of a prompt that an endpoint has.
 
-    Differs: `blocksMax` limits all endpoints together, where kthena limits each; a last partial
-    block also counts if it is the 129th.
+    Different from kthena: `blocksMax` limits the blocks of all endpoints together, where kthena
+    limits those of each endpoint; a last partial block also counts if it is the 129th.
     """
 
     type_name: ClassVar[str] = "answered-blocks-producer"
@@ -79,11 +79,12 @@ class TopMatches(contract.Parameters, frozen=True):
     """Score the `top` endpoints with the longest matches in whole points of a hundred, trunc(100 m
     / N), and the others 0.
 
-    m is the leading blocks that the endpoint has, and N the blocks of the prompt. A hash of the
-    request's id draws among equal endpoints for the last place. A prompt without a block gives no
-    points.
+    m is the number of the prompt's leading blocks that the endpoint has, and N the number of blocks
+    of the prompt. If several endpoints with equal matches compete for the last of the `top` places,
+    a hash of the request's id selects one. A prompt without a full block gives no points to any
+    endpoint.
 
-    Kept: a prompt that all endpoints have is worth its points at `top` of them only.
+    Kept from kthena: a prompt that all endpoints have cached gives points to `top` of them only.
     """
 
     type_name: ClassVar[str] = "top-matches-scorer"
@@ -114,12 +115,13 @@ class UnstartedRequests(contract.Parameters, frozen=True):
     """Score endpoints by their load b = R + w max(R - U, 0) in whole points of a hundred, trunc(100
     (max b - b) / max b).
 
-    R is the requests in flight; U those that the engine last reported as running, 0 if it reported
-    none; w is `unstarted_weight`. Requests that were sent and do not run are assumed to wait. An
-    idle pool has all points.
+    R is the number of requests in flight at the endpoint; U the number that its engine last
+    reported as running, 0 if it reported none; w is `unstarted_weight`. Requests that were sent to
+    the endpoint but do not run are assumed to wait. All endpoints of an idle pool get all points.
 
-    Kept: the most loaded endpoint has no points and the others have a share of its load, so an even
-    load gives few points to all; requests sent since a page was read weigh as much as waiting ones.
+    Kept from kthena: the most loaded endpoint has no points, and the points of the others are
+    relative to its load, so an even load gives few points to all; requests that were sent since a
+    metrics page was read weigh as much as waiting ones.
     """
 
     type_name: ClassVar[str] = "unstarted-requests-scorer"
@@ -142,7 +144,7 @@ class UnstartedRequests(contract.Parameters, frozen=True):
 class FreeKVCachePoints(contract.Parameters, frozen=True):
     """Score endpoints by their free KV cache in whole points of a hundred: trunc(100 (1 - K)).
 
-    K is the used share of the KV cache, 0 if not reported.
+    K is the used share of the endpoint's KV cache, 0 if the engine does not report it.
     """
 
     type_name: ClassVar[str] = "free-kv-cache-points-scorer"

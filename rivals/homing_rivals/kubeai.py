@@ -24,18 +24,19 @@ class BoundedPrefixHash(Parameters, frozen=True):
     """CHWBL: prefer the first endpoint clockwise from h(key) on a ring with R <= `load_factor` x
     (sum R + 1) / n.
 
-    The key is the adapter and the first `prefix_chars` characters of the user's first message, or
-    of a completion's prompt if there are no messages. R is the requests in flight there without
-    this request; any endpoint is within the bound if nothing is in flight. The first endpoint that
-    has the adapter wins if none is within the bound.
+    The key of a request is its adapter and the first `prefix_chars` characters of the user's first
+    message, or of a completion's prompt if there are no messages. R is the number of requests in
+    flight at an endpoint without this request, sum R that of all n endpoints; if nothing is in
+    flight, any endpoint is within the bound. If no endpoint is within the bound, the first endpoint
+    clockwise that has the adapter wins.
 
-    Kept: the system prompt does not count, so conversations with the same beginning share an
-    endpoint for ever, and a template is one key.
+    Kept from KubeAI: the system prompt is not part of the key, and conversations whose first
+    message begins with the same template share one endpoint for ever.
 
-    Differs: requests to endpoints that left are not counted in the sum; the key of a prompt without
-    text, from a replayed trace, is its first blocks of 25 tokens; a request is refused without
-    endpoints, and does not wait. Endpoints that report no adapters are all assumed to have this
-    one.
+    Different from KubeAI: requests to endpoints that left are not counted in the sum; the key of a
+    prompt without text, from a replayed trace, is its first blocks of 25 tokens; if there is no
+    endpoint, a request is refused and does not wait. All endpoints that report no adapters are
+    assumed to have the request's adapter.
     """
 
     type_name: ClassVar[str] = "bounded-prefix-hash-scorer"

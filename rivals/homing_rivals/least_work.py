@@ -1,7 +1,8 @@
 """Rules that prefer the endpoint with the least prefill work, including that of the request itself.
 
-Two rules use the same terms. Both read the prefix index and the picker's own count of uncached
-tokens in flight, which are exact and immediate for requests of this picker.
+The two rules of this family, LPWL and LMetric, use the same terms. Both rules read the prefix index
+and the picker's own count of uncached tokens in flight, which are exact and immediate for requests
+of this picker.
 """
 
 from typing import ClassVar, Final
@@ -17,11 +18,12 @@ class LeastPendingWork(Parameters, frozen=True):
     """LPWL: prefer the endpoint e with the least pending(e) + max(0, T - hit(e)), in tokens to
     prefill; the fewest requests among equals.
 
-    T is the tokens of the prompt; hit(e) those that e is estimated to have cached; pending(e) the
-    uncached tokens that were sent to e and are not yet prefilled.
+    T is the number of tokens of the prompt; hit(e) the number of them that e is estimated to have
+    cached; pending(e) the number of uncached tokens that were sent to e and are not yet prefilled.
 
-    Differs: pending tokens drain at the endpoint's prefill speed with time, not only when a first
-    token is seen. Scores show the order, not the distance.
+    Different from the original: pending tokens drain at the endpoint's prefill speed with time, not
+    only when a first token is seen. The scores show only the order of the endpoints, not how much
+    they differ.
     """
 
     type_name: ClassVar[str] = "least-pending-work-scorer"
@@ -38,9 +40,10 @@ class WorkTimesBatch(Parameters, frozen=True):
     """LMetric (arXiv 2603.15202): prefer the endpoint e with the least (T - hit(e)) x batch(e):
     uncached prompt tokens times requests in flight, including this one.
 
-    The product needs no weight between its factors. A factor of 0 hides the other one. The batch
-    counts this request too, as llm-d-router #2351 proposes. The work here counts one token more
-    than is uncached, so the emptiest of endpoints that have cached the whole prompt wins.
+    The product of LMetric needs no weight between its two factors, but a factor of 0 would hide the
+    other one. The number of requests in flight therefore includes this request, as llm-d-router
+    #2351 proposes. The number of uncached tokens is also increased by one here, so that among
+    endpoints that have cached the whole prompt the one with the fewest requests wins.
     """
 
     type_name: ClassVar[str] = "work-times-batch-scorer"

@@ -1,12 +1,14 @@
 """The index of llm-d's endpoint picker and of its predecessor, as they ship it.
 
 Sources: llm-d/llm-d-router v0.10; kubernetes-sigs/gateway-api-inference-extension v1 and its
-proposal 0602. Their scorers and filters are Homing's own; the index differs here. The page of
-`lora-affinity-scorer` of llm-d-router gives adapters a weight of 1. The sample configuration of
-both projects, `test/integration/epp/testdata/default-config.yaml` (GIE v1.5.0), has it beside the
-other three with 1 each.
+proposal 0602. The scorers and filters of these strategies are Homing's own; only their prefix
+index, `routed-blocks-producer`, differs. The documentation of llm-d-router's `lora-affinity-scorer`
+gives adapters a weight of 1. The sample configuration of both projects,
+`test/integration/epp/testdata/default-config.yaml` (GIE v1.5.0), has this scorer beside the other
+three, each with a weight of 1.
 
-Differs: an adapter that only waits counts as running, as in vLLM's lists; it is worth 0.6 there.
+Different from llm-d-router: an adapter with only waiting requests counts as running, as in vLLM's
+lists; llm-d-router scores it 0.6.
 """
 
 from typing import Final

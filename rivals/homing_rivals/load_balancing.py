@@ -1,9 +1,9 @@
-"""Load alone, as proxies balance it: chance, round robin, the fewest requests, and vLLM's own
-rule.
+"""Load alone, as proxies balance it: chance, round robin, the fewest requests, and vLLM's own rule.
 
-These strategies ignore the prompt. Every affinity is compared with them. Names end in `-live`
-because the simulator has baselines of its own under the plain names: those are a plain proxy, which
-has no scrapes and considers no endpoint stale; these are plugins of the scheduler.
+The strategies of this family ignore the prompt. They are the baseline for strategies that use
+cached prefixes. Their names end in `-live` because the simulator has baselines with the plain
+names: these model a plain proxy, which has no scrapes and considers no endpoint stale, whereas the
+strategies with `-live` are plugins of the scheduler.
 """
 
 from random import Random
@@ -18,7 +18,8 @@ from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest
 class RandomTie(Parameters, frozen=True):
     """Pick the endpoint with the highest total score, at random among equal ones.
 
-    It serves strategies that draw among equal endpoints, where `max-score-picker` alternates.
+    This picker serves strategies that draw at random among equal endpoints, where
+    `max-score-picker` would alternate.
     """
 
     type_name: ClassVar[str] = "random-tie-picker"
@@ -36,8 +37,8 @@ class PowerOfTwo(Parameters, frozen=True):
     """Draw two different endpoints at random and pick the one with the higher total score; the
     first if both are equal.
 
-    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); smg, AIBrix and
-    Ray ship it over requests in flight.
+    Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001). smg,
+    AIBrix and Ray use this rule with requests in flight as the load.
     """
 
     type_name: ClassVar[str] = "power-of-two-picker"
@@ -56,12 +57,12 @@ class DataParallelLoad(Parameters, frozen=True):
     """vLLM's balancer of data-parallel ranks: prefer the endpoint with the least 4 x waiting +
     running requests.
 
-    Requests sent since the engine last reported its load count as waiting. Source: vLLM's
+    Requests that were sent since the engine last reported its load count as waiting. Source: vLLM's
     `DPLBAsyncMPClient`, whose engines report their load every 100 ms.
 
-    Differs: load is as old as scrapes are; equal endpoints are picked round robin, where the
-    original picks the first from where each client begins. An engine whose load is unknown has an
-    unknown score.
+    Different from vLLM: an engine's load is as old as its last scrape; equal endpoints are picked
+    round robin, where vLLM picks the first in an order that differs for each client. The score of
+    an engine whose load is unknown is also unknown.
     """
 
     type_name: ClassVar[str] = "data-parallel-load-scorer"

@@ -31,9 +31,10 @@ class PrebleHistorySettings(contract.PrefixIndexSettings, frozen=True, kw_only=T
     """`preble-history-producer`: an `approx-prefix-cache-producer` that also reports each
     endpoint's recent requests.
 
-    The columns cover the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were
-    sent there, their number `requests`, and `pushed_out_tokens`, the tokens that this prompt would
-    push out of a full cache. The columns may cover up to a second more than the window.
+    The additional columns of this index cover, for each endpoint, the last `window`:
+    `missed_tokens` and `hit_tokens` of the prompts that were sent there, their number `requests`,
+    and `pushed_out_tokens`, the number of tokens that this prompt would push out of a full cache.
+    The columns may cover up to a second more than the window.
     """
 
     type_name: ClassVar[str] = "preble-history-producer"
@@ -182,22 +183,24 @@ class ExploreExploit(contract.Parameters, frozen=True):
     """Preble E2: prefer an endpoint that has more than half of the prompt cached (exploit), else
     the one with the least cost (explore).
 
-    The least L(e) of the endpoints with the longest match wins if hit > T - hit. The least L(e) +
-    M(e) + P(e) wins otherwise.
+    If hit > T - hit for the endpoints with the longest match, the one of them with the lowest L(e)
+    wins (exploit). Otherwise the endpoint with the lowest L(e) + M(e) + P(e) wins (explore).
 
-    L is the seconds of work that e got in the window: missed tokens / v + R(e) * o * d. P is (T -
-    hit(e)) / v. M is the seconds to compute again what the prompt pushes out, times the share of
-    tokens that hit in the window. T is the tokens of the prompt; hit those that e is estimated to
-    have cached; v its prefill speed; R the requests in flight there; o `output_tokens`; d
-    `decode_s`.
+    L(e) is the work that e got in the window, in seconds: missed tokens / v + R(e) * o * d. P(e) =
+    (T - hit(e)) / v is the time to prefill the uncached tokens of this prompt. M(e) is the time to
+    compute again what the prompt pushes out of the cache, times the share of tokens that hit in the
+    window. T is the number of tokens of the prompt; hit(e) the number of them that e is estimated
+    to have cached; v the prefill speed of e; R(e) the number of requests in flight at e; o is
+    `output_tokens` and d is `decode_s`.
 
-    The least L(e) takes the prompt, and keeps it from then on, if the endpoint to exploit has L >
-    `rebalance_ratio` * min L, and each endpoint got `rebalance_requests` on average.
+    If the endpoint to exploit has L > `rebalance_ratio` * min L, and each endpoint got
+    `rebalance_requests` on average, the endpoint with the lowest L(e) gets the prompt instead, and
+    keeps it from then on.
 
-    Differs: speeds are those of the configuration, where Preble has lines fitted for two GPUs; the
-    time of a decoded token is a constant, where Preble takes the median of 200; subtrees are not
-    moved and hot ones are split only with requests, not ahead of them; blocks have 64 tokens, where
-    its radix tree has one.
+    Different from Preble: prefill speeds are those of the configuration, where Preble has lines
+    fitted for two GPUs; the time of a decoded token is a constant, where Preble takes the median of
+    200; subtrees are not moved, and hot subtrees are split only with requests, not ahead of them;
+    blocks have 64 tokens, where the nodes of Preble's radix tree have single tokens.
     """
 
     type_name: ClassVar[str] = "explore-exploit-scorer"

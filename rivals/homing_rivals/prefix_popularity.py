@@ -16,13 +16,14 @@ times that.
 
 
 class PrefixPopularitySettings(Parameters, frozen=True):
-    """`prefix-popularity-producer`: the length from which on a prompt's head is no longer common to
-    many requests.
+    """`prefix-popularity-producer`: an index of the length from which on a prompt's head is no
+    longer common to many requests.
 
-    matched = blocks of the shortest head that is not popular, where the length starts at
-    `blocks_min` and doubles. A head is not popular if at most `share_max` of the last
-    `requests_max` requests began with it, or at most `requests_min` of them. The number is the same
-    for all endpoints. If every examined head is popular, it is the length of the longest.
+    matched = number of blocks of the shortest head of the prompt that is not popular, where the
+    examined lengths start at `blocks_min` and double. A head is not popular if at most the share
+    `share_max` of the last `requests_max` requests began with it, or at most `requests_min` of
+    them. The number of matched blocks is the same for all endpoints. If every examined head is
+    popular, it is the length of the longest examined head.
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"

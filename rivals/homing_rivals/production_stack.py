@@ -15,18 +15,21 @@ class LongestPrefix(Parameters, frozen=True):
     """`prefixaware`: prefer the endpoint e with the longest match, matched(e), at random among
     equals; any endpoint if nothing matches.
 
-    The original has a trie of hashes of 128 characters each; the copy has the tree with blocks of
-    32 tokens. Going down while an available endpoint is left is the same as finding the longest
-    match of any. Sources: `routing_logic.py`, `prefix/hashtrie.py`.
+    production-stack has a trie of hashes of 128 characters each; the copy has the tree of
+    `radix-tree-producer` with blocks of 32 tokens. production-stack descends in its trie while an
+    available endpoint is left, which gives the same result as the longest match of any endpoint.
+    Sources: `routing_logic.py`, `prefix/hashtrie.py`.
 
-    `load_factor` c, off by default, is the repair: only endpoints that would have at most ceil(c *
-    (total R + 1) / n) requests with this one, and the fewest requests among the longest matches. R
-    is the requests in flight.
+    `load_factor` c, off by default, repairs the missing term for load: only endpoints that would
+    have at most ceil(c * (total R + 1) / n) requests with this one are considered, and the one with
+    the fewest requests among the longest matches wins. R is the number of an endpoint's requests in
+    flight.
 
-    Differs: only full blocks count, where the last part of a chunk counts as 128 characters there;
-    the model is in the hash; an endpoint that leaves is forgotten; the tree is bounded by memory,
-    where the trie grows until it is killed (#711 proposes a limit). Kept: there is no term for
-    load, so a shared system prompt sends all requests to one endpoint (#957, #959).
+    Different from production-stack: only full blocks count, where production-stack counts the last
+    part of a prompt as 128 characters; the model is in the hash; an endpoint that leaves is
+    forgotten; the tree is bounded by memory, where production-stack's trie grows until its process
+    is killed (#711 proposes a limit). Kept from production-stack: there is no term for load, so a
+    shared system prompt sends all requests to one endpoint (#957, #959).
     """
 
     type_name: ClassVar[str] = "longest-prefix-scorer"
@@ -48,11 +51,13 @@ class RelativeLoad(Parameters, frozen=True):
     """`loadaware` (#1035): prefer the endpoint e with the highest matched(e) / T - beta * (R(e) -
     mean R) / max(1, mean R).
 
-    T is the tokens of the prompt and R the requests in flight. Both terms have no unit: an endpoint
-    with twice the mean load needs the whole prompt cached.
+    matched(e) is the number of the prompt's tokens that e has cached, T the number of tokens of the
+    prompt, and R(e) the number of requests in flight at e. Both terms of the formula have no unit:
+    with beta = 1, an endpoint with twice the mean load needs the whole prompt cached to equal an
+    endpoint with the mean load and nothing cached.
 
-    Differs: the prefix index estimates cached prefixes, where LMCache's controller reports them;
-    equal endpoints alternate.
+    Different from production-stack: the prefix index estimates cached prefixes, where LMCache's
+    controller reports them; equal endpoints alternate.
     """
 
     type_name: ClassVar[str] = "relative-load-scorer"

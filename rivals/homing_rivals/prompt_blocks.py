@@ -12,8 +12,8 @@ from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Para
 
 
 class PromptBlocksSettings(Parameters, frozen=True):
-    """`prompt-blocks-producer`: hashes the blocks of prompts for other plugins, so that replayed
-    traces have blocks of this size too.
+    """`prompt-blocks-producer`: an index that stores nothing and only hashes the blocks of prompts
+    for other plugins, so that replayed traces have blocks of this size too.
     """
 
     type_name: ClassVar[str] = "prompt-blocks-producer"

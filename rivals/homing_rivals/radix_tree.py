@@ -2,8 +2,8 @@
 sent, and which was first.
 
 SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack each have such a
-tree over characters or tokens. It is the prefix index here, with the additional columns that their
-rules need.
+tree over characters or tokens. The copies use Homing's prefix index as this tree, with the
+additional columns that their rules need.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -32,11 +32,11 @@ class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
     """`radix-tree-producer`: a tree of the prompts that were sent to each endpoint, with the
     parameters of the prefix index.
 
-    Differs from the original trees: edges are blocks of tokens and not characters, so a prompt
-    shorter than a block is unknown; it evicts as soon as it is full and not once a minute; it
-    evicts by the endpoint's oldest prompt, tails first, where smg takes the least recently used
+    Different from the original trees: edges are blocks of tokens and not characters, so a prompt
+    shorter than a block is unknown; this tree evicts as soon as it is full and not once a minute;
+    it evicts the endpoint's oldest prompt, tails first, where smg evicts the least recently used
     leaf; a look-up refreshes nothing, because the choice is recorded anyway. Model, salt and API
-    are in the first block's hash, so there is one tree for all models.
+    are part of the hash of a prompt's first block, so there is one tree for all models.
     """
 
     type_name: ClassVar[str] = "radix-tree-producer"

@@ -17,13 +17,15 @@ class RayPrefixAffinity(Parameters, frozen=True):
     """Prefer the endpoint with the longest match if it is at least 10 % of the prompt, else the one
     with the fewest blocks in the tree; the shortest queue among equals.
 
-    Any endpoint may win if max R - min R > `imbalanced_threshold`: two are drawn and the shorter
-    queue wins (`two-of-best-picker`). R is the requests in flight. The threshold is None, infinity,
-    since ray-project/ray #59390; it was 10. Source: ray 2.60, `PrefixCacheAffinityRouter`.
+    If max R - min R > `imbalanced_threshold`, any endpoint may win: two are drawn at random, and
+    the one with the shorter queue wins (`two-of-best-picker`). R is the number of an endpoint's
+    requests in flight. The default of `imbalanced_threshold` is None (infinity) since
+    ray-project/ray #59390; it was 10 before. Source: ray 2.60, `PrefixCacheAffinityRouter`.
 
-    Differs: blocks have 16 tokens instead of characters; queue lengths are this picker's own count,
-    where Ray asks replicas; the tree is always bounded, where Ray's can be configured otherwise.
-    Kept: the replica with a hot prefix gets all of it without a threshold, however long its queue.
+    Different from Ray: blocks have 16 tokens instead of characters; queue lengths are this picker's
+    own count, where Ray asks replicas; the tree is always bounded, where Ray's can be configured
+    otherwise. Kept from Ray: without a threshold, the endpoint that has a popular prefix gets all
+    of its requests, however long its queue is.
     """
 
     type_name: ClassVar[str] = "ray-prefix-affinity-scorer"
@@ -52,8 +54,8 @@ class TwoOfBest(Parameters, frozen=True):
     """Draw two endpoints among those with the highest total score, and pick the one with fewer
     requests in flight.
 
-    Power of two choices (Mitzenmacher, 2001). If both have equally many, the one that was drawn
-    first wins.
+    This picker uses the rule of the power of two choices (Mitzenmacher, 2001). If both drawn
+    endpoints have equally many requests in flight, the one that was drawn first wins.
     """
 
     type_name: ClassVar[str] = "two-of-best-picker"

@@ -23,13 +23,15 @@ class RoutedBlocksSettings(contract.Parameters, frozen=True):
     """`routed-blocks-producer`: an index of the blocks that were routed to each endpoint, as GIE v1
     and llm-d-router estimate caches.
 
-    matched(e) = blocks of the prompt that were routed to e, up to the first that no endpoint has.
-    Sources: proposal 0602 of kubernetes-sigs/gateway-api-inference-extension; llm-d/llm-d-router,
+    matched(e) = number of blocks of the prompt that were routed to e, counted up to the first block
+    that no endpoint has (with `contiguous`: that e does not have). Sources: proposal 0602 of
+    kubernetes-sigs/gateway-api-inference-extension; llm-d/llm-d-router,
     `requestcontrol/dataproducer/approximateprefix`.
 
-    Known faults, kept by default: blocks after a gap count as long as another endpoint has the
-    missing block; the head of a prompt is pushed out before its tail; an engine's blocks count as
-    blocks of this index with `auto_tune`, whatever their sizes.
+    Three known faults of the originals are kept by default: blocks after a gap count as long as
+    another endpoint has the missing block; the head of a prompt is pushed out before its tail; with
+    `auto_tune`, an engine's number of blocks is used for this index, whatever the sizes of both
+    kinds of blocks.
     """
 
     type_name: ClassVar[str] = "routed-blocks-producer"

@@ -14,10 +14,10 @@ class BoundedSession(Parameters, frozen=True):
     """Keep a session at its endpoint, its home, while R(home) <= `skew` x max(mean R, 1), else move
     it to the endpoint with the least R.
 
-    R is the requests in flight without this request. Users ask for this form when sessions stick to
-    a saturated pod (sgl-project/sglang #33625 and #33959, skew 1.5). The index of sessions records
-    the endpoint of the session's last request, which becomes its home. A request without a session
-    goes to the endpoint with the least R.
+    R is the number of an endpoint's requests in flight without this request. Users ask for this
+    rule when sessions stick to a saturated pod (sgl-project/sglang #33625 and #33959, skew 1.5).
+    The index of sessions records the endpoint of the session's last request, which becomes the
+    session's home. A request without a session goes to the endpoint with the least R.
     """
 
     type_name: ClassVar[str] = "bounded-session-scorer"
@@ -41,8 +41,9 @@ class RendezvousSession(Parameters, frozen=True):
     """Prefer the endpoint with the highest h(session, endpoint), which is the same at every picker;
     any endpoint if the request has no session.
 
-    AIBrix hashes its session key in this way (FNV-64). Nothing is stored, and an endpoint that
-    leaves moves only its own sessions. There is no bound.
+    AIBrix hashes its session key in this way (FNV-64). This rule stores nothing, and an endpoint
+    that leaves moves only its own sessions. This rule has no upper limit for the load of an
+    endpoint.
     """
 
     type_name: ClassVar[str] = "rendezvous-session-scorer"

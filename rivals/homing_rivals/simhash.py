@@ -41,16 +41,20 @@ class SimHashRing(Parameters, frozen=True):
     """Prefer the endpoint to which a hash ring assigns the SimHash of the first 512 bytes of the
     prompt.
 
-    Features are hashes of all runs of 4 bytes. The key is a hash of the SimHash with `hashed`, and
-    its first `band_bits` bits with `band`. Source: production-stack #239, never merged.
+    The features of the SimHash are hashes of all runs of 4 bytes. The key on the hash ring is a
+    hash of the SimHash with `hashed`, and the first `band_bits` bits of the SimHash with `band`.
+    Source: production-stack #239, never merged.
 
-    Differs: bytes of the canonical prompt, where the original takes JSON text of the messages;
-    xxh64 for md5; owners by rendezvous hashing. A replayed trace has no text, so its features are
-    the hashes of the blocks within those bytes. A prompt with neither goes to the fewest requests.
-    Kept by `hashed`: hashing the SimHash again destroys its property. Prompts that differ in one
-    bit of it are as far apart as any; only equal SimHashes meet. Prompts with the same first 512
-    bytes share one owner, unless a `load_factor` lets the ring go on. The proposal's own test of
-    load is inverted, keeping the busiest tenth, and is omitted.
+    Different from the proposal: the SimHash is that of bytes of the canonical prompt, where the
+    original takes JSON text of the messages; hashes are xxh64 instead of md5; the owner of a key is
+    found by rendezvous hashing. A replayed trace has no text, so the features of its prompts are
+    the hashes of the blocks within the first 512 bytes. A prompt with neither text nor blocks goes
+    to the endpoint with the fewest requests. Kept by `hashed`: hashing the SimHash again destroys
+    its property that similar prompts have similar values. Two prompts whose SimHashes differ in one
+    bit then have unrelated keys; only prompts with equal SimHashes have the same key. Prompts with
+    the same first 512 bytes share one owner, unless a `load_factor` makes the ring continue to the
+    next endpoint. The proposal's own test of load is omitted, because it is inverted: it keeps the
+    busiest tenth of the endpoints.
     """
 
     type_name: ClassVar[str] = "simhash-ring-scorer"

@@ -17,19 +17,21 @@ class StayInTime(Parameters, frozen=True):
     """SMetric: prefer the endpoint with the longest match while its first token is in time, else
     the one with the least work.
 
-    cost(n) = (n + n * (L - n / 2) / A) / v; queued(e) = P(e) / v + cost(L - hit(e)). The request
-    stays at h, which has the longest match, if hit(h) > r * L, and if queued(h) <= s * (b +
-    cost(L)) or no endpoint fulfils that. It otherwise goes to the least queued(e) * (R(e) + 1), or
-    to the least queued(e) without `colocated`.
+    cost(n) = (n + n * (L - n / 2) / A) / v is the time to prefill n tokens, and queued(e) = P(e) /
+    v + cost(L - hit(e)) the time until e has prefilled this request. The request stays at the
+    endpoint h with the longest match if hit(h) > r * L, and if queued(h) <= s * (b + cost(L)) or no
+    endpoint fulfils this second condition. Otherwise the request goes to the endpoint with the
+    lowest queued(e) * (R(e) + 1), or with the lowest queued(e) if `colocated` is false.
 
-    L is the tokens of the prompt; hit those that e is estimated to have cached; P the uncached
-    tokens waiting there; v its prefill speed; R the requests in flight there. A is
-    `attention_tokens`, the context at which attention takes as long as all else; r `hit_ratio`; s
-    `slack`; b `base_ms`.
+    L is the number of tokens of the prompt; hit(e) the number of them that e is estimated to have
+    cached; P(e) the number of uncached tokens waiting at e; v the prefill speed of e; R(e) the
+    number of requests in flight at e. A is `attention_tokens`, the length of context at which
+    attention takes as long as everything else; r is `hit_ratio`, s is `slack`, and b is `base_ms`.
 
-    Differs: speeds are those of the configuration, where the proposal takes the 90th percentile of
-    the last 64 that it saw; the hit identifies a first turn, not the messages; the proposal's
-    constants are unknown, so those of A, r, s and b are ours.
+    Different from the proposal: prefill speeds are those of the configuration, where the proposal
+    takes the 90th percentile of the last 64 that it saw; the first turn of a conversation is
+    recognized by its small hit and not by its messages; the proposal's constants are unknown, so
+    the values of A, r, s and b are ours.
     """
 
     type_name: ClassVar[str] = "stay-in-time-scorer"

@@ -1,9 +1,10 @@
 """Cache-aware routing of SGLang's router, which vllm-router copies, and of its successor smg.
 
-Both have a tree of the prompts that they sent (`radix_tree`), and differ if the load does not allow
-following it: the first of four generations, and the last. R(e) is the requests in flight at
-endpoint e, and K(e) its KV-cache usage. The tree knows prompts by blocks of 16 tokens, where the
-originals compare characters or tokens.
+The two rules of this family are the first and the last of four generations of this routing. Both
+have a tree of the prompts that they sent (`radix_tree`), and differ in the choice of an endpoint if
+its load is too high to follow the tree. R(e) is the number of requests in flight at endpoint e, and
+K(e) its KV-cache usage from 0 to 1. The tree of the copies compares prompts by blocks of 16 tokens,
+where the originals compare characters or tokens.
 """
 
 import math
@@ -73,18 +74,20 @@ class CacheAware1(_CacheAware, frozen=True):
     """Cache-aware routing, generation 1: SGLang's router from sgl-project/sglang #2114 to
     sglang-router 0.3.2.
 
-    The fewest requests win if max R - min R > abs and max R > rel * min R. The endpoint that was
-    first sent the deepest matched block wins if matched / total > threshold, wherever it went
-    since. Everything else is a miss.
+    If load is uneven (max R - min R > abs and max R > rel * min R), the endpoint with the fewest
+    requests wins. If load is even and matched / total > threshold, the endpoint to which the
+    deepest matched block was first sent wins, wherever the block was sent later. All other requests
+    are misses.
 
-    A miss goes to the first of the list among the fewest requests, so one endpoint gets every cold
-    prompt with little traffic (#32983); #33138 draws.
+    A miss goes to the first endpoint of the list among those with the fewest requests, so with
+    little traffic one endpoint gets every unknown prompt (#32983); #33138 draws at random instead.
 
     vllm-router 0.1.17 decides in the same way, over the tokens to which an engine renders the
-    prompt; load alone decides there without an answer of the engine.
+    prompt; if the engine does not answer, vllm-router decides by load alone.
 
-    Differs: blocks of 16 tokens instead of characters, so prompts below 16 tokens always miss; the
-    first of the fewest wins at an imbalance, as there.
+    Different from SGLang: blocks have 16 tokens instead of characters, so prompts below 16 tokens
+    always miss. Kept from SGLang: at uneven load, the first of the endpoints with the fewest
+    requests wins.
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-1-scorer"
@@ -102,21 +105,24 @@ class CacheAware4(_CacheAware, frozen=True):
     """Cache-aware routing, generation 4 (smg-project/smg #2341, smg 1.13.0): prefer the shortest
     expected wait among the endpoints with a match.
 
-    The match is up to 8 endpoints of the deepest matched block (matched / total > threshold), the
-    best by 1 / (1 + decay * (pending(e) - least pending) / B / blocks of the prompt);
-    `overlap_decay` 0 disables it. Endpoints with R(e) > rel * mean R and R(e) > mean R + margin are
-    removed, and the shortest expected wait of the others wins. The shortest of all that are not so
-    full wins if none is left. The shortest of all wins on a miss, and while max K > `kv_overload`
-    or max K - min K > `kv_balance`, both off at 1. margin = min(abs, max(4, 2 * sqrt(mean R))): the
-    random variation of a mean, so that small pools spill too. The expected wait in seconds is
-    queued(e) / 2,000 + 0.15 * K / (1 - K). queued(e) is the uncached tokens that were sent to e and
-    are not prefilled, or 1,024 for each request that waits there; it is 1,024 / 2,000 for each in
-    flight if K is unknown. smg routes by the wait alone as `least_load`.
+    If matched / total > threshold for the prompt's deepest known block, the endpoints with a match
+    are at most 8 that have this block. With `overlap_decay`, they are only the best of these by 1 /
+    (1 + decay * (pending(e) - least pending) / B / blocks of the prompt); `overlap_decay` 0
+    disables this selection. Endpoints with R(e) > rel * mean R and R(e) > mean R + margin are too
+    full and are removed, and the shortest expected wait among the remaining endpoints with a match
+    wins. If no endpoint with a match remains, the shortest wait of all endpoints that are not too
+    full wins. The shortest wait of all endpoints wins on a miss, and while max K > `kv_overload` or
+    max K - min K > `kv_balance`, both off at 1. margin = min(abs, max(4, 2 * sqrt(mean R))) is the
+    random variation of a mean, so that small pools spill too. The expected wait of an endpoint in
+    seconds is queued(e) / 2,000 + 0.15 * K / (1 - K). queued(e) is the number of uncached tokens
+    that were sent to e and are not prefilled, or 1,024 for each request that waits there. If K is
+    unknown, the wait is 1,024 / 2,000 s for each request in flight. smg's policy `least_load`
+    routes by this wait alone.
 
-    Differs: tokens are this picker's own count, where smg has reports every 10 s; the list's order
-    selects 8 of more endpoints; scores are not sampled; equal endpoints alternate. smg's veto of
-    overloaded workers, which refuses requests if there are no others, is an admission limit and not
-    part of this.
+    Different from smg: tokens are this picker's own count, where smg has reports every 10 s; if
+    more than 8 endpoints have the block, the first 8 of the list are taken; scores are not sampled;
+    equal endpoints alternate. smg's veto of overloaded workers, which refuses requests if there are
+    no others, is an admission limit and not part of this copy.
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-4-scorer"

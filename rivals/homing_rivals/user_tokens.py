@@ -24,7 +24,7 @@ _BUCKET_S: Final = 5
 
 
 class UserTokensSettings(Parameters, frozen=True):
-    """`user-tokens-producer`: the recent tokens of each user, which are prompt tokens plus twice
+    """`user-tokens-producer`: an index of the recent tokens of each user: prompt tokens plus twice
     the estimated answer tokens.
     """
 

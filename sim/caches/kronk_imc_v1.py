@@ -21,19 +21,21 @@ class KronkImcV1(CacheBehaviour, frozen=True):
     A slot stores all messages of a prompt except the last. A request gets the first available slot
     of this list:
 
-    - the slot with the most messages that all begin its prompt;
-    - the slot that shares the longest head of at least `cache_min_tokens` and has at most as many
-      messages as the prompt; its other tokens are trimmed;
-    - an empty slot;
+    - the slot whose stored messages all begin the request's prompt; if there are several, the one
+      with the most tokens;
+    - the slot that shares the longest beginning with the prompt, of at least `cache_min_tokens`,
+      and has at most as many messages as the prompt; the slot's other tokens are trimmed;
+    - a slot that stores nothing;
     - the least recently used slot, which is emptied.
 
     A slot whose messages are being computed is pending and cannot be chosen. Each slot has an equal
     share of the KV cache.
 
-    Choices made here, because the manual leaves them open: unless `waits` is false, a request waits
-    for the slot with its messages while that generates, and no other request overtakes it. A prompt
-    with too little to store takes an empty slot or the oldest, like a prompt without a match.
-    Tokenising for the comparison takes no time.
+    Kronk's manual leaves three rules of this cache open, which the simulator chooses. Unless
+    `waits` is false, a request waits for the slot that has its messages while this slot generates,
+    and no other request overtakes it. A prompt with too few tokens to store takes an empty slot or
+    the least recently used one, like a prompt without a match. Tokenising prompts to compare them
+    with the slots takes no time.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v1"

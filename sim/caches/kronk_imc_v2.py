@@ -33,17 +33,20 @@ class KronkImcV2(CacheBehaviour, frozen=True):
     """Kronk's incremental message cache with snapshots of whole prompts, by its manual, chapter 5,
     as of August 2026.
 
-    The engine runs as many requests as there are `slots`. Each reserves a session: the one with the
-    longest snapshot that is a complete head of its prompt, or else an empty one, or else the least
-    recently used one. Reserved sessions cannot be chosen. If there is no such snapshot, the request
-    may begin with that of a system prompt; there are as many of these as sessions. A shorter common
-    head is never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is stored
-    when it is computed, which frees its session. If the session already has the prompt, it is freed
-    when the request is answered. Snapshots are in memory and take bytes / `bytes_per_s` in each
-    direction, for which the manual has no value.
+    The engine runs as many requests as there are `slots`. Each request whose prompt has at least
+    `cache_min_tokens` reserves a session, which stores the snapshot of one prompt: the session with
+    the longest snapshot that is a complete beginning of its prompt, or else an empty session, or
+    else the least recently used one. Reserved sessions cannot be chosen. If no session has such a
+    snapshot, the request may begin with the snapshot of its system prompt; there are as many
+    snapshots of system prompts as sessions. A beginning that a prompt shares with only a part of a
+    snapshot is never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt's
+    snapshot is stored when the prompt is computed, which frees its session for other requests. If
+    the session already has the whole prompt, it is freed when the request is answered. Snapshots
+    are in memory; saving or restoring one takes its bytes / `bytes_per_s`, for which Kronk's manual
+    has no value.
 
-    Not modelled are the alternate snapshot of a session, and media. Where Kronk would answer that
-    it is busy, the request waits here.
+    The model omits the alternate snapshot of a session, and media. A request that Kronk would
+    refuse because it is busy waits in the simulation.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v2"

@@ -18,11 +18,12 @@ class KronkSpc(behaviour.CacheBehaviour, frozen=True):
     """Kronk's system prompt cache (SPC) with the KV cache of one system prompt, by its manual,
     chapter 5.2; removed in April 2026.
 
-    The first message of a prompt with several messages is copied to memory once it is computed, if
-    it has at least `cache_min_tokens`. It is copied into the sequence of every request that begins
-    with the same message. Another system prompt replaces it. Copies take bytes / `bytes_per_s`; the
-    manual only says 10 to 30 ms per copy. A choice made here: a request that arrives while the
-    buffer is filled computes its whole prompt.
+    The cache copies the first message of a prompt with several messages (its system prompt) to
+    memory once it is computed, if it has at least `cache_min_tokens`. The cached system prompt is
+    copied into the sequence of every request that begins with the same message. A request with
+    another system prompt replaces the cached one. A copy of a system prompt takes its bytes /
+    `bytes_per_s`; Kronk's manual only says 10 to 30 ms per copy. The simulator assumes that a
+    request that arrives while the system prompt is copied to memory computes its whole prompt.
     """
 
     type_name: ClassVar[str] = "kronk-spc"

@@ -17,13 +17,15 @@ from sim.engine.request import EngineRequest
 class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
     """LMCache's local CPU backend, behind vLLM's own cache.
 
-    Blocks that the pool evicts go to the memory, which drops the least recently used ones. Whole
-    chunks that follow the pool's part of a prompt are loaded from the memory. Loading takes bytes /
-    `bytes_per_s`, and the engine does nothing else meanwhile. LMCache itself copies blocks when
-    they are computed and not when they are evicted. The hits are the same as long as the memory is
-    larger than the pool. If the memory is smaller, fewer blocks fit in LMCache, because its memory
-    then also holds blocks that are still in the pool. Copies out take no time here, because they
-    can overlap. Loading ends at the first chunk that is no longer in the memory.
+    Blocks that vLLM's block pool on the GPU evicts go to CPU memory, which drops the least recently
+    used ones. If the pool has the beginning of a prompt, the whole chunks that follow it are loaded
+    from CPU memory, up to the first chunk that is no longer there. Loading takes bytes /
+    `bytes_per_s`, and the engine does nothing else meanwhile. The real LMCache copies blocks to CPU
+    memory when they are computed and not when they are evicted. The simulated and the real LMCache
+    have the same hits as long as the CPU memory is larger than the pool. If the CPU memory is
+    smaller, fewer evicted blocks fit in the real LMCache, because its memory then also holds blocks
+    that are still in the pool. Copies to CPU memory take no time here, because they can overlap
+    with computation.
     """
 
     type_name: ClassVar[str] = "lmcache-cpu"

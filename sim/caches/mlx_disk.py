@@ -25,12 +25,13 @@ class MlxDisk(MlxParameters, frozen=True):
     """mlx-lm's `LRUPromptCache` with a disk (benjamin-levin/mlx-lm#6, merged in the fork in May
     2026).
 
-    A sequence in memory that is long enough is also written to the disk, once. If memory has no
-    prefix of a prompt, the longest whole sequence on the disk with which the prompt begins is read
-    and stored in memory again. If the files exceed the budget, the least recently used one is
-    deleted. Reading and writing take the measured times (`MEASURED_TOKENS`), interpolated linearly
-    from zero, for every model. The size of a file follows the profile. A new process in the same
-    pod finds the disk as the previous one left it.
+    This cache also writes each sequence in memory that is long enough to the disk, once. If memory
+    has no beginning of a prompt, the longest whole sequence on the disk with which the prompt
+    begins is read and stored in memory again. If the files on the disk exceed their budget, the
+    least recently used one is deleted. Reading and writing a file take the times that its author
+    measured (`MEASURED_TOKENS`), interpolated linearly from zero, for every model. The size of a
+    file is computed from the profile's bytes per token. A new engine process in the same pod finds
+    the files on the disk as the previous process left them.
     """
 
     type_name: ClassVar[str] = "mlx-disk"

@@ -41,16 +41,19 @@ class MlxParameters(CacheBehaviour, frozen=True):
 class MlxMemory(MlxParameters, frozen=True):
     """mlx-lm's `LRUPromptCache` (its server in mid 2026): whole sequences including the answer.
 
-    A look-up returns a copy of the first available sequence of this list:
+    A look-up of a prompt returns a copy of the first available sequence of this list:
 
-    - the sequence itself;
-    - if sequences can be trimmed, the shortest of those that share the longest head, if this head
-      is longer than any whole sequence that the prompt begins with;
-    - the longest whole sequence of more than one token that the prompt begins with.
+    - the stored sequence that equals the prompt;
+    - if sequences can be trimmed, the shortest of the stored sequences that share the longest
+      beginning with the prompt, if this beginning is longer than any whole sequence with which the
+      prompt begins;
+    - the longest whole sequence of more than one token with which the prompt begins.
 
-    The prompt is stored when it is computed, and again with the answer. A stored sequence replaces
-    its own heads if sequences can be trimmed. A look-up does not refresh an entry: within a kind,
-    the entry that was stored first is evicted first.
+    This cache stores a prompt when it is computed, and again with its answer when the answer is
+    complete. A newly stored sequence replaces the stored sequences with which it begins, if
+    sequences can be trimmed. A look-up does not make a sequence younger: among sequences of one
+    kind (system prompt, prompt, prompt with answer), the one that was stored first is evicted
+    first.
     """
 
     type_name: ClassVar[str] = "mlx-memory"

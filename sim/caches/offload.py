@@ -32,12 +32,13 @@ class Offload(CacheBehaviour, frozen=True):
     """The `OffloadingConnector` of vLLM: it copies computed blocks to the host's memory, and to a
     store that all pods share if there is one.
 
-    Blocks of a prompt that the pool lacks are loaded from the host's memory, and blocks that the
-    memory lacks from the store. Loading takes bytes / speed, and the engine does nothing else
-    meanwhile. This is an upper bound of its cost, because vLLM loads while it computes for other
-    requests. Copies out take no time, and are complete when the prompt or the answer ends. Each
-    tier drops the least recently used blocks. The memory is lost with the engine's process; the
-    store outlives all pods.
+    Blocks of a prompt that vLLM's block pool on the GPU lacks are loaded from the host's memory, or
+    else from the shared store. Loading takes bytes / speed, and the engine does nothing else
+    meanwhile. This time of loading is an upper bound, because the real vLLM computes for other
+    requests while it loads. Copies to memory and store take no time, and are complete when the
+    prompt or the answer ends. The host's memory and the shared store each drop the least recently
+    used blocks. The blocks in the host's memory are lost when the engine's process ends; those in
+    the shared store outlive all pods.
     """
 
     type_name: ClassVar[str] = "offload"

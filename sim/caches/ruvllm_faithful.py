@@ -42,17 +42,19 @@ class RuvllmParameters(CacheBehaviour, frozen=True):
 class RuvllmFaithful(RuvllmParameters, frozen=True):
     """RuvLLM ADR-011 (2026-01-20, a proposal) as written: only whole stored prompts are found.
 
-    A computed prompt is stored with its whole KV cache. A look-up follows whole edges and takes the
-    deepest node at which a prompt was stored. A prompt that only shares a head with another one
-    therefore finds nothing, because the node of a split edge has no KV cache. If a prompt would
-    exceed the budget, exactly one entry is evicted: that with the fewest hits, and among them the
-    least recently used. The budget therefore does not hold, and the excess costs nothing here. A
-    prompt that is stored again starts with no hits.
+    This cache stores a computed prompt with its whole KV cache, in a radix tree. A look-up of a
+    prompt follows whole edges of the tree and takes the deepest node at which a prompt was stored.
+    A prompt that only shares its beginning with a stored one therefore finds nothing, because the
+    node of a split edge has no KV cache. If a new prompt would exceed the memory budget, exactly
+    one stored prompt is evicted: that with the fewest hits, and among these the least recently
+    used. The memory of this cache may therefore exceed its budget, which has no effect in the
+    simulation. The number of hits of a prompt that is stored again restarts at 0.
 
-    Interpretations made here: stored data is counted (the listing never adds to
-    `memory_usage_bytes`). An entry in use is not evicted (`ref_count`). The listing's loop compares
-    every edge after the first with the wrong tokens, which is not reproduced. `max_entries` is
-    never used.
+    The proposal's program listing is corrected here in two points: stored data counts towards the
+    memory in use, to which the listing never adds it (`memory_usage_bytes`), and the listing's
+    loop, which compares every edge after the first with the wrong tokens, is not reproduced. A
+    stored prompt in use is not evicted (`ref_count` of the listing). The proposal's parameter
+    `max_entries` has no effect, because its listing never uses it.
     """
 
     type_name: ClassVar[str] = "ruvllm-faithful"

@@ -17,12 +17,14 @@ from sim.engine.request import EngineRequest
 
 
 class RuvllmFixed(RuvllmParameters, frozen=True):
-    """RuvLLM ADR-011 with its two faults repaired: every head is shared, and the budget holds.
+    """RuvLLM ADR-011 with its two faults repaired: prompts share every common beginning, and the
+    memory budget holds.
 
-    The KV cache belongs to the edges of the tree. Therefore a head is stored once for all prompts
-    that have it, and any head of a stored prompt is found. If there is too little room, idle leaves
-    are evicted: those with the fewest hits first, and among them the least recently used. If a
-    prompt does not fit, its head is stored.
+    In this cache, each edge of the tree of prompts has its own part of the KV cache. The common
+    beginning of several prompts is therefore stored once, and any beginning of a stored prompt is
+    found. If there is too little room, leaves of the tree that no request uses are evicted: those
+    with the fewest hits first, and among these the least recently used. If a prompt still does not
+    fit, only the part at its beginning that fits is stored.
     """
 
     type_name: ClassVar[str] = "ruvllm-fixed"

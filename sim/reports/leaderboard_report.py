@@ -145,18 +145,18 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
 
 _TIMES_SAY: Final = (
     "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case, or "
-    "has 1/1.2 of its throughput. Each ratio is the geometric mean over the cases. The number "
-    'before "out" counts the cases in which the strategy leaves over 1 % more requests unanswered '
-    "than the best; its ratio in these cases counts as 1 or more."
+    "has 1/1.2 of its throughput. Each ratio in the table is the geometric mean over the cases. The "
+    'number before "out" is the number of cases in which the strategy leaves over 1 % more requests '
+    "unanswered than the best; its ratio in these cases counts as 1 or more."
 )
 _LEVEL_SAYS: Final = (
-    "The table counts the cases in which a strategy is the best, or within its 95 % interval of "
-    "the best. A strategy whose figures vary between random draws has a wide interval, so it "
-    "may be level with the best although its mean is far from it."
+    "The table shows the number of cases in which each strategy is the best, or level with the best "
+    "(within its 95 % interval of it). A strategy whose figures vary between random draws has a wide "
+    "interval, so it may be level with the best although its mean is far from it."
 )
 _CASES_SAY: Final = (
-    "The best strategy of a case has the lowest mean E2E. Another strategy is level with it if it "
-    "is within its 95 % interval of the best."
+    "The best strategy of a case has the lowest mean E2E. Another strategy is level with the best "
+    "one if the 95 % interval of their difference contains 0."
 )
 
 
@@ -179,8 +179,8 @@ def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
     for scope, cases in _scopes(summary).items():
         title, first = _TITLES[scope], not parts
         says = (
-            f"The ranking covers {len(cases)} cases"
-            f"{f'. {_TIMES_SAY}' if first else ', with ratios as above.'}"
+            f"This ranking of the strategies covers {len(cases)} cases"
+            f"{f'. {_TIMES_SAY}' if first else ', with ratios as in the first ranking.'}"
         )
         times = _times_rows(summary, scope)
         parts.append(Part(title=f"{title}: ratio to the best", says=says, rows=times))
@@ -197,21 +197,22 @@ def behind_part(summary: LeaderboardSummary) -> Part:
     """
     rows = _behind_rows(summary)
     cases = {row.case for row in summary.rows}
-    which = f"not within the 95 % interval of the best and more than {BEHIND - 1:.0%} behind it"
+    which = (
+        f"{_first(summary)} is not within the 95 % interval of the best strategy and more than "
+        f"{BEHIND - 1:.0%} behind it"
+    )
     measures = ", ".join(_JUDGED.values())
     if len(rows) == 1:
-        says = f"There is none among the {len(cases)} cases in which it is {which}, in {measures}."
+        says = f"There is none among the {len(cases)} cases in which {which}, in {measures}."
         rows = []
     else:
-        says = (
-            f"The table lists all of the {len(cases)} cases in which it is {which}, in {measures}."
-        )
+        says = f"The table lists those of the {len(cases)} cases in which {which}, in {measures}."
         counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
-        says += f" Cases: {', '.join(counted)}."
+        says += f" Number of listed cases by figure: {', '.join(counted)}."
     mine = [row for row in summary.rows if row.strategy == _first(summary)]
     lost = [row.case for row in mine if not row.in_the_running]
     if lost:
-        says += f" It lost too many requests to be eligible in {', '.join(lost)}."
+        says += f" {_first(summary)} lost too many requests to be eligible in {', '.join(lost)}."
     return Part(title=f"Where {_first(summary)} is behind", says=says, rows=rows)
 
 
@@ -532,10 +533,10 @@ def basis(summary: LeaderboardSummary) -> str:
     first, seeds = summary.first_seed, summary.seeds
     failed = f" {len(summary.failed):,} runs failed." if summary.failed else ""
     return (
-        f"The board has {len(summary.strategies)} strategies on {len(summary.cases)} cases, "
+        f"The leaderboard has {len(summary.strategies)} strategies on {len(summary.cases)} cases, "
         f"{summary.requests:,} requests each, seeds {first} to {first + seeds - 1}. All "
         "strategies get the same requests at the same times within a case and a seed. Hold-outs "
-        f"have parameters of their own, on which nothing was tuned.{failed}"
+        f"are cases with parameters of their own, on which nothing was tuned.{failed}"
     )
 
 

@@ -43,11 +43,12 @@ class OutlierEjection(Parameters, frozen=True):
     """Eject endpoints that are slow or fail, for a growing time; then probe them with single
     requests.
 
-    It applies with its defaults even if it is not declared, to every profile. If `enabled` is
-    false, slow and failing endpoints are only reported (`homing_per_endpoint_outlier`). An
-    endpoint is slow if its requests take a multiple of their expected time, compared with the
-    median of the pool. It is failing if several answers in a row were errors, or a large share of
-    recent ones. Each replica judges by the answers that it sees.
+    `outlier-ejection` applies to every profile, with its defaults if the document does not declare
+    it. If `enabled` is false, slow and failing endpoints are only reported
+    (`homing_per_endpoint_outlier`). An endpoint is slow if its requests take a multiple of their
+    expected time, compared with the median of the pool. An endpoint is failing if several answers
+    in a row, or a large share of its recent answers, were errors. Each replica of the picker judges
+    endpoints by the answers that it sees.
     """
 
     type_name: ClassVar[str] = "outlier-ejection"

@@ -107,7 +107,7 @@ def test_all_in_all_the_distances_are_told_without_adapters_first(summary):
         "## Where slower is behind",
     ]
     plain = under(report, "All cases without LoRA: ratio to the best")
-    assert "The ranking covers 2 cases." in plain
+    assert "This ranking of the strategies covers 2 cases." in plain
     assert line(plain, "| best | 2 | 1.000 |").endswith("| 1.000 in one |")
     assert line(plain, "| slower | 2 | 3.034 |").endswith("| 7.364 in held |")
     assert "| slower | 1 | 7.364 |" in under(report, "Hold-outs without LoRA: ratio to the best")
@@ -147,7 +147,7 @@ def test_every_judged_figure_has_a_column(summary):
     told = leaderboard_table(summary)
     assert told.index("All cases without LoRA") < told.index("All cases with LoRA")
     alone = replace(summary, rows=[row for row in summary.rows if row.case == "one"])
-    assert "The ranking covers 1 cases." in leaderboard_report(alone), (
+    assert "This ranking of the strategies covers 1 cases." in leaderboard_report(alone), (
         "the others have not been run"
     )
     assert "with LoRA" not in leaderboard_table(alone)
@@ -157,15 +157,18 @@ def test_every_judged_figure_has_a_column(summary):
 def test_where_the_first_is_behind_is_told(summary):
     """By more than a twentieth and beyond the interval; the one that is the best is nowhere behind."""
     report = leaderboard_report(summary)
-    assert "The table lists all of the 3 cases in which it is not within" in report
-    assert "Cases: E2E mean 2, TTFT p90 0, TTFT p99 0, ITL p99 0, throughput 0." in report
+    assert "The table lists those of the 3 cases in which slower is not within" in report
+    assert (
+        "Number of listed cases by figure: E2E mean 2, TTFT p90 0, TTFT p99 0, ITL p99 0, "
+        "throughput 0." in report
+    )
     assert "| E2E mean | held (hold-out) | 7.36 | best |" in report
     assert "| throughput |" not in under(report, "Where slower is behind")
     assert "Where slower is behind" in leaderboard_page(summary)
     summary.strategies.insert(0, summary.strategies.pop(1))
     assert "| E2E mean | lora (LoRA) | 1.91 | slower |" in leaderboard_report(summary)
     summary.rows[:] = [row for row in summary.rows if row.case != "lora"]
-    assert "There is none among the 2 cases in which it is not within" in leaderboard_report(
+    assert "There is none among the 2 cases in which best is not within" in leaderboard_report(
         summary
     )
 
@@ -176,7 +179,7 @@ def test_where_the_first_lost_requests_is_told(summary):
     summary.strategies.insert(0, summary.strategies.pop(3))
     behind = under(leaderboard_report(summary), "Where loses is behind")
     assert "There is none among the 3 cases" in behind
-    assert "It lost too many requests to be eligible in one." in behind
+    assert "loses lost too many requests to be eligible in one." in behind
 
 
 def test_the_page_draws_distances_and_ladders(summary):

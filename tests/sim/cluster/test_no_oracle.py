@@ -76,6 +76,7 @@ SEEN_OF_CANDIDATES = {
     "endpoints": "discovery",
     "labels": "discovery",
     "slot": "own",
+    "peer": "own choice for an earlier stage of the request",
     "version": "own",
     "block_tokens": "configuration",
     "prompt_tokens": "body",
@@ -83,7 +84,7 @@ SEEN_OF_CANDIDATES = {
 METHODS = {
     "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "attribute", "named",
     "name_of", "numbers_of", "inflight_requests_of", "all_observed_within", "engine_load",
-    "matched_most",
+    "matched_most", "near",
 }  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",

@@ -139,8 +139,7 @@ class Lease(Struct, eq=False, gc=False):
     first_output_at_s: Seconds | None = None
     ahead_tokens: float = 0.0
     """Number of uncached prompt tokens that the endpoint had to compute when the request was sent,
-    this request's included. It is the number for an endpoint that prefills at its configured speed.
-    """
+    this request's included. It is the number for an endpoint that prefills X    """
     prefill_tokens: float = 0.0
     """Estimate of how many of this request's uncached prompt tokens are still to be computed."""
     uncached_tokens: float = 0.0
@@ -189,7 +188,8 @@ class _Backlog:
 
     __slots__ = (
         *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
-        *("rises_s", "scraped_at_s", "shown_at_s", "speed", "unhindered_at_s", "unhindered_tokens"),
+        *("rises_s", "scraped_at_s", "seen_tokens", "shown_at_s", "speed"),
+        *("unhindered_at_s", "unhindered_tokens"),
     )
 
     def __init__(self, believed_tokens_per_s: float) -> None:
@@ -214,6 +214,10 @@ class _Backlog:
         self.begun_tokens = 0.0
         """Estimated number of prompt tokens of the requests in `queue` that the endpoint had
         computed when the last metrics page was read.
+        """
+        self.seen_tokens = 0.0
+        """Number of prompt tokens of the requests whose first output the picker saw after the last
+        metrics page. The next page counts these outputs, and the tokens count as computed then.
         """
         self.rises_s = (-math.inf, -math.inf)
         """Times of the last two metrics pages on which the counter of first outputs had increased,
@@ -443,11 +447,15 @@ class InflightLedger:
             columns.prefill_backlog_tokens[slot] = backlog - lease.prefill_tokens
             lease.prefill_tokens = 0.0
         queued = self._backlogs[slot]
-        if not lease.prefilled:
-            queued.begun_tokens -= lease.uncached_tokens
-        if computed and not (lease.prefilled or lease.assumed):
-            queued.first_outputs.known()
+        if lease.prefilled:
+            return
         lease.prefilled = True
+        if not computed:
+            queued.begun_tokens -= lease.uncached_tokens
+            return
+        queued.seen_tokens += lease.uncached_tokens
+        if not lease.assumed:
+            queued.first_outputs.known()
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """Read a metrics page of the endpoint in `slot` after a successful scrape. Update the
@@ -460,8 +468,9 @@ class InflightLedger:
             backlog = self._open_backlog(slot)
         columns, first_outputs = self._columns, backlog.first_outputs
         since_s = now - backlog.scraped_at_s
-        idle = not (backlog.queue or backlog.drained)
-        if idle:
+        seen_tokens, backlog.seen_tokens = backlog.seen_tokens, 0.0
+        empty = not (backlog.queue or backlog.drained)
+        if empty:
             # Rounding must not leave tokens behind after requests have moved away.
             columns.prefill_backlog_tokens[slot] = 0.0
         elif not first_outputs.counted or since_s > PAGE_S_MAX:
@@ -476,15 +485,17 @@ class InflightLedger:
                 backlog.drained.clear()
                 self._believe_speed(slot, backlog)
             return
-        if idle:
+        if empty and not seen_tokens:
             backlog.busy_since_s = -math.inf
             return
         # Tokens that drained since then are restored with the rest.
         columns.prefill_drained_at_s[slot] = now
         left = columns.prefill_backlog_tokens.item(slot) + backlog.restore()
         computed = backlog.release(released)
+        left -= computed
+        computed += seen_tokens
         # The time of the surplus is unknown, so that no speed is learned from it.
-        left -= computed + backlog.release(backlog.surplus(now))
+        left -= backlog.release(backlog.surplus(now))
         self._take_stock(slot, backlog, left, computed, now)
         begun_tokens = backlog.progress(computed, since_s)
         if begun_tokens:

@@ -281,20 +281,46 @@ def test_a_prompt_that_leaves_takes_along_what_was_computed_of_it():
     assert there.left(0.9) == pytest.approx(100.0)
 
 
+@pytest.mark.parametrize("seen", [False, True])
 @pytest.mark.parametrize("faster", [0.5, 1.0, 4.0])
-def test_the_speed_is_learnt_of_prompts_that_come_one_by_one(faster):
-    """Each takes 1.1 s, between them there is nothing to do; the page before the end shows no first output."""
+def test_the_speed_is_learnt_of_prompts_that_come_one_by_one(faster, seen):
+    """Each prompt takes 1.1 s, and the endpoint is idle between two prompts. The page before the end shows no
+    first output. The learned speed is the same whether the picker saw the answer begin before the page or not.
+    """
     there = Counted()
     now = 0.0
     for prompt in range(60):
         begun_s = now + 0.013 * (prompt % 16)
         ends_s = begun_s + 1.1
-        there.send(begun_s, tokens=1.1 * faster * RATE)
+        sent = there.send(begun_s, tokens=1.1 * faster * RATE)
         while now < ends_s + 0.5:
             now += 0.2
-            there.page(now, more=now - 0.2 < ends_s <= now)
+            ended = now - 0.2 < ends_s <= now
+            if ended and seen:
+                there.ledger.first_output(sent, ends_s)
+            there.page(now, more=ended)
     learnt = there.columns.prefill_drain_tokens_per_s[0]
     assert learnt == pytest.approx(faster * RATE, rel=0.15)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_the_speed_is_learnt_of_prompts_that_wait_for_each_other(seen):
+    """The endpoint is never idle: three prompts are pending, and each takes 0.25 s, four times the believed
+    speed.
+    """
+    there = Counted()
+    pending = [there.send(0.0) for _ in range(3)]
+    for step in range(1, 400):
+        now = step * 0.05
+        if step % 5 == 0:
+            if seen:
+                there.ledger.first_output(pending[0], now)
+            del pending[0]
+            pending.append(there.send(now))
+        if step % 4 == 0:
+            there.page(now + 0.001, more=step // 5 - (step - 4) // 5)
+    learnt = there.columns.prefill_drain_tokens_per_s[0]
+    assert learnt == pytest.approx(4 * RATE, rel=0.1)
 
 
 def test_an_endpoint_that_is_faster_than_believed_is_done_when_its_page_says_so():

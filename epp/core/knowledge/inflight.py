@@ -139,7 +139,9 @@ class Lease(Struct, eq=False, gc=False):
     first_output_at_s: Seconds | None = None
     ahead_tokens: float = 0.0
     """Number of uncached prompt tokens that the endpoint had to compute when the request was sent,
-    this request's included. It is the number for an endpoint that prefills X    """
+    this request's included. It is the number for an endpoint that prefills at its configured speed,
+    and less if the endpoint is known to be faster.
+    """
     prefill_tokens: float = 0.0
     """Estimate of how many of this request's uncached prompt tokens are still to be computed."""
     uncached_tokens: float = 0.0
@@ -229,12 +231,23 @@ class _Backlog:
         """
         self.unhindered_at_s: Seconds = -math.inf
 
-    def ahead_of(self, prefill_tokens: float, tokens_per_s: float, now: Seconds) -> float:
+    def ahead_of(
+        self, prefill_tokens: float, pending_tokens: float, tokens_per_s: float, now: Seconds
+    ) -> float:
         """Subtract from `unhindered_tokens` what the endpoint computes until `now` at its
-        configured speed, add the tokens of a new request, and return the sum.
+        configured speed, add the tokens of a new request, and return the sum, at most
+        `pending_tokens`.
+
+        `pending_tokens` is the estimate of all prefill tokens that the endpoint has to compute, the
+        new request's included. An endpoint that is faster than its configured speed has fewer of
+        them than the sum. Without this limit, the sum would grow as long as such an endpoint
+        receives more than its configured speed allows.
         """
         drained = (now - self.unhindered_at_s) * tokens_per_s
-        self.unhindered_tokens = max(self.unhindered_tokens - drained, 0.0) + prefill_tokens
+        left = max(self.unhindered_tokens - drained, 0.0) + prefill_tokens
+        if left > pending_tokens:  # noqa: PLR1730  a call takes longer
+            left = pending_tokens
+        self.unhindered_tokens = left
         self.unhindered_at_s = now
         return self.unhindered_tokens
 
@@ -627,11 +640,12 @@ class InflightLedger:
         if lease.stage is not Stage.ENCODE:
             columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
         backlog = columns.prefill_backlog_tokens.item(slot)
-        columns.prefill_backlog_tokens[slot] = backlog + prefill_tokens
+        backlog += prefill_tokens
+        columns.prefill_backlog_tokens[slot] = backlog
         queued = self._backlogs.get(slot) or self._open_backlog(slot)
         queued.queue.append(lease)
         speed = columns.prefill_tokens_per_s.item(slot)
-        lease.ahead_tokens = queued.ahead_of(prefill_tokens, speed, now)
+        lease.ahead_tokens = queued.ahead_of(prefill_tokens, backlog, speed, now)
 
     def _believe_speed(self, slot: int, backlog: _Backlog | None) -> None:
         """Set the speed at which the pending tokens of `slot` are assumed to fall to the configured

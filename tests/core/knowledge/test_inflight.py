@@ -323,6 +323,21 @@ def test_the_speed_is_learnt_of_prompts_that_wait_for_each_other(seen):
     assert learnt == pytest.approx(4 * RATE, rel=0.1)
 
 
+@pytest.mark.parametrize("faster", [0.5, 1.0, 2.0])
+def test_a_prompt_is_expected_to_wait_for_no_more_than_is_pending(faster):
+    """The endpoint is always busy with one or two prompts. The wait at the configured speed is expected for
+    them, and it does not grow if the endpoint serves more than its configured speed allows.
+    """
+    there = Counted()
+    interval_s = 1.0 / faster
+    sent = [there.send(0.0)]
+    for step in range(1, 200):
+        sent.append(there.send(step * interval_s - 0.01))
+        there.page(step * interval_s, more=1)
+    assert sent[-1].ahead_tokens <= 200.0
+    assert sent[-1].ahead_tokens >= 100.0
+
+
 def test_an_endpoint_that_is_faster_than_believed_is_done_when_its_page_says_so():
     there = Counted()
     sent = [there.send(0.0, tokens=10_000.0) for _ in range(3)]

@@ -94,8 +94,10 @@ class Range(Struct, frozen=True, kw_only=True):
         return f"{low:g} to {self.high:g}{' or off' if self.off_below else ''}"
 
     def rounded(self, drawn: float) -> float | int:
-        """Return the proposed number as it is written to the configuration, within the range.
-        Weights have two significant digits, other numbers three.
+        """Return the number that is written to the configuration for the proposed number `drawn`.
+
+        A number below `off_below` becomes 0. Otherwise the result lies within the range: a whole
+        number if `integer`, else two significant digits if `off_below` is set, and three if not.
         """
         if drawn < self.off_below:
             return 0

@@ -133,8 +133,8 @@ def confidence_limit(values: Sequence[float], varied: Varied, *, upper: bool) ->
 
 
 def prediction_limit(values: Sequence[float], varied: Varied, *, upper: bool) -> float | None:
-    """Return the limit within which one more repetition stays 19 times out of 20; None if there is
-    too little data.
+    """Return the value above which one more repetition comes only once in 20 times if `upper`, else
+    the value below which it does; None if there is too little data.
 
     The limit for generated traffic is the one-sided 95 % prediction limit of a new random draw: the
     mean plus or minus t s sqrt(1 + 1 / K), where `confidence_limit` has t s sqrt(1 / K)

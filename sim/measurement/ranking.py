@@ -188,7 +188,7 @@ def _mean_share(rows: Sequence[StandingSummary], measure: str) -> float | None:
 
 def _total(rows: Sequence[StandingSummary], measure: str) -> Total:
     """Return the total of one measure over cases: the geometric mean of the ratios to the best, and
-    the case with the worst ratio. All are None if no case has a ratio.
+    the case with the worst ratio. The ratios and the case are None if no case has a ratio.
     """
     times: dict[str, float] = {}
     for row in rows:

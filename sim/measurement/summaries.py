@@ -1,5 +1,9 @@
-"""Return the total of one measure over cases: the geometric mean of the ratios to the best, and the
-case with the worst ratio. The ratios are None, and the counts 0, if no case has a ratio.
+"""The contents of summary.json of the commands that run simulations: replay, compare, sweep, tune,
+size, leaderboard and others.
+
+Field names are keys, in the order of the file. A field with the value `UNSET` is left out; None is
+written as null and means that there is no value. `as_json` writes all summaries, `read_run` reads
+that of a run.
 """
 
 from collections.abc import Mapping

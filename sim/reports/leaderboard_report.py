@@ -218,7 +218,7 @@ def behind_part(summary: LeaderboardSummary) -> Part:
 
 def cases_part(summary: LeaderboardSummary) -> Part:
     """Return the section with the best strategies of each case."""
-    return Part(title="The best of each case", says=_CASES_SAY, rows=_case_rows(summary))
+    return Part(title="The best strategies of each case", says=_CASES_SAY, rows=_case_rows(summary))
 
 
 def strategies_part(summary: LeaderboardSummary) -> Part:

@@ -377,8 +377,9 @@ class HitAccuracy:
             window.peer_requests += 1
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> Correction | None:
-        """Read the engine's counters of cache hits on a metrics page. Return the correction from
-        the window that ends with this scrape, or None if none ends or it does not count.
+        """Read the engine's counters of cache hits on a metrics page. Return the error of the
+        predictions in the window that ends with this scrape, or None if none ends or it does not
+        count.
         """
         window = self._slot(slot)
         base = window.base

@@ -115,7 +115,9 @@ class Source:
 
     @property
     def ranks(self) -> tuple["Source", ...]:
-        """Sources of all ranks of the endpoint. It is valid only for the first rank's source."""
+        """The sources of KV events of all data-parallel ranks of this endpoint, one per rank. Only
+        the source of the first rank has this property.
+        """
         return (self, *self.others)
 
     def worst_row(self, unix_time_s: Seconds, unconnected: str) -> SourceRow:

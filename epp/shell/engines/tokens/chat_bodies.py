@@ -93,8 +93,8 @@ def _system(system: Any) -> str:
 
 
 def _turns(message: Json) -> Iterable[Json]:
-    """Convert one message of a conversation. Results of tools in it become separate messages before
-    it.
+    """Convert one message of the Messages API to messages of the Chat Completions API. Results of
+    tools in it become separate messages before it.
     """
     role, content = message["role"], message["content"]
     if role not in _TURNS:

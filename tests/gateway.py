@@ -163,6 +163,7 @@ class Stream:
         budget=None,
         told=None,
         resolver=None,
+        queue=None,
     ):
         self.told = told or Told()
         self.now = now
@@ -175,6 +176,7 @@ class Stream:
             lambda: "generated-id",
             budget,
             resolver,
+            queue,
         )
         self.resumed = []
         self.session.resume = self._resume

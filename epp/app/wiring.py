@@ -44,6 +44,7 @@ from epp.shell.engines.tokens.service import Tokens
 from epp.shell.engines.trust import trust_of
 from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.health import Health
+from epp.shell.gateway.queue_waker import open_queue
 from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
@@ -166,6 +167,7 @@ class EndpointPicker:
             pressure=self.pressure,
             pressed=self._pressed,
         )
+        self.queue = open_queue(self.scheduler)
         self.sessions = self._open_sessions()
         self.decoder = Decoder()
         self.ext_proc = self._open_ext_proc()
@@ -489,6 +491,7 @@ class EndpointPicker:
             self.bodies,
             seed=self._seed,
             resolver=self.tokens.resolver,
+            queue=self.queue,
         )
 
     def _open_ext_proc(self) -> ExtProc:
@@ -509,6 +512,7 @@ class EndpointPicker:
             self.bodies,
             lag=self._process.lag,
             seed=self._seed,
+            refuse_waiting=lambda: self.queue.drain(time.monotonic()),
         )
 
     def _open_readiness(self) -> Readiness:
@@ -616,6 +620,7 @@ class EndpointPicker:
             first_tokens=self._first_tokens.lately(time.monotonic()),
             connected=self._gateway.connected(),
             tokens=self.tokens.snapshots(),
+            queue=self.queue.snapshot(time.monotonic()),
         )
         if self._tracer is not None:
             shown = structs.replace(shown, spans=self._tracer.export.totals())

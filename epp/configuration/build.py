@@ -21,7 +21,11 @@ from epp.configuration.needed_indexes import block_tokens_of, is_prefix, joined_
 from epp.core.decision.plugin import Picker, declaration_fault
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.duration import Duration
 from epp.core.failures import Interrupted
+from epp.core.flow.ceilings import StaticCeiling
+from epp.core.flow.detectors import MaxSaturation, Utilization
+from epp.core.flow.settings import FlowSettings, Ordering
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings
@@ -51,6 +55,10 @@ REFRESH_INTERVAL_S: Final = 0.2
 METRICS_STALENESS_S: Final = 2.0
 _SATURATION_STALENESS_MIN_S: Final = 1.0
 _SATURATION_STALENESS_INTERVALS: Final = 5
+STREAM_IDLE_S: Final = 300.0
+"""Default `stream_idle_timeout` of Envoy in seconds, which ends a waiting request in every mode."""
+CIRCUIT_BREAKER_REQUESTS: Final = 1_024
+"""Default `max_requests` of Envoy's circuit breaker for the cluster of the picker."""
 _TURNS_MIN: Final = 2
 """Number of scrapes of an endpoint that must fail or be late before its metrics are stale."""
 
@@ -172,6 +180,7 @@ def build_settings(
         beliefs=tuple(name for name, index in config.indexes.items() if is_prefix(index)),
         ejection=config.ejection,
         saturation=saturation,
+        flow=_flow_of(config.flow, saturation_staleness_s(refresh_interval_s)),
         metrics_staleness_s=max(metrics_staleness_s, _TURNS_MIN * refresh_interval_s),
         prefill_tokens_per_s=next((speed for speed in speeds if speed), prefill_tokens_per_s),
         labelled_speeds=config.inflight.peak_prefill_throughputs,
@@ -180,6 +189,27 @@ def build_settings(
         and msgspec.structs.replace(config.shadow, picker=_picking(config.shadow.picker, 1)),
         shadow_share=config.shadow_share,
     )
+
+
+def _flow_of(flow: FlowSettings | None, staleness_s: Seconds) -> FlowSettings | None:
+    """Return the settings of the queue with the allowed age of metrics in every detector for which
+    the configuration sets none.
+    """
+    if flow is None:
+        return None
+    replace = msgspec.structs.replace
+
+    def aged(detector: Any) -> Any:
+        match detector:
+            case MaxSaturation(detectors=children):
+                return replace(detector, detectors=tuple(map(aged, children)))
+            case Utilization(detector=thresholds, staleness_given=False):
+                changed = replace(thresholds, metrics_staleness_threshold=Duration(staleness_s))
+                return replace(detector, detector=changed)
+            case _:
+                return detector
+
+    return replace(flow, detector=aged(flow.detector))
 
 
 def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
@@ -232,12 +262,48 @@ def settings_warnings(
             f"intervals of {refresh_interval_s:g}s, which apply instead: endpoints that wait "
             "for their next scrape are not stale"
         )
+    if config.flow is not None:
+        warnings += [f"{config.source}: {sentence}" for sentence in _queue_warnings(config.flow)]
     picker: Any = config.profile.picker
     picks = picker.max_num_of_endpoints if picker.abilities.picks_several else 1
     if picks > 1 + fallback_endpoints_max:
         warnings.append(
             f"{config.source}: maxNumOfEndpoints {picks} of {config.profile.picker_name} has no "
             f"effect: the number of fallbacks is set by --fallback-endpoints-max"
+        )
+    return warnings
+
+
+def _queue_warnings(flow: FlowSettings) -> list[str]:
+    """Return a sentence for each setting of the queue that the gateway's defaults contradict, or
+    that has no effect.
+    """
+    warnings: list[str] = []
+    longest_s = max(flow.wait_s_max, flow.empty_pool_wait_s_max)
+    if longest_s >= STREAM_IDLE_S or not (flow.wait_s_max and flow.empty_pool_wait_s_max):
+        what = f"up to {longest_s:g}s" if longest_s >= STREAM_IDLE_S else "without a limit"
+        warnings.append(
+            f"flowControl: requests may wait {what}, but Envoy ends a stream after "
+            f"{STREAM_IDLE_S:g}s by default: set stream_idle_timeout of the gateway above that, "
+            "or a shorter TTL"
+        )
+    bands = [flow.band(priority) for priority in {*flow.bands, 0}]
+    most = flow.requests_max or sum(band.requests_max for band in bands)
+    if most >= CIRCUIT_BREAKER_REQUESTS:
+        warnings.append(
+            f"flowControl: {most} requests may wait, but Envoy allows "
+            f"{CIRCUIT_BREAKER_REQUESTS} streams to a picker by default: set the circuit breaker "
+            "max_requests of the picker's cluster above that, or a smaller maxRequests"
+        )
+    if not isinstance(flow.policy, StaticCeiling) and len({*flow.bands, 0}) == 1:
+        warnings.append(
+            f"flowControl: {flow.policy.type_name} has an effect only if InferenceObjectives "
+            "or priorityBands give requests different priorities"
+        )
+    if any(band.ordering is Ordering.DEADLINE for band in bands):
+        warnings.append(
+            "flowControl: edf-ordering-policy differs from fcfs-ordering-policy only for "
+            "requests with the header x-llm-d-inference-ttl"
         )
     return warnings
 

@@ -18,6 +18,7 @@ from epp.configuration.disaggregation import (
     STAGE_HEADERS,
     StageHeaders,
 )
+from epp.configuration.flow_plugins import FLOW_PLUGINS
 from epp.configuration.token_producer import TokenProducer
 from epp.core.duration import parse_duration
 from epp.core.knowledge.candidates import ATTRIBUTES_MAX
@@ -315,6 +316,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     "model-server-protocol-metrics": CoreMetricsExtractor,
     OutlierEjection.type_name: OutlierEjection,
     DestinationEndpointServedVerifier.type_name: DestinationEndpointServedVerifier,
+    **FLOW_PLUGINS,
     PullSource.type_name: PullSource,
     DataParallelRank.type_name: DataParallelRank,
     **dict.fromkeys(PARSERS, NoParameters),
@@ -337,7 +339,7 @@ MOVED_TO_INDEX: Final = (
 )
 """Parameters that `prefix-cache-scorer` had before the prefix index became a separate plugin."""
 
-_NO_QUEUE: Final = "requests are not queued in the picker"
+_NO_EVICTION: Final = "requests that run are not evicted from the engines"
 _NO_PREDICTOR: Final = "there is no latency predictor"
 
 REFUSED: Final[Mapping[str, str]] = {
@@ -349,26 +351,14 @@ REFUSED: Final[Mapping[str, str]] = {
     "slo-headroom-tier-filter": f"{_NO_PREDICTOR}: use prefix-cache-affinity-filter",
     "latency-slo-admitter": f"{_NO_PREDICTOR}: use utilization-detector",
     "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
-    "concurrency-detector": "saturation is read from the engines: use utilization-detector",
-    "fcfs-ordering-policy": f"{_NO_QUEUE}: remove it",
-    "edf-ordering-policy": f"{_NO_QUEUE}: remove it",
-    "slo-deadline-ordering-policy": f"{_NO_QUEUE}: remove it",
-    "global-strict-fairness-policy": f"{_NO_QUEUE}: remove it",
-    "round-robin-fairness-policy": f"{_NO_QUEUE}: remove it",
-    "program-aware-fairness": f"{_NO_QUEUE}: remove it",
-    "static-usage-limit-policy": f"{_NO_QUEUE}: use utilization-detector",
-    "priority-holdback-policy": f"{_NO_QUEUE}: use utilization-detector",
-    "soft-reflective-ceiling-policy": f"{_NO_QUEUE}: use utilization-detector",
-    "sheddable-eviction-filter": f"{_NO_QUEUE}, nor evicted from the engines: remove it",
-    "priority-then-time-eviction-order-policy": (
-        f"{_NO_QUEUE}, nor evicted from the engines: remove it"
-    ),
+    "sheddable-eviction-filter": f"{_NO_EVICTION}: remove it",
+    "priority-then-time-eviction-order-policy": f"{_NO_EVICTION}: remove it",
     "header-label-affinity-scorer": "use label-selector-filter",
     "topology-affinity-filter": "use label-selector-filter",
     "topology-affinity-scorer": "use label-selector-filter",
     "topology-extractor": "topology is not read: use label-selector-filter",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
-    "agent-identity": "there is no fairness between agents: remove it",
+    "agent-identity": "a header alone names flows, x-llm-d-inference-fairness-id: remove it",
     "outlier-ejection-filter": (
         f"it needs no filter in a profile: declare {OutlierEjection.type_name}, or nothing"
     ),
@@ -384,9 +374,20 @@ FEATURE_GATES: Final[Mapping[str, str]] = {
     "prepareDataPlugins": "producers are always prepared",
     "dataLayer": "metrics are always collected by the data layer",
 }
-"""Feature gates that are accepted without effect, with the reason.
+"""Feature gates that are accepted without effect, with the reason."""
 
-The gate `flowControl` is refused if it is on.
+FLOW_SECTION_MEMBERS: Final = (
+    "maxBytes",
+    "maxRequests",
+    "defaultRequestTTL",
+    "noEndpointRequestTTL",
+    "defaultPriorityBand",
+    "defaultNegativePriorityBand",
+    "priorityBands",
+    "usageLimitPolicyPluginRef",
+)
+"""Members of the section `flowControl` that have an effect only if the feature gate of the same name
+is on.
 """
 
 _BY_FLAGS: Final = "replicas share by --peer-service, --peers or --peer-url"
@@ -405,14 +406,7 @@ Some of them correspond to flags, which take effect only at a restart.
 
 REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.discovery": "endpoints are given with --endpoints-file",
-    "flowControl.maxBytes": _NO_QUEUE,
-    "flowControl.maxRequests": _NO_QUEUE,
-    "flowControl.defaultRequestTTL": _NO_QUEUE,
-    "flowControl.noEndpointRequestTTL": _NO_QUEUE,
-    "flowControl.defaultPriorityBand": _NO_QUEUE,
-    "flowControl.defaultNegativePriorityBand": _NO_QUEUE,
-    "flowControl.priorityBands": _NO_QUEUE,
-    "flowControl.usageLimitPolicyPluginRef": _NO_QUEUE,
+    "flowControl.bandSelectionPolicyPluginRef": "a higher band is always served first",
     "discovery": "endpoints are given with --endpoints-file",
 }
 """Members of the configuration document that are refused and must be removed, with the reason."""

@@ -33,6 +33,8 @@ from epp.configuration.document import (
     read_mapping,
 )
 from epp.configuration.findings import Findings, shown
+from epp.configuration.flow_plugins import MaxSaturationDetector
+from epp.configuration.flow_sections import GATE, FlowSections
 from epp.configuration.needed_indexes import NeededIndexes, block_tokens_of
 from epp.configuration.other_sections import MetricsSettings, OtherSections
 from epp.configuration.profile_sections import ProfileSections
@@ -47,6 +49,7 @@ from epp.core.decision.profile import (
 )
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.stages import Stages
+from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
@@ -104,6 +107,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     prefix: str = ""
     """Name of the default prefix index in `indexes`, or "" if there is none."""
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
+    flow: FlowSettings | None = None
+    """Settings of the queue, or None if the feature gate `flowControl` is off."""
     staleness_given: bool = False
     """True if the document sets the age of metrics from which the saturation detector counts an
     endpoint as full.
@@ -157,7 +162,13 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     stages = staged.acting(document.get("schedulingProfiles"))
     shadow, shadow_share = profiles.shadow(document.get("shadow"))
     sections = OtherSections(declared)
-    detector = sections.saturation(document)
+    flows = FlowSections(declared)
+    queue = _gate_is_on(document.get("featureGates"))
+    section = flows.section(document.get("flowControl"))
+    reference = section.saturation_detector
+    named = sections.saturation(document, reference and reference.plugin_ref, queue=queue)
+    flow = flows.settings(document.get("flowControl"), section, named, on=queue)
+    detector = sections.utilization(named)
     parsers = sections.parsers(document)
     metrics = sections.metrics(document.get("dataLayer"))
     inflight = declared.only(InflightLoadProducer)
@@ -173,7 +184,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     indexes, prefix = needed.of(used, staged.counts_uncached)
     needed.check_uncached_by(indexes, prefix)
     findings.raise_problems()
-    _warn_of_unused(used, detector, declared)
+    _warn_of_unused(used, (detector, named), declared)
     if tokens.backend is not Backend.ESTIMATE and not _reads_tokens(indexes, used):
         _warn_of_unread_tokens(declared)
     for one in used:
@@ -184,6 +195,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
         indexes=indexes,
         prefix=prefix,
         saturation=detector.plugin if detector else UtilizationDetector(),
+        flow=flow,
         staleness_given=bool(detector and "metricsStalenessThreshold" in detector.given),
         parsers=parsers,
         metrics=metrics,
@@ -223,26 +235,29 @@ def _check_gate(where: str, gate: Any, findings: Findings) -> None:
         findings.problem(
             f"{where}: {gate!r} is not a feature gate; expected gate, gate=true or gate=false"
         )
-    elif name == "flowControl":
-        if value != "false":
-            findings.problem(
-                f"{where}: flowControl is not supported, because requests are not queued in "
-                "the picker: remove it. Requests of negative priority are shed when the pool "
-                "is saturated"
-            )
     elif name in FEATURE_GATES:
         findings.warn(f"{where}: {name} has no effect, because {FEATURE_GATES[name]}")
-    else:
-        known = ("flowControl", *FEATURE_GATES)
+    elif name != GATE:
+        known = (GATE, *FEATURE_GATES)
         findings.problem(f"{where}: feature gate {name!r} is unknown{nearest(name, known)}")
+
+
+def _gate_is_on(gates: Any) -> bool:
+    """Return whether the feature gate of the queue is on; the last of several entries applies."""
+    entries = [str(gate).partition("=") for gate in gates] if isinstance(gates, list) else []
+    states = [value != "false" for name, _, value in entries if name == GATE]
+    return states[-1] if states else False
 
 
 def _warn_of_unused(
     profiles: Sequence[SchedulingProfile],
-    detector: ConfiguredPlugin | None,
+    detectors: Sequence[ConfiguredPlugin | None],
     declared: DeclaredPlugins,
 ) -> None:
-    used = {detector.name if detector else ""}
+    used = {detector.name for detector in detectors if detector is not None}
+    for plugin in declared.plugins.values():
+        if isinstance(plugin.plugin, MaxSaturationDetector):
+            used |= set(plugin.plugin.detectors)
     for profile in profiles:
         used |= {profile.picker_name, *(member.name for member in profile.members)}
     in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}

@@ -25,6 +25,7 @@ from epp.configuration.compatibility import (
 from epp.configuration.disaggregation import DECIDERS, STAGE_HANDLERS, STAGE_HEADERS
 from epp.configuration.document import nearest
 from epp.configuration.findings import Findings, raised
+from epp.configuration.flow_plugins import CEILINGS, DETECTORS, FAIRNESS, FLOW_PLUGINS, ORDERINGS
 from epp.configuration.token_producer import TokenProducer
 from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault
 from epp.core.knowledge.ejection import OutlierEjection
@@ -71,6 +72,10 @@ class Role(StrEnum):
     RESPONDER = "response plugin"
     REQUEST_MARKER = "request plugin"
     NOTIFIER = "notification source"
+    FAIRNESS = "fairness policy"
+    ORDERING = "ordering policy"
+    CEILING = "usage limit policy"
+    DETECTOR = "saturation detector"
 
 
 class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
@@ -112,6 +117,10 @@ _ROLES: Final[Mapping[str, Role]] = {
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
     PullSource.type_name: Role.REQUEST_MARKER,
     DataParallelRank.type_name: Role.REQUEST_MARKER,
+    **dict.fromkeys(FAIRNESS, Role.FAIRNESS),
+    **dict.fromkeys(ORDERINGS, Role.ORDERING),
+    **dict.fromkeys(CEILINGS, Role.CEILING),
+    **dict.fromkeys(DETECTORS, Role.DETECTOR),
 }
 
 
@@ -353,6 +362,17 @@ class DeclaredPlugins:
             self.findings.problem(f"{where}: {name} is a {plugin.role}, expected a {expected}")
             return None
         return plugin
+
+    def undeclared(self, name: str, role: Role) -> Any:
+        """Return an instance of the flow-control type `name` with default parameters, or None if it
+        is no such type, has another role or must be declared with parameters.
+        """
+        if name in self._broken or _ROLES.get(name) is not role or name not in FLOW_PLUGINS:
+            return None
+        try:
+            return FLOW_PLUGINS[name]()
+        except TypeError:
+            return None
 
     def where_of(self, name: str) -> str:
         """Return the place of the plugin `name` in the configuration document, for messages; `name`

@@ -12,6 +12,7 @@ from epp.configuration.token_producer import Backend, TokenProducer
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.stages import Stages
 from epp.core.duration import Duration
+from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 
 _SHADOW: Final = "shadow "
@@ -38,6 +39,8 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     lines["saturation"] = _plain(config.saturation)
     if not config.staleness_given:
         lines["saturation"]["metricsStalenessThreshold"] = "by refresh interval"
+    if config.flow is not None:
+        lines |= _describe_flow(config.flow)
     if config.inflight.peak_prefill_throughput or config.inflight.peak_prefill_throughputs:
         given = plain_parameters(config.inflight)
         lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
@@ -63,6 +66,24 @@ def _describe_stages(stages: Stages) -> dict[str, Any]:
         lines[f"{stage}If"] = type(rule).__name__.lower()
         lines |= {f"{stage}If.{name}": value for name, value in parameters.items()}
     return lines
+
+
+def _describe_flow(flow: FlowSettings) -> dict[str, dict[str, Any]]:
+    bands = {f"band {priority}": flow.bands[priority] for priority in sorted(flow.bands)}
+    bands["bands of other priorities"] = flow.default_band
+    if flow.default_negative_band is not None:
+        bands["bands of other negative priorities"] = flow.default_negative_band
+    return {
+        "flow control": {
+            "maxRequests": flow.requests_max,
+            "maxBytes": flow.bytes_max,
+            "defaultRequestTTL": f"{flow.wait_s_max:g}s",
+            "noEndpointRequestTTL": f"{flow.empty_pool_wait_s_max:g}s",
+        },
+        "flow control detector": _plain(flow.detector),
+        "flow control usage limit": _plain(flow.policy),
+        **{f"flow control {name}": plain_parameters(band) for name, band in bands.items()},
+    }
 
 
 def _describe_tokens(tokens: TokenProducer) -> dict[str, Any]:

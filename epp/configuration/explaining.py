@@ -13,6 +13,7 @@ from epp.core.decision.plugin import PREFIX_READS
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.stages import Always, Multimodal, Order, Rule, Stages, Uncached
+from epp.core.flow.settings import Fairness, FlowSettings, Ordering
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.prompt.request import InferenceRequest
@@ -47,6 +48,8 @@ _WORDS: Final[Mapping[str, str]] = {
 description is shown as it is.
 """
 
+_SATURATIONS: Final = (0.5, 0.8, 0.95, 1.0)
+"""Mean loads of the pool for which ceilings are shown."""
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
@@ -89,8 +92,11 @@ def explain(config: PickerConfig) -> str:
         lines.append("  none: the picker does not track where prompts went")
     lines += ["", *_speeds(settings)]
     lines += ["", *_ejection(settings.ejection)]
-    lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
-    lines += _member("detector", settings.saturation.type_name, settings.saturation)
+    if settings.flow is None:
+        lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
+        lines += _member("detector", settings.saturation.type_name, settings.saturation)
+    else:
+        lines += ["", *_queue(settings.flow)]
     lines += ["", "parsers, in order", f"  {', '.join(config.parsers)}"]
     lines += ["", "responses", *(f"  {line}" for line in RESPONSES)]
     lines += ["", "metrics of endpoints"]
@@ -98,6 +104,55 @@ def explain(config: PickerConfig) -> str:
     for page, source in config.metrics.pages.items():
         lines += ["", f"page {page} of endpoints", *_parameters(source)]
     return "\n".join(lines) + "\n"
+
+
+def _queue(flow: FlowSettings) -> list[str]:
+    """Return lines about the queue: when requests wait, for how long, and a table of its bands."""
+    lines = ["queue: requests wait in the picker while no endpoint has room for them"]
+    lines += _member("detector", flow.detector.type_name, flow.detector)
+    lines += _member("ceiling", flow.policy.type_name, flow.policy)
+    for when, limit_s in (
+        ("while the pool has endpoints", flow.wait_s_max),
+        ("while it has none", flow.empty_pool_wait_s_max),
+    ):
+        lines.append(f"  longest wait {when}: {f'{limit_s:g} s' if limit_s else 'no limit'}")
+    requests, size = _limit(flow.requests_max), _limit(flow.bytes_max)
+    lines.append(f"  all bands together: {requests} requests, {size} bytes of bodies")
+    priorities = sorted({*flow.bands, 0}, reverse=True)
+    for priority in priorities:
+        lines += _band(f"band {priority}", flow, priority, priorities)
+    others = "bands of other priorities, from InferenceObjectives: as band 0"
+    if 0 in flow.bands or flow.default_negative_band is not None:
+        others = "bands of other priorities, from InferenceObjectives: by their templates"
+    return [*lines, f"  {others}"]
+
+
+def _band(name: str, flow: FlowSettings, priority: int, priorities: list[int]) -> list[str]:
+    band = flow.band(priority)
+    turns = {
+        Fairness.NONE: "one queue for all flows",
+        Fairness.REQUESTS: "flows in turn by requests",
+        Fairness.TOKENS: "flows in turn by tokens charged",
+        Fairness.DECAYING_TOKENS: f"flows by tokens charged, half-life {band.half_life_s:g} s",
+    }[band.fairness]
+    order = {
+        Ordering.ARRIVAL: "first come, first served",
+        Ordering.DEADLINE: "the earliest end of a wait first",
+        Ordering.FIRST_OUTPUT: "the earliest due first token first",
+    }[band.ordering]
+    ceilings = [
+        f"{flow.policy.ceilings(saturation, priorities)[priority]:.2f} at {saturation:g}"
+        for saturation in _SATURATIONS
+    ]
+    return [
+        f"  {name}: {turns}; within a flow {order}",
+        f"      at most {band.requests_max} requests, {band.bytes_max} bytes of bodies",
+        f"      may use endpoints loaded to less than {', '.join(ceilings)} mean load of the pool",
+    ]
+
+
+def _limit(most: int) -> str:
+    return str(most) if most else "any number of"
 
 
 def _stages(stages: Stages) -> list[str]:

@@ -84,11 +84,6 @@ class _DataLayer(Parameters, frozen=True):
     sources: tuple[_Source, ...] = ()
 
 
-class _FlowControl(Parameters, frozen=True):
-    saturation_detector: _Reference | None = None
-    enable_eviction: bool = False
-
-
 class OtherSections:
     """The reader of the sections of a configuration document other than plugins and profiles. It
     records their problems.
@@ -98,14 +93,14 @@ class OtherSections:
         self.declared = declared
         self.findings = declared.findings
 
-    def saturation(self, document: dict[str, Any]) -> ConfiguredPlugin | None:
-        flow, reference = document.get("flowControl"), None
-        if flow is not None:
-            spec = self.findings.convert(flow, _FlowControl, "flowControl")
-            if spec is not None:
-                reference = spec.saturation_detector
-                if spec.enable_eviction:
-                    self.findings.problem("flowControl.enableEviction is not supported: remove it")
+    def saturation(
+        self, document: dict[str, Any], named: str | None, *, queue: bool
+    ) -> ConfiguredPlugin | None:
+        """Return the detector that the document names, or None if it names none.
+
+        `named` is the plugin that `flowControl.saturationDetector` refers to. Without the `queue` it
+        must be a `utilization-detector`.
+        """
         where = "flowControl.saturationDetector"
         old = document.get("saturationDetector")
         if old is not None:
@@ -113,12 +108,22 @@ class OtherSections:
             self.findings.warn(f"{where} is deprecated, use flowControl.saturationDetector")
             if isinstance(old, dict) and "pluginRef" not in old:
                 return self.declared.plugin(where, DETECTOR, DETECTOR, old)
-            reference = reference or self.findings.convert(old, _Reference, where)
-        if reference is not None:
-            plugin = self.declared.refer(where, reference.plugin_ref, Role.FILTER)
-            if plugin is not None and plugin.type_name != DETECTOR:
-                self.findings.problem(f"{where}: {plugin.name} is a filter, expected a {DETECTOR}")
-            return plugin
+            reference = self.findings.convert(old, _Reference, where)
+            named = named or (reference and reference.plugin_ref)
+        if named is None:
+            return None
+        plugin = self.declared.refer(where, named, Role.FILTER, Role.DETECTOR)
+        if plugin is not None and not queue and plugin.type_name != DETECTOR:
+            what = f"{plugin.name} is a {plugin.role}, expected a {DETECTOR}"
+            self.findings.problem(f"{where}: {what}, unless `featureGates: [flowControl]` is set")
+        return plugin
+
+    def utilization(self, named: ConfiguredPlugin | None) -> ConfiguredPlugin | None:
+        """Return the `utilization-detector` by which requests are shed: `named`, or the first that is
+        declared, or None.
+        """
+        if named is not None and named.type_name == DETECTOR:
+            return named
         detectors = (p for p in self.declared.plugins.values() if p.type_name == DETECTOR)
         return next(detectors, None)
 

@@ -219,6 +219,8 @@ class RefusalReason(StrEnum):
     """The picker itself is overloaded, so it refused the request without considering the endpoints.
     """
     SATURATED = "rejected-saturated"
+    WAIT_EXPIRED = "rejected-ttl-expired"
+    """The request waited in the picker's queue for its maximum time."""
     SHUTTING_DOWN = "rejected-shutting-down"
     BODIES_HELD = "rejected-bodies-held"
     REQUEST_TIMEOUT = "request-timeout"

@@ -154,6 +154,8 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     """
     earlier: tuple[DecidedLeg, ...] = ()
     """Legs of the prefill and encode stages, if other endpoints work on them."""
+    queued: dict[str, object] | None = None
+    """Wait of the request in the picker's queue, or None if it did not wait there."""
 
 
 class Refused(Struct, frozen=True, gc=False, array_like=True):

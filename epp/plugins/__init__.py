@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from epp.core.decision.plugin import Filter, Picker, Scorer
+from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.plugins import conformance, filters, pickers, scorers, session_affinity
 from epp.plugins.added_time import AddedTime
@@ -30,6 +31,7 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
     "endpoint-attribute-filter": EndpointAttributeFilter,
     "header-based-testing-filter": conformance.HeaderBasedTesting,
     "utilization-detector": UtilizationDetector,
+    "concurrency-detector": ConcurrencyDetector,
 }
 
 SCORERS: Final[Mapping[str, type[Scorer]]] = {

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.flow_queue import Place
 from epp.core.protocol.waiting import Resolution, Resolver
 from epp.core.types import Endpoint, Refusal, Seconds
 from sim.cluster.handovers import Handover, Handovers
@@ -121,7 +122,7 @@ class Gateway:
             request.wait = self._resolver.begin(parsed, b"", partial(self._resolved, request))
             if request.wait is not None:
                 return
-        self._hold(request, parsed)
+        self._enter(request, parsed)
 
     def _resolved(self, request: SimulatedRequest, resolution: Resolution) -> None:
         """Continue with `request` after the resolver's delay; `resolution` is the parsed request or
@@ -129,23 +130,20 @@ class Gateway:
         """
         if not self._end_wait(request):
             return
-        if isinstance(resolution, Refusal):
-            self._place(request, resolution)
-        else:
-            self._hold(request, resolution)
+        self._enter(request, resolution)
 
-    def _hold(self, request: SimulatedRequest, parsed: InferenceRequest) -> None:
-        """Place `request` now, or later if its picker holds it in the waiting line."""
-        if self._pickers.may_hold(request):
-            request.wait = self._pickers.hold(request, parsed, partial(self._released, request))
-            if request.wait is not None:
-                return
-        self._place(request, parsed)
+    def _enter(self, request: SimulatedRequest, resolution: Resolution) -> None:
+        """Let the picker place `request` now, or later if it waits in the picker's queue."""
+        entered = self._pickers.enter(request, resolution, partial(self._released, request))
+        if isinstance(entered, Place):
+            request.wait = request.place = entered
+        else:
+            self._place(request, entered)
 
     def _released(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Place `request` after its picker has released it from the waiting line."""
+        """Send `request` on after its picker has placed or refused it in the queue."""
         if self._end_wait(request):
-            self._place(request, resolution)
+            self._place(request, self._pickers.decided(request, resolution))
 
     def _end_wait(self, request: SimulatedRequest) -> bool:
         """End the wait of `request` at its picker. Return False if the request need not continue,
@@ -160,11 +158,8 @@ class Gateway:
             return False
         return True
 
-    def _place(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Let the picker choose the endpoint of `request`, and send the request there, or end it as
-        refused.
-        """
-        routed = self._pickers.route(request, resolution)
+    def _place(self, request: SimulatedRequest, routed: Route | Refusal) -> None:
+        """Send `request` to the endpoint that its picker chose, or end it as refused."""
         delay_s = self._settings.network_delay_s
         if isinstance(routed, Refusal):
             request.refusal = routed

@@ -6,27 +6,26 @@ pages are scraped one by one, with the interval and jitter of `epp/shell/engines
 refuses connections and is scraped as often as a live one. Pickers know each other's decisions only
 as far as they share them (`sim/cluster/peering`).
 
-If plug-ins hold requests, each picker has its own waiting line (`core/protocol/waiting_line`). The
-line releases requests when a known answer begins or ends, when the pool changes, and at each scrape
-interval while a request waits.
+Each picker has its own queue (`core/protocol/flow_queue`), if its configuration or a plug-in makes
+requests wait. The queue is called soon after each event that changes the picker's state. Pages are
+read when they are needed, so a queue with requests reads them at each scrape interval.
 """
 
 from collections.abc import Callable
-from functools import partial
 from random import Random
 
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.prompt.request import InferenceRequest
-from epp.core.protocol.waiting import Resolution, Resume, Wait
-from epp.core.protocol.waiting_line import WaitingLine
-from epp.core.types import Endpoint, Refusal
+from epp.core.protocol.flow_queue import FlowQueue, Place
+from epp.core.protocol.waiting import Resolution, Resume
+from epp.core.types import Endpoint, Refusal, Seconds
 from sim.cluster.assignment import Assigner
 from sim.cluster.kv_events import Listener
 from sim.cluster.loop import Loop
 from sim.cluster.peering import Peering
 from sim.cluster.pods import Pods
-from sim.cluster.policies import Policy, PolicySource, Route, scheduler_of
+from sim.cluster.policies import Policy, PolicySource, Route, route_of, scheduler_of
 from sim.cluster.prefill_rules import PrefillRule, decodes, prefills
 from sim.cluster.scraping import Scraper
 from sim.cluster.settings import Absence, ClusterSettings
@@ -63,17 +62,14 @@ class Pickers:
         self._open_policy = open_policy
         self._seed = seed
         self.policies = [self._open(at) for at in range(settings.replicas)]
-        self._lines = [self._line(replica) for replica in range(settings.replicas)]
-        self._looking = [False] * settings.replicas
-        """Flag of each picker: True while its waiting line is checked at every scrape interval
-        because requests wait.
-        """
         self.assigner = Assigner(settings.assignment, settings.replicas, seed)
         """Chooser of the picker for each request, among the pickers that run."""
         self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
         """Scrapers of pods by id of the endpoint, one dictionary for each picker."""
         self._listeners = [self._listener(replica) for replica in range(settings.replicas)]
+        self.queues = [self._queue(replica) for replica in range(settings.replicas)]
+        """Queue of each picker, or None for a baseline, which has none."""
         self._resting = False
         """True while pickers neither scrape nor send to peers, until `wake` is called."""
         self.announce()
@@ -87,43 +83,46 @@ class Pickers:
 
     # Requests to the pickers.
 
-    def may_hold(self, request: SimulatedRequest) -> bool:
-        """Return whether the picker of `request` holds requests now, or has a policy that could
-        hold this one.
-        """
-        replica = request.replica
-        assert replica is not None
-        return self.policies[replica].may_hold or bool(self._lines[replica])
+    def enter(
+        self, request: SimulatedRequest, resolution: Resolution, resume: Resume
+    ) -> Route | Refusal | Place:
+        """Return the decision of the picker of `request`, or the place of the request in the picker's
+        queue. `resume` is then called with the decision or refusal later.
 
-    def hold(
-        self, request: SimulatedRequest, parsed: InferenceRequest, resume: Resume
-    ) -> Wait | None:
-        """Put `request` into its picker's waiting line, or return None if the picker places it at
-        once. The method has the contract of `Resolver.begin`.
-        """
-        replica = request.replica
-        assert replica is not None
-        self.read_pages(replica)
-        wait = self._lines[replica].begin(parsed, b"", resume)
-        if wait is not None and not self._looking[replica]:
-            self._looking[replica] = True
-            self._loop.after(self._settings.refresh_interval_s, self._look, replica)
-        return wait
-
-    def route(self, request: SimulatedRequest, resolution: Resolution) -> Route | Refusal:
-        """Return the decision of the picker of `request`. If `resolution` is a refusal, return that
-        without asking the policy.
+        If `resolution` is a refusal, return that without asking the policy.
         """
         replica, now = request.replica, self._loop.now
         assert replica is not None
         self.read_pages(replica)
         policy = request.policy = self.policies[replica]
-        routed = resolution if isinstance(resolution, Refusal) else policy.route(resolution, now)
+        if isinstance(resolution, Refusal):
+            return resolution
+        assert isinstance(resolution, InferenceRequest)
+        queue = self.queues[replica]
+        if queue is None or not queue.active:
+            return self._routed(request, resolution, policy.route(resolution, now))
+        entered = queue.enter(resolution, resume, now)
+        if isinstance(entered, Place):
+            return entered
+        routed = entered if isinstance(entered, Refusal) else route_of(entered)
+        return self._routed(request, resolution, routed)
+
+    def decided(self, request: SimulatedRequest, result: Resolution) -> Route | Refusal:
+        """Return the route by `result`, the verdict of the queue about `request`, which waited."""
+        assert request.place is not None
+        assert not isinstance(result, InferenceRequest)
+        routed = result if isinstance(result, Refusal) else route_of(result)
+        return self._routed(request, request.place.ticket.request, routed)
+
+    def _routed(
+        self, request: SimulatedRequest, asked: InferenceRequest, routed: Route | Refusal
+    ) -> Route | Refusal:
+        """Return `routed` with the prefill pod that the prefill rule chooses, if there is a rule."""
         rule = self._prefill_rule
         if rule is not None and isinstance(routed, Route):
-            assert not isinstance(resolution, Refusal)
-            routed.prefill = rule.choose(resolution, routed.endpoint, self._prefill)
-        self.peering.touched(replica)
+            routed.prefill = rule.choose(asked, routed.endpoint, self._prefill)
+        assert request.replica is not None
+        self.peering.touched(request.replica)
         return routed
 
     def response_started(self, request: SimulatedRequest) -> None:
@@ -133,14 +132,12 @@ class Pickers:
         policy, route, replica = _routed(request)
         policy.response_started(route, self._loop.now)
         self.peering.touched(replica)
-        self._lines[replica].admit()
 
     def first_output(self, request: SimulatedRequest) -> None:
         """Report to the picker that routed `request` that the answer has begun."""
         policy, route, replica = _routed(request)
         policy.first_output(route, self._loop.now)
         self.peering.touched(replica)
-        self._lines[replica].admit()
 
     def reschedule(self, request: SimulatedRequest, served: Endpoint) -> None:
         """Report to the picker that routed `request` that the gateway reached the fallback endpoint
@@ -156,9 +153,11 @@ class Pickers:
         if outcome.status in UPSTREAM_FAILURES:
             # A successful scrape between two failures must be processed before the second failure.
             self.read_pages(replica)
+        queue, place = self.queues[replica], request.place
+        if queue is not None and place is not None:
+            queue.settled(place, outcome, self._loop.now)
         policy.complete(route, outcome, self._loop.now)
         self.peering.touched(replica)
-        self._lines[replica].admit()
 
     def configure(self, source: PolicySource) -> None:
         """Switch all pickers, and those that start later, to the configuration of `source`, which
@@ -170,8 +169,10 @@ class Pickers:
         for replica, policy in enumerate(self.policies):
             self.read_pages(replica)
             policy.configure(settings, self._loop.now)
+            queue = self.queues[replica]
+            assert queue is not None, "a policy with settings has a scheduler"
+            queue.configure(self._loop.now)
             self._listen(replica)
-            self._lines[replica].admit()
 
     def tick(self) -> None:
         """Let time pass in all pickers; called about once a second."""
@@ -198,7 +199,6 @@ class Pickers:
         for replica, policy in enumerate(self.policies):
             policy.replace(endpoints, self._loop.now)
             self._listen(replica)
-            self._lines[replica].admit()
             if policy.settings is None:
                 # A plain proxy scrapes no pods.
                 continue
@@ -263,22 +263,15 @@ class Pickers:
             ],
         )
 
-    def _line(self, replica: int) -> WaitingLine:
-        return WaitingLine(partial(self._holds, replica))
-
-    def _holds(self, replica: int, request: InferenceRequest) -> bool:
-        return self.policies[replica].holds(request, self._loop.now)
-
-    def _look(self, replica: int) -> None:
-        """Release the requests in a picker's waiting line that it can place now, and repeat this at
-        the scrape interval while requests wait.
-        """
-        line = self._lines[replica]
-        self._looking[replica] = bool(line)
-        if line:
-            self.read_pages(replica)
-            line.admit()
-            self._loop.after(self._settings.refresh_interval_s, self._look, replica)
+    def _queue(self, replica: int) -> FlowQueue | None:
+        """Return a new queue for the policy of picker `replica`, or None for a baseline."""
+        scheduler = scheduler_of(self.policies[replica])
+        if scheduler is None:
+            return None
+        waker = _Waker(self._loop, self._settings.refresh_interval_s)
+        queue = FlowQueue(scheduler, waker, self._loop.now)
+        waker.drives(queue, lambda: self.read_pages(replica))
+        return queue
 
     def _listener(self, replica: int) -> Listener | None:
         """Return a new listener to KV-cache events for picker `replica`, or None if it receives no
@@ -329,17 +322,75 @@ class Pickers:
         replica = absence.replica
         self.assigner.leave(replica)
         self.peering.stop(replica)
+        queue = self.queues[replica]
         policy = self.policies[replica] = self._open(replica)
+        self.queues[replica] = self._queue(replica)
         policy.replace([pod.endpoint for pod in self._routable()], self._loop.now)
         self._listeners[replica] = self._listener(replica)
         self._listen(replica)
-        # The streams end with the picker, so all waiting requests are released.
-        self._lines[replica].let_all_go()
+        # The streams end with the picker, and so do the waits of their requests.
+        if queue is not None:
+            queue.drain(self._loop.now)
         self._loop.at(absence.to_s, self._start, replica)
 
     def _start(self, replica: int) -> None:
         self.peering.start(replica, scheduler_of(self.policies[replica]))
         self.peering.warm(replica, lambda: self.assigner.join(replica))
+
+
+class _Waker:
+    """The `Waker` of a queue in simulated time."""
+
+    def __init__(self, loop: Loop, look_s: Seconds) -> None:
+        self._loop = loop
+        self._look_s = look_s
+        self._soon = False
+        self._looking = False
+        """True while the pages are read at each scrape interval, because requests wait."""
+        self._timer = 0
+        """Number of the timer that is in force; earlier ones do nothing."""
+        self._at_s: Seconds | None = None
+
+    def drives(self, queue: FlowQueue, read_pages: Callable[[], None]) -> None:
+        """Call `queue`, after `read_pages`, from now on."""
+        self._queue = queue
+        self._read_pages = read_pages
+
+    def soon(self) -> None:
+        if not self._soon:
+            self._soon = True
+            self._loop.after(0.0, self._run)
+
+    def at(self, time_s: Seconds | None) -> None:
+        if time_s == self._at_s:
+            return
+        self._timer += 1
+        self._at_s = time_s
+        if time_s is not None:
+            self._loop.at(time_s, self._ring, self._timer)
+
+    def _ring(self, timer: int) -> None:
+        if timer == self._timer:
+            self._at_s = None
+            self._run()
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._queue.control.requests:
+            # A new page asks for a call of the queue itself.
+            self._read_pages()
+            self._keep_looking()
+
+    def _keep_looking(self) -> None:
+        if not self._looking and self._queue.control.requests:
+            self._looking = True
+            self._loop.after(self._look_s, self._look)
+
+    def _run(self) -> None:
+        self._soon = False
+        self._read_pages()
+        self._queue.pump(self._loop.now)
+        self._keep_looking()
 
 
 def _routed(request: SimulatedRequest) -> tuple[Policy, Route, int]:

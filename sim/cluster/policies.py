@@ -111,17 +111,6 @@ class Policy(Protocol):
         """Report to the policy that a scrape of `endpoint` could not connect."""
         ...
 
-    @property
-    def may_hold(self) -> bool:
-        """True if the policy may hold requests in a waiting line; if False, `holds` need not be
-        called.
-        """
-        ...
-
-    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether `request` must wait in the picker's waiting line before it is routed."""
-        ...
-
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
     def response_started(self, route: Route, now: Seconds) -> None:
         """Report the response headers of a request that several endpoints serve."""
@@ -178,18 +167,9 @@ class SchedulerPolicy:
         if slot is not None:
             self.scheduler.take(ScrapeFailed(slot=slot, answered=False), now)
 
-    @property
-    def may_hold(self) -> bool:
-        return self.scheduler.may_hold
-
-    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        return self.scheduler.holds(request, now)
-
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:
         decision = self.scheduler.schedule(request, now)
-        if isinstance(decision, Refusal):
-            return decision
-        return Route(decision.endpoint, decision.lease, decision)
+        return decision if isinstance(decision, Refusal) else route_of(decision)
 
     def response_started(self, route: Route, now: Seconds) -> None:
         assert route.lease is not None
@@ -209,6 +189,11 @@ class SchedulerPolicy:
 
     def tick(self, now: Seconds) -> None:
         self.scheduler.take(Tick(), now)
+
+
+def route_of(decision: Decision) -> Route:
+    """Return the route by a decision of a production scheduler."""
+    return Route(decision.endpoint, decision.lease, decision)
 
 
 def scheduler_of(policy: Policy) -> Scheduler | None:
@@ -259,14 +244,6 @@ class Baseline:
 
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
         """Do nothing, because a baseline ignores metrics."""
-
-    @property
-    def may_hold(self) -> bool:
-        """False, because a baseline holds no requests."""
-        return False
-
-    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        return False
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:
         if not self.endpoints:

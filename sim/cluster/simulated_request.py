@@ -4,6 +4,7 @@ import math
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from epp.core.protocol.flow_queue import Place
 from epp.core.protocol.waiting import Wait
 from epp.core.types import Refusal, Seconds
 from sim.cluster.policies import Policy, Route
@@ -47,7 +48,7 @@ class SimulatedRequest:
 
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "handover", "hashes",
-        "life", "metrics_age_s", "passed_over", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries",
+        "life", "metrics_age_s", "passed_over", "place", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries",
         "route", "routed_at", "sequence", "status", "submitted_at", "wait",
     )  # fmt: skip
 
@@ -68,8 +69,12 @@ class SimulatedRequest:
         """
         self.routed_at: Seconds | None = None
         self.wait: Wait | None = None
-        """Handle of the request's wait at its picker, for the renderer or in the waiting line. None
-        if the request does not wait.
+        """Handle of the request's wait at its picker, for the renderer or in the queue. None if the
+        request does not wait.
+        """
+        self.place: Place | None = None
+        """Place of the request in its picker's queue, also after it was placed; None if it did not
+        wait there.
         """
         self.route: Route | None = None
         self.policy: Policy | None = None

@@ -32,6 +32,8 @@ NEEDED = {
         "attributeKey": "a",
         "algorithm": {"type": "linear_lower_is_better"},
     },
+    "max-saturation-detector": {"detectors": ["utilization-detector"]},
+    "priority-holdback-policy": {"minCeiling": 0.5},
 }
 """Parameters of types that do not do without."""
 
@@ -582,8 +584,8 @@ def test_two_plugins_of_one_name_are_refused():
         ({"plugin": []}, "has unknown field `plugin`, did you mean `plugins`?"),
         ({"plugins": {}}, "plugins: expected a list, got dict"),
         (
-            {"flowControl": {"maxBytes": 1}},
-            "flowControl.maxBytes is not supported, because requests are not queued in the picker: remove it",
+            {"flowControl": {"bandSelectionPolicyPluginRef": "x"}},
+            "flowControl.bandSelectionPolicyPluginRef is not supported, because a higher band is always served first: remove it",
         ),
         (
             {"flowControl": {"enableEviction": True}},
@@ -611,7 +613,7 @@ def test_two_plugins_of_one_name_are_refused():
                 "plugins": [{"type": "decode-filter"}],
                 "flowControl": {"saturationDetector": {"pluginRef": "decode-filter"}},
             },
-            "flowControl.saturationDetector: decode-filter is a filter, expected a utilization-detector",
+            "flowControl.saturationDetector: decode-filter is a filter, expected a utilization-detector, unless `featureGates: [flowControl]` is set",
         ),
         ({"featureGates": ["flowContrl"]}, "featureGates[0]: feature gate 'flowContrl' is unknown, did you mean `flowControl`?"),
         ({"featureGates": ["dataLayer=1"]}, "featureGates[0]: 'dataLayer=1' is not a feature gate; expected gate, gate=true or gate=false"),
@@ -633,7 +635,7 @@ def test_all_problems_are_reported_together():
         schedulingProfiles=[
             {"name": "p", "plugins": [{"pluginRef": "queue-scorer"}, {"pluginRef": "x"}]}
         ],
-        flowControl={"maxBytes": 1},
+        flowControl={"bandSelectionPolicyPluginRef": "x"},
     )
     assert len(found) == 5
 

@@ -235,6 +235,7 @@ def test_the_saturation_detector_is_a_filter():
     """Under its own name; as the one by utilization it sheds load."""
     assert FILTERS["utilization-detector"] is UtilizationDetector
     assert {name for name, plugin in FILTERS.items() if plugin.abilities.sheds_load} == {
+        "concurrency-detector",
         "utilization-detector",
         "utilization-filter",
     }

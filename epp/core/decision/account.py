@@ -185,6 +185,31 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
         return predicted_tokens(self.matched_blocks, self.block_tokens, self.request.prompt_tokens)
 
 
+class Queued(Struct, frozen=True, kw_only=True, gc=False):
+    """The wait of one request in the picker's queue before its decision."""
+
+    waited_s: Seconds
+    flow: str
+    """Id of the flow that shared the queue by turns, or "" if the request named none."""
+    priority: int
+    ahead: int
+    """Number of requests that waited already when this one began to."""
+    charged_tokens: float
+    """Tokens that the flow was charged for the request."""
+    why: str
+    """Phrase about the reason of the wait, as it was when the wait began."""
+
+    def fields(self) -> dict[str, object]:
+        """Return the wait as plain values, for logs and stored records."""
+        return {
+            "waited_s": round(self.waited_s, 3),
+            "flow": self.flow,
+            "ahead": self.ahead,
+            "charged_tokens": round(self.charged_tokens),
+            "why": self.why,
+        }
+
+
 class Account(Struct, frozen=True, kw_only=True, gc=False):
     """The record of one decision of the scheduler: the request, the chosen endpoint with the
     reasons, and the shadow profile's verdict.
@@ -203,6 +228,8 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
     """Number of prompt tokens that the decode endpoint is estimated not to have cached, if the
     configuration has several stages.
     """
+    queued: Queued | None = None
+    """Wait of the request in the picker's queue, or None if it did not wait there."""
 
     @property
     def leg(self) -> Leg:

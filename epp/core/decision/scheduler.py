@@ -62,6 +62,7 @@ from epp.core.decision.shadow import Shadow, ShadowTotals
 from epp.core.decision.staged_choice import StagedChoice, decode_first, prefill_first
 from epp.core.decision.stages import Order, PrefillEnd, rotation_of
 from epp.core.failures import PluginFailures
+from epp.core.flow.gate import Gate
 from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.availability import Available, available
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
@@ -158,6 +159,10 @@ class Scheduler:
         """
         self.may_hold = False
         """True if any plugin of a profile can make requests wait."""
+        self.gate: Gate | None = None
+        """Estimate of the endpoints' room, or None without flow control."""
+        self.changed: Callable[[], None] | None = None
+        """Function that is called after each input, set by a queue while requests wait in it."""
         self.shadow_totals = ShadowTotals()
         self.shadow_failures = PluginFailures()
         self.keeps_costs = False
@@ -187,6 +192,8 @@ class Scheduler:
         effects = _HANDLERS[type(given)](self, given, now) or NO_EFFECTS
         if self.witness is not None:
             self.witness.took(given, effects, now)
+        if self.changed is not None:
+            self.changed()
         return effects
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
@@ -201,8 +208,8 @@ class Scheduler:
         return decision
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether a plugin wants `request` to wait in the waiting line. `schedule` does not
-        check this and places the request in any case.
+        """Return whether a plugin wants `request` to wait in the queue. `schedule` does not check
+        this and places the request in any case.
 
         Return False if no endpoint is ready, because `schedule` then refuses the request at once.
         """
@@ -215,6 +222,57 @@ class Scheduler:
         candidates = self._candidates(offered.with_room, {}, request, now)
         profiles = self.settings.stages.profiles()
         return any(one.holds(request, candidates, self.failures) for _, one in profiles)
+
+    def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether `request` need not wait, because an endpoint has room for it and no plugin
+        holds it. `schedule` does not check this.
+
+        Return True if no endpoint of the pool may serve it, because `schedule` then refuses it at
+        once.
+        """
+        gate = self.gate
+        if gate is not None and not gate.certainly_open(request):
+            if not len(self.pool.ready(None, now)):
+                # Requests may wait for the first endpoint.
+                return False
+            if not gate.has_room(self._of_stages(request, now), request):
+                return False
+        return not self.may_hold or not self.holds(request, now)
+
+    def why_full(self, request: InferenceRequest, now: Seconds) -> str:
+        """Return a phrase about the endpoints that have no room for `request`."""
+        if self.gate is None:
+            return "a plugin held it"
+        for stage, candidates in self._of_stages(request, now):
+            if not self.gate.has_room([(stage, candidates)], request):
+                return self.gate.why_full(candidates, lambda slot: self.pool.endpoint_in(slot).name)
+        return "requests before it take the room of the endpoints"
+
+    def _of_stages(
+        self, request: InferenceRequest, now: Seconds
+    ) -> list[tuple[Stage | None, Candidates]]:
+        """Return the candidates of each stage that `request` may need, by their roles, before any
+        other filter. The stage is None if there is only one.
+        """
+        ready = self.pool.ready(request.subset, now)
+        offered = available(ready, self.pool.columns, self.outliers.ejection, self.full, now)
+        candidates = self._candidates(offered.with_room, {}, request, now)
+        stages = self.settings.stages
+        if self._alone:
+            return [(None, self._of_role(self._decode, request, candidates))]
+        named = [(Stage.DECODE, stages.decode), (Stage.PREFILL, stages.prefill)]
+        return [
+            (stage, self._of_role(profile, request, candidates))
+            for stage, profile in named
+            if profile is not None
+        ]
+
+    def _of_role(
+        self, profile: SchedulingProfile, request: InferenceRequest, candidates: Candidates
+    ) -> Candidates:
+        if not len(candidates) or not profile.of_role.filters:
+            return candidates
+        return profile.of_role.filter(request, candidates, self.failures).candidates
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
         """Return the endpoint at which the request of `lease` runs, or None if the request ended or
@@ -256,13 +314,19 @@ class Scheduler:
         offered = Available(ready, ready, ready)
         if self.outliers.ejection.masked or self.full.by_slot:
             offered = available(ready, columns, self.outliers.ejection, self.full, now)
+        if self.gate is not None and not self.gate.certainly_open(request):
+            offered = self._below_ceiling(self.gate, offered, request, now)
         affinities = self.indexes.match(request, len(columns.endpoints), now)
         request = self._at_this_moment(request, affinities)
         slots = offered.with_room
         candidates = self._candidates(slots, affinities, request, now)
         if not self._alone:
             return self._schedule_stages(request, candidates, offered, affinities, now)
-        if request.priority < 0 and settings.saturation.saturation(candidates) >= 1.0:
+        if (
+            request.priority < 0
+            and self.gate is None
+            and settings.saturation.saturation(candidates) >= 1.0
+        ):
             return saturated(f"the pool is saturated and priority {request.priority} may be shed")
 
         staleness = None
@@ -298,6 +362,20 @@ class Scheduler:
             offered=candidates if self._request_markers else None,
             rank_chooser=self._rank_chooser,
         )
+
+    def _below_ceiling(
+        self, gate: Gate, offered: Available, request: InferenceRequest, now: Seconds
+    ) -> Available:
+        """Return `offered` with room only where the gate sees some, or unchanged if that is nowhere
+        or if the stages of a request have different endpoints.
+        """
+        if not self._alone:
+            return offered
+        candidates = self._candidates(offered.with_room, {}, request, now)
+        keep = gate.with_room(candidates, request)
+        if keep.all() or not keep.any():
+            return offered
+        return structs.replace(offered, with_room=offered.with_room[keep])
 
     def _schedule_stages(
         self,
@@ -343,7 +421,7 @@ class Scheduler:
                 return alone
             decode, route = stages.fallback, Route.AGGREGATED_FALLBACK
             chosen = StagedChoice(alone, cached_tokens=cached_at(alone))
-        if request.priority < 0:
+        if request.priority < 0 and self.gate is None:
             refusal = self._saturated_stage(request, chosen, decode)
             if refusal is not None:
                 return refusal
@@ -591,6 +669,8 @@ class Scheduler:
             self.full.sent(lease.slot, now)
         if lease.expected is not None:
             self.accuracy.decided(lease.slot, lease.request.model, lease.expected)
+        if self.gate is not None:
+            self.gate.sent(lease)
         self.indexes.record(lease, now, left_out)
 
     # The course of a request.
@@ -760,6 +840,8 @@ class Scheduler:
         if self.pool.observe(slot, metrics, now):
             self._forget(slot)
         self.ledger.scraped(slot, metrics, now)
+        if self.gate is not None:
+            self.gate.scraped(slot, metrics, now)
         self.outliers.observed(slot, metrics, now)
         self.answer_lengths.scraped(slot, metrics)
         correction = self.accuracy.scraped(slot, metrics, now)
@@ -773,6 +855,8 @@ class Scheduler:
         self.outliers.forget(slot)
         self.pairs.forget(slot)
         self.full.forget(slot)
+        if self.gate is not None:
+            self.gate.forget(slot)
         self.accuracy.forget(slot)
         self.answer_lengths.forget(slot)
         self.outlying.pop(slot, None)
@@ -792,6 +876,8 @@ class Scheduler:
         self.outliers.tick(now)
         self.full.tick(now)
         self.answer_lengths.tick()
+        if self.gate is not None and self.answer_lengths.tokens is not None:
+            self.gate.rooms.answer_tokens = self.answer_lengths.tokens
         self.outlying = dict(self.outliers.detected(now))
         self.indexes.expire(now)
 
@@ -815,6 +901,12 @@ class Scheduler:
         self._counts_ids = prefix is not None and prefix.abilities.reads_token_ids
         self._decode, self._alone = profile, settings.stages.alone
         self._profile_state = ProfileState(self._random, failures, KeptScores.of(profile.scorers))
+        if settings.flow is None:
+            self.gate = None
+        elif self.gate is None:
+            self.gate = Gate(settings.flow, self.pool.columns)
+        else:
+            self.gate.configure(settings.flow)
         self.may_hold = any(one.holders for _, one in settings.stages.profiles())
         self._read_stages()
         self._session_reader = profile.session_reader(failures)

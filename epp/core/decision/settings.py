@@ -6,6 +6,7 @@ from msgspec import Struct, field
 
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.stages import Stages
+from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.indexes import IndexesSettings
@@ -39,6 +40,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
+    flow: FlowSettings | None = None
+    """Settings of the queue, or None if requests do not wait for endpoints to have room."""
     metrics_staleness_s: Seconds = 2.0
     """Age of metrics in seconds above which an endpoint ranks below every endpoint with fresher
     metrics.

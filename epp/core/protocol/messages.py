@@ -22,6 +22,12 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 DROP_REASON_HEADER: Final = "x-llm-d-request-dropped-reason"
 UPGRADE_HEADER: Final = "upgrade"
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+FLOW_HEADERS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+"""Names of the header with the id of the flow, such as a tenant, that the request belongs to."""
+TTL_HEADER: Final = "x-llm-d-inference-ttl"
+"""Name of the header with the longest time for which the request may wait in the queue."""
+FIRST_TOKEN_HEADERS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+"""Names of the header with the milliseconds in which the client expects the first token."""
 REWRITE_HEADERS: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 PREFILL_HEADER: Final = "x-prefiller-host-port"
 """Request header that names the endpoint that prefills, as "ip:port", for the sidecar of the decode
@@ -33,8 +39,8 @@ CONTROL_HEADERS: Final = frozenset(
     {
         *OBJECTIVE_HEADERS,
         *REWRITE_HEADERS,
-        "x-llm-d-inference-fairness-id",
-        "x-gateway-inference-fairness-id",
+        *FLOW_HEADERS,
+        TTL_HEADER,
         "x-gateway-destination-endpoint-subset",
         "x-gateway-destination-endpoint-served",
         "x-gateway-destination-endpoint-scores",
@@ -191,6 +197,14 @@ class ResponseTrailersAnswer(Struct, frozen=True):
     pass
 
 
+class TimeoutAnswer(Struct, frozen=True, gc=False):
+    """An answer that asks the gateway to wait up to `timeout_s` seconds for the next one. Envoy obeys
+    the first of a message, if its `max_message_timeout` allows so long a time.
+    """
+
+    timeout_s: float
+
+
 class ImmediateAnswer(Struct, frozen=True):
     """An answer with which the picker refuses a request; the gateway sends it to the client instead
     of a response.
@@ -208,9 +222,22 @@ id of any length, and responses have less room for headers than requests.
 
 
 _PASSING: Final = frozenset(
-    {RefusalReason.SATURATED, RefusalReason.OVERLOADED, RefusalReason.BODIES_HELD}
+    {
+        RefusalReason.SATURATED,
+        RefusalReason.WAIT_EXPIRED,
+        RefusalReason.OVERLOADED,
+        RefusalReason.BODIES_HELD,
+    }
 )
 """Reasons of refusals that may soon pass, for which the client gets a `retry-after` header."""
+
+
+def first_of(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Return the value of the first of `names` that is in `headers`, or ""."""
+    for name in names:
+        if name in headers:
+            return headers[name]
+    return ""
 
 
 def returnable(request_id: str) -> str:
@@ -245,5 +272,6 @@ Answer: TypeAlias = (
     | ResponseBodyAnswer
     | ResponseBodyChunk
     | ResponseTrailersAnswer
+    | TimeoutAnswer
     | ImmediateAnswer
 )

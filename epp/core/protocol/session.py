@@ -23,10 +23,16 @@ A stream may end before any response headers. If this gateway is known to send r
 client has left. Otherwise no more is ever received about the request, and the scheduler keeps the
 lease for the request's probable duration.
 
-A parsed request may have to wait before it is placed (`core/protocol/waiting`). Until it is
-resolved, the stream is WAITING in every body mode. Messages about the request that arrive meanwhile
-are stored in order, within the same limits, and answered after it. Any other end of the stream ends
-the wait.
+A parsed request may have to wait before it is placed: for information about it
+(`core/protocol/waiting`), and then for an endpoint with room (`core/protocol/flow_queue`). Until it
+is resolved, the stream is WAITING in every body mode. Messages about the request that arrive
+meanwhile are stored in order, within the same limits, and answered after it. Any other end of the
+stream ends the wait.
+
+In full duplex, Envoy has no timeout for a header answer that is held. In the other modes it answers
+504 after its `message_timeout`. A request that enters the queue then asks once for a longer one. If
+the gateway ends waits all the same, always after the same time, later requests are refused a little
+earlier than that.
 
 A body with a content encoding is decoded while it arrives, a bounded amount in each turn of the
 event loop (`core/prompt/encodings`). While `undecoded` is true, the driver of the stream calls
@@ -42,6 +48,7 @@ request is `incomplete` for too long.
 violation of the gateway and ends the stream.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -77,6 +84,7 @@ from epp.core.prompt.parse import (
 )
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
+from epp.core.protocol.flow_queue import FlowQueue, Place
 from epp.core.protocol.messages import (
     BODY_CHUNK_BYTES_MAX,
     CONTROL_HEADERS,
@@ -105,6 +113,8 @@ from epp.core.protocol.messages import (
     ResponseHeadersAnswer,
     ResponseTrailers,
     ResponseTrailersAnswer,
+    TimeoutAnswer,
+    first_of,
     refusing,
     returnable,
 )
@@ -117,16 +127,53 @@ from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 class Gateway:
     """The state of one gateway that is kept from one ext_proc stream to the next."""
 
-    __slots__ = ("sends_response_headers", "unseen")
+    __slots__ = ("_cuts_s", "_patience_s", "_patient_until_s", "sends_response_headers", "unseen")
 
     def __init__(self) -> None:
         self.sends_response_headers = False
+        self._cuts_s: list[Seconds] = []
+        """Waits after which the last streams ended that waited for a timed answer."""
+        self._patience_s: Seconds | None = None
+        self._patient_until_s: Seconds = -math.inf
         self.unseen = 0
         """Number of streams that ended without a response, counted while the gateway has never sent
         one.
         """
 
+    def patience_s(self, now: Seconds) -> Seconds | None:
+        """Return the seconds for which a timed answer may wait before the gateway ends the stream, or
+        None if no limit is known.
+        """
+        if self._patience_s is not None and now >= self._patient_until_s:
+            self._patience_s = None
+        return self._patience_s
 
+    def cut(self, waited_s: Seconds, now: Seconds) -> None:
+        """Note that a stream ended while its timed answer had waited for `waited_s` seconds.
+
+        Clients leave after any time. A gateway's timeout is always the same.
+        """
+        cuts_s = self._cuts_s
+        cuts_s.append(waited_s)
+        del cuts_s[:-CUTS_ALIKE]
+        if len(cuts_s) == CUTS_ALIKE and max(cuts_s) - min(cuts_s) <= CUT_SPREAD * max(cuts_s):
+            self._patience_s = PATIENCE_USED * min(cuts_s)
+            self._patient_until_s = now + PATIENCE_KEPT_S
+            cuts_s.clear()
+
+
+CUTS_ALIKE: Final = 4
+"""Number of consecutive waits that must end after the same time before that counts as the gateway's
+timeout.
+"""
+CUT_SPREAD: Final = 0.05
+"""Relative difference up to which two waits ended after the same time."""
+PATIENCE_USED: Final = 0.9
+"""Share of the gateway's timeout after which a request is refused."""
+PATIENCE_KEPT_S: Final = 600.0
+"""Seconds after which a learned timeout is forgotten, because the gateway's may have changed."""
+TIMEOUT_S_MAX: Final = 3_600.0
+"""Longest timeout in seconds that Envoy accepts in an answer."""
 UNSEEN_TOLD: Final = 20
 """Number of streams without a response after which the picker reports that the gateway sends no
 responses. It is above 1, because clients may leave.
@@ -355,6 +402,8 @@ class Session:
     _read: Callable[[Seconds], list[Answer]] | None = None
     """Function that routes the complete body once it is decoded, or None if no body waits for that."""
     _wait: Wait | None = None
+    _place_in_queue: Place | None = None
+    """Place of the request in the queue, also after it was placed; None if it did not wait there."""
     _pending: _Pending | None = None
     _held_bytes = 0
     _explained: Explained | None = None
@@ -374,13 +423,14 @@ class Session:
         new_request_id: Callable[[], str],
         budget: BodyBudget | None = None,
         resolver: Resolver | None = None,
+        queue: FlowQueue | None = None,
     ) -> None:
         """Create the state machine of a new stream. `new_request_id` creates ids for requests
         without `x-request-id`.
 
         `budget` is shared by all streams; with None, only the size of a single body is limited. If
-        there is a `resolver`, `resume` must be set to a function that calls `resolved` and sends
-        its answers.
+        there is a `resolver` or a `queue`, `resume` must be set to a function that calls `resolved`
+        and sends its answers.
         """
         self._scheduler = scheduler
         self._settings = settings
@@ -389,6 +439,7 @@ class Session:
         self._new_request_id = new_request_id
         self._budget = budget or BodyBudget(sys.maxsize)
         self._resolver = resolver
+        self._queue = queue
         self._exchange = Exchange(0.0)
         self._body: list[bytes | memoryview] = []
         self._held: list[RequestBody | RequestTrailers] = []
@@ -428,6 +479,8 @@ class Session:
         """Release the resources of the stream after it has ended in any way, and record the end of
         its request.
         """
+        if self._place_in_queue is not None:
+            self._note_cut(now)
         self._phase = Phase.ENDED
         self._end_wait()
         self._let_go()
@@ -455,16 +508,16 @@ class Session:
     @property
     def incomplete(self) -> bool:
         """Return whether the request is not complete or not placed yet, so that the gateway waits
-        for an answer.
+        for an answer. The queue itself limits the time in it, which does not count here.
         """
-        return self._phase in _UNPLACED
+        return self._phase in _UNPLACED and not self._queued
 
     @property
     def may_wait(self) -> bool:
         """Return whether requests may have to wait before they are placed, so that `resume` must be
         set.
         """
-        return self._resolver is not None
+        return self._resolver is not None or self._queue is not None
 
     @property
     def waiting(self) -> bool:
@@ -473,9 +526,13 @@ class Session:
         """
         return self._phase is Phase.WAITING
 
+    @property
+    def _queued(self) -> bool:
+        return self._phase is Phase.WAITING and self._place_in_queue is not None
+
     def resolved(self, resolution: Resolution, now: Seconds) -> list[Answer]:
         """Place or refuse the request at the end of its wait, and return the answers to send, in
-        order.
+        order. The request may have to wait again, in the queue.
 
         The result is empty if the request does not wait any more.
         """
@@ -488,7 +545,14 @@ class Session:
         if isinstance(resolution, Refusal):
             self._exchange.answered_at_s = now
             return self._refuse(resolution)
-        answers = self._placed(structs.replace(pending, request=resolution), now)
+        if isinstance(resolution, Decision):
+            self._exchange.answered_at_s = now
+            answers = self._decided(pending, resolution)
+        else:
+            answers = self._placed(structs.replace(pending, request=resolution), now)
+            if self.waiting:
+                self._held = held
+                return answers
         for event in held:
             answers += self.receive(event, now)
         return answers
@@ -936,7 +1000,7 @@ class Session:
             settings.pass_from_bytes is not None
             and self._body_bytes + self._decoding_bytes >= settings.pass_from_bytes
             and settings.rewrite is None
-            and not (settings.trust_model_rewrite and _first(self._headers, REWRITE_HEADERS))
+            and not (settings.trust_model_rewrite and first_of(self._headers, REWRITE_HEADERS))
         )
 
     def _route_unread(self, now: Seconds, *, ends: bool) -> list[Answer]:
@@ -973,10 +1037,65 @@ class Session:
         return self._placed(pending, now)
 
     def _placed(self, pending: _Pending, now: Seconds) -> list[Answer]:
-        destination = self._schedule(pending.request, pending.changed_body, now)
-        if isinstance(destination, Refusal):
-            return self._refuse(destination)
-        return pending.answers(destination)
+        """Schedule a parsed request, or let it wait in the queue. Return the answers to send."""
+        request = pending.request
+        objective = first_of(self._headers, OBJECTIVE_HEADERS)
+        priority = self._priority(objective) if objective else 0
+        if self._subset is not None or priority:
+            request = structs.replace(request, subset=self._subset, priority=priority)
+        exchange = self._exchange
+        exchange.request = request
+        exchange.answered_at_s = now
+        if self._queue is not None:
+            return self._enter(self._queue, pending, request, now)
+        return self._decided(pending, self._scheduler.schedule(request, now))
+
+    def _decided(self, pending: _Pending, decision: Decision | Refusal) -> list[Answer]:
+        """Return the answers for the decision about the request of `pending`."""
+        if isinstance(decision, Refusal):
+            return self._refuse(decision)
+        exchange, leg = self._exchange, decision.leg
+        request = exchange.request
+        assert request is not None, "a request is decided"
+        exchange.decision = decision
+        # The stored lease refers to the request without its prompt.
+        exchange.request = leg.lease.request
+        exchange.endpoint = leg.endpoint
+        if self._settings.explain_headers:
+            self._explained = explained(leg, self._scheduler.outlying, decision.earlier)
+        self._phase = Phase.ROUTED
+        self._request_ended = True
+        self._observer.decided(exchange)
+        return pending.answers(self._destination(decision, request, pending.changed_body))
+
+    # The queue.
+
+    def _enter(
+        self, queue: FlowQueue, pending: _Pending, request: InferenceRequest, now: Seconds
+    ) -> list[Answer]:
+        """Place `request`, or let it wait in the queue. Return the answers to send."""
+        assert self.resume is not None, "what drives a session that may wait can resume it"
+        timed = self._modes.request not in _HOLDING
+        entered = queue.enter(
+            request,
+            self.resume,
+            now,
+            body_bytes=self._body_bytes,
+            answer_within_s=self._gateway.patience_s(now) if timed else None,
+        )
+        if not isinstance(entered, Place):
+            return self._decided(pending, entered)
+        self._phase = Phase.WAITING
+        self._pending = structs.replace(pending, request=request)
+        self._wait = self._place_in_queue = entered
+        if not timed:
+            return []
+        return [TimeoutAnswer(min(queue.wait_s_max or TIMEOUT_S_MAX, TIMEOUT_S_MAX))]
+
+    def _note_cut(self, now: Seconds) -> None:
+        """Note that the stream ended while the request waited in the queue."""
+        if self._queued and self._modes.request not in _HOLDING:
+            self._gateway.cut(now - self._exchange.answered_at_s, now)
 
     def _hold_back(self, event: RequestBody | RequestTrailers, now: Seconds) -> list[Answer]:
         """Store a message about a request that waits, to answer it after the wait. Return a refusal
@@ -1019,7 +1138,7 @@ class Session:
             headers=self._headers,
             body=body,
             request_id=self._request_id(),
-            model_rewrite=_first(self._headers, REWRITE_HEADERS)
+            model_rewrite=first_of(self._headers, REWRITE_HEADERS)
             if self._settings.trust_model_rewrite
             else "",
             rewrite=self._settings.rewrite,
@@ -1035,31 +1154,6 @@ class Session:
         if not self._named:
             self._named = self._headers.get(REQUEST_ID_HEADER) or self._new_request_id()
         return self._named
-
-    def _schedule(
-        self, request: InferenceRequest, changed_body: bytes | None, now: Seconds
-    ) -> Destination | Refusal:
-        objective = _first(self._headers, OBJECTIVE_HEADERS)
-        priority = self._priority(objective) if objective else 0
-        if self._subset is not None or priority:
-            request = structs.replace(request, subset=self._subset, priority=priority)
-        exchange = self._exchange
-        exchange.request = request
-        exchange.answered_at_s = now
-        decision = self._scheduler.schedule(request, now)
-        if isinstance(decision, Refusal):
-            return decision
-        leg = decision.leg
-        exchange.decision = decision
-        # The stored lease refers to the request without its prompt.
-        exchange.request = leg.lease.request
-        exchange.endpoint = leg.endpoint
-        if self._settings.explain_headers:
-            self._explained = explained(leg, self._scheduler.outlying, decision.earlier)
-        self._phase = Phase.ROUTED
-        self._request_ended = True
-        self._observer.decided(exchange)
-        return self._destination(decision, request, changed_body)
 
     def _priority(self, objective: str) -> int:
         priority = self._settings.priorities.get(objective)
@@ -1139,6 +1233,8 @@ class Session:
             cached_tokens=usage.cached_tokens if usage else None,
             retry_after_s=self._exchange.retry_after_s,
         )
+        if self._queue is not None and self._place_in_queue is not None:
+            self._queue.settled(self._place_in_queue, outcome, now)
         set_aside = self._scheduler.take(RequestEnded(decision.lease, outcome), now).set_aside
         if set_aside is not None:
             self._observer.set_aside(set_aside)
@@ -1204,13 +1300,6 @@ def _stage_headers(decision: Decision) -> dict[str, str]:
     if encoders:
         found[ENCODE_HEADER] = ",".join([encoder.address for encoder in encoders])
     return found
-
-
-def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
-    for name in names:
-        if name in headers:
-            return headers[name]
-    return ""
 
 
 def _status(headers: Mapping[str, str]) -> int | None:

@@ -139,6 +139,8 @@ _RESPONSE_MAX: Final = timedelta(days=1)
 generations.
 """
 _STREAM_IDLE_MAX: Final = timedelta(hours=1)
+_MESSAGE_TIMEOUT_MAX: Final = timedelta(hours=1)
+"""Longest timeout that the picker may ask for while a request waits: the most that Envoy accepts."""
 """Maximum time without a byte in either direction of a stream through Envoy. A response that is not
 streamed may take this long; Envoy's default of 5 minutes would end it.
 """
@@ -456,6 +458,8 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
         ),
         failure_mode_allow=options.fail_open,
         message_timeout=timedelta(seconds=options.message_timeout_s),
+        # A request that waits in the picker's queue asks for a longer timeout.
+        max_message_timeout=_MESSAGE_TIMEOUT_MAX,
         processing_mode=ProcessingMode(
             request_header_mode=send,
             request_body_mode=ProcessingModeBodySendMode[options.request_body_mode],

@@ -17,6 +17,7 @@ from epp.shell.gateway.ext_proc_messages import (
     BodyMutation,
     BodyResponse,
     CommonResponse,
+    Duration,
     HeaderMutation,
     HeadersResponse,
     HeaderValue,
@@ -164,17 +165,26 @@ def encode(answer: messages.Answer) -> bytes:
             return _RESPONSE_BODY
         case messages.ResponseTrailersAnswer():
             return _RESPONSE_TRAILERS
-        case messages.ImmediateAnswer(refusal, headers):
-            return _bytes(
-                immediate_response=ImmediateResponse(
-                    status=HttpStatus(code=refusal.status),
-                    headers=HeaderMutation(set_headers=_set(headers)),
-                    body=error_body(refusal),
-                    details=refusal.reason.value,
-                )
-            )
+        case messages.TimeoutAnswer() | messages.ImmediateAnswer():
+            return _rare(answer)
         case _:
             assert_never(answer)
+
+
+def _rare(answer: messages.TimeoutAnswer | messages.ImmediateAnswer) -> bytes:
+    if isinstance(answer, messages.TimeoutAnswer):
+        seconds, rest = divmod(answer.timeout_s, 1.0)
+        timeout = Duration(seconds=int(seconds), nanos=int(rest * 1e9))
+        return _bytes(override_message_timeout=timeout)
+    refusal = answer.refusal
+    return _bytes(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(code=refusal.status),
+            headers=HeaderMutation(set_headers=_set(answer.headers)),
+            body=error_body(refusal),
+            details=refusal.reason.value,
+        )
+    )
 
 
 def error_body(refusal: Refusal) -> bytes:

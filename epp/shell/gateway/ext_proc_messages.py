@@ -67,6 +67,7 @@ MESSAGES: Final[Mapping[str, tuple[Field, ...]]] = {
         Field("immediate_response", 7, "ImmediateResponse", "response"),
         Field("dynamic_metadata", 8, STRUCT),
         Field("mode_override", 9, "ProcessingMode"),
+        Field("override_message_timeout", 10, "Duration"),
     ),
     "HeadersResponse": (Field("response", 1, "CommonResponse"),),
     "BodyResponse": (Field("response", 1, "CommonResponse"),),
@@ -96,6 +97,7 @@ MESSAGES: Final[Mapping[str, tuple[Field, ...]]] = {
         Field("details", 5, "string"),
     ),
     "HttpStatus": (Field("code", 1, "int32"),),
+    "Duration": (Field("seconds", 1, "int64"), Field("nanos", 2, "int32")),
     "ProcessingMode": (
         Field("response_body_mode", 4, "int32"),
         Field("response_trailer_mode", 6, "int32"),
@@ -162,6 +164,7 @@ ProcessingResponse: Final = _class("ProcessingResponse")
 BodyMutation: Final = _class("BodyMutation")
 BodyResponse: Final = _class("BodyResponse")
 CommonResponse: Final = _class("CommonResponse")
+Duration: Final = _class("Duration")
 HeaderMutation: Final = _class("HeaderMutation")
 HeaderValue: Final = _class("HeaderValue")
 HeaderValueOption: Final = _class("HeaderValueOption")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Final, Self
@@ -59,10 +59,13 @@ class GatewayService:
         *,
         lag: Lag,
         seed: int,
+        refuse_waiting: Callable[[], None] | None = None,
     ) -> None:
         """Create the service. `lag` is that of the event loop; `seed` determines random differences
-        between the maximum ages of connections.
+        between the maximum ages of connections. A drain calls `refuse_waiting` after its grace
+        period, if there is a queue.
         """
+        self._refuse_waiting = refuse_waiting
         self._lag = lag
         self._flags = flags
         self._ages = Random(f"{seed}:connection-age")  # noqa: S311  ages, not secrets
@@ -160,6 +163,8 @@ class GatewayService:
             await self._envoy.send_away()
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
         serving.send_away(True)
+        if self._refuse_waiting is not None:
+            self._refuse_waiting()
         self._ext_proc.end_bypassed()
         while not hurry.is_set() and time.monotonic() < ends_at_s - STOP_S:
             if self._ext_proc.quiet_for_s() >= QUIET_S and await self._envoy_idle():

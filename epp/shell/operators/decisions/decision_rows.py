@@ -121,6 +121,8 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     }
     if told.shadow is not None:
         row["shadow"] = told.shadow
+    if told.queued is not None:
+        row["queued"] = told.queued
     if told.route:
         row |= {"route": told.route, "uncached_tokens": told.uncached_tokens}
         row |= {

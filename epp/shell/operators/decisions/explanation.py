@@ -45,6 +45,8 @@ def _decision(row: _Row) -> list[str]:
         f"{_request(row)}, {row['at']}, {row['age_s']:g} s ago, decision {row['number']}{by}",
         f"routed to {row['endpoint']} at {row['address']}",
     ]
+    if "queued" in row:
+        lines.append(_queued(row["queued"]))
     if "route" in row:
         lines.append(
             f"route {row['route']}: {row['uncached_tokens']} of {row['prompt_tokens']} prompt "
@@ -68,6 +70,15 @@ def _decision(row: _Row) -> list[str]:
         lines.append(_first_token(row))
     lines.append(_ended(row))
     return lines
+
+
+def _queued(row: _Row) -> str:
+    """Return a line about the wait of the request in the queue, and its reason."""
+    flow = f" of flow {row['flow']}" if row["flow"] else ""
+    return (
+        f"waited {row['waited_s']:g} s in the queue{flow}, where {row['ahead']} requests waited "
+        f"already, because {row['why']}; charged {row['charged_tokens']} tokens"
+    )
 
 
 def _stage(stage: Stage, row: _Row) -> list[str]:

@@ -343,6 +343,7 @@ class RecentDecisions:
             earlier=tuple([self._told_leg(one) for one in decision.earlier])
             if decision.earlier
             else (),
+            queued=None if account.queued is None else account.queued.fields(),
         )
         self._wait(
             _Deciding(

@@ -106,6 +106,7 @@ class DecisionLog:
             "candidates": len(leg.candidates),
             "scores": self._scores(leg),
             **self._stages(account),
+            **({} if account.queued is None else {"queued": account.queued.fields()}),
             **({} if account.shadow is None else {"shadow": account.shadow.fields()}),
         }
 

@@ -664,6 +664,50 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         TOKENIZE_BUCKETS_S,
     ),
     _sampled(
+        "homing_flow_requests_total",
+        "requests",
+        "Requests that the queue placed, at once or after a wait, refused or lost, by outcome and "
+        "priority.",
+        ("outcome", "priority"),
+        "counter",
+    ),
+    _sampled(
+        "homing_flow_wait_seconds",
+        "seconds",
+        "Waits of the requests that left the queue, by outcome and priority.",
+        ("outcome", "priority"),
+        "summary",
+    ),
+    _sampled(
+        "homing_flow_waiting",
+        "requests",
+        "Requests that wait in the queue, by priority.",
+        ("priority",),
+    ),
+    _sampled(
+        "homing_flow_waiting_bytes",
+        "bytes",
+        "Size of the bodies of the requests that wait in the queue, by priority.",
+        ("priority",),
+    ),
+    _sampled(
+        "homing_flow_flows",
+        "flows",
+        "Flows, such as tenants, with a request in the queue, by priority.",
+        ("priority",),
+    ),
+    _sampled(
+        "homing_flow_oldest_wait_seconds",
+        "seconds",
+        "Time since which the oldest request has waited in the queue, by priority; 0 if none waits.",
+        ("priority",),
+    ),
+    _sampled(
+        "homing_flow_saturation",
+        "ratio",
+        "Mean load of the endpoints when the queue last looked, as a share of their room.",
+    ),
+    _sampled(
         "homing_tokenize_compared_total",
         "requests",
         "Requests whose token ids were compared with those that the engine stored, by backend and "

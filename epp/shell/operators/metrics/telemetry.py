@@ -39,6 +39,7 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.flow_queue import QueueSnapshot
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_event_source import KVEventsSnapshot
@@ -149,6 +150,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Number of failures of each configured plugin, by the plugin's name."""
     cluster: ClusterSnapshot | None = None
     """State of the connection to the API server, or None if endpoints come from a file."""
+    queue: QueueSnapshot | None = None
+    """State of the queue, or None if requests do not wait."""
     pages_unread: Mapping[str, int] = field(default_factory=dict)
     """Number of endpoints whose model or GPU page could not be fetched, by kind of page; empty if
     none are configured.
@@ -1011,6 +1014,8 @@ class PoolCollector(Collector):
             _add_process(families, snapshot.process)
         for backend in snapshot.tokens:
             _add_tokens(families, backend)
+        if snapshot.queue is not None:
+            _add_queue(families, snapshot.queue)
         return iter(families.values())
 
 
@@ -1097,6 +1102,24 @@ def _add_process(families: _Families, process: ProcessSnapshot) -> None:
     families["homing_process_cpu_seconds_total"].add_metric([], process.cpu_s)
     if process.resident_bytes:
         families["homing_process_resident_memory_bytes"].add_metric([], process.resident_bytes)
+
+
+def _add_queue(families: _Families, queue: QueueSnapshot) -> None:
+    for (state, priority), count in queue.totals.outcomes.items():
+        families["homing_flow_requests_total"].add_metric([state.value, str(priority)], count)
+    for key, count in queue.totals.waits.items():
+        state, priority = key
+        families["homing_flow_wait_seconds"].add_metric(
+            [state.value, str(priority)], count, queue.totals.waited_s.get(key, 0.0)
+        )
+    for band in queue.bands:
+        labels = [str(band.priority)]
+        families["homing_flow_waiting"].add_metric(labels, band.requests)
+        families["homing_flow_waiting_bytes"].add_metric(labels, band.bytes)
+        families["homing_flow_flows"].add_metric(labels, band.flows)
+        families["homing_flow_oldest_wait_seconds"].add_metric(labels, band.oldest_wait_s)
+    if queue.saturation is not None:
+        families["homing_flow_saturation"].add_metric([], queue.saturation)
 
 
 def _add_tokens(families: _Families, tokens: TokensSnapshot) -> None:

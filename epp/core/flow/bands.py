@@ -1,0 +1,258 @@
+"""Waiting requests of one priority: one queue for each flow, served in turns by what each was charged.
+
+The turns follow Virtual Token Counter (VTC, Sheng et al., OSDI 2024). Each flow has a counter of the
+tokens that it was charged, divided by its weight, and the flow with the lowest counter is served
+next. A flow that begins to wait gets at least the lowest counter of the flows that wait already, so
+that it gains nothing by having been idle. Other rules are variations: `Fairness.REQUESTS` charges 1
+for each request, and `Fairness.DECAYING_TOKENS` has a half-life instead of that minimum.
+"""
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+
+import xxhash
+from msgspec import Struct
+
+from epp.core.flow.settings import BandSettings, Fairness, Ordering
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Seconds
+
+FLOWS_MAX: Final = 1_024
+"""Maximum number of flows of a band with a queue of their own. Later flows share `SHARED_FLOWS`
+queues, so that a client that invents a flow for each request gains nothing.
+"""
+SHARED_FLOWS: Final = 64
+
+
+class State(StrEnum):
+    """State of a ticket. All but `NEW` and `WAITING` are final."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    PLACED = "placed"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    DISPLACED = "displaced"
+    DRAINED = "drained"
+
+
+class Ticket(Struct, kw_only=True, eq=False):
+    """One request in flow control, from `enqueue` to its verdict."""
+
+    request: InferenceRequest
+    flow: str = ""
+    """Id of the flow, for example the tenant; "" for requests without one."""
+    body_bytes: int = 0
+    """Bytes that the picker stores for the request while it waits."""
+    wait_s_max: Seconds | None = None
+    """Maximum wait of this request in seconds while the pool has endpoints, or None for that of the
+    settings. A longer one than that has no effect.
+    """
+    answer_within_s: Seconds | None = None
+    """Seconds after which the gateway ends the request if it still waits, or None if it does not."""
+    first_token_within_s: Seconds | None = None
+    """Seconds after its arrival in which the client expects the first token, or None."""
+    state: State = State.NEW
+    enqueued_at_s: Seconds = 0.0
+    number: int = 0
+    """Position in the order of all tickets that ever waited."""
+    ahead: int = 0
+    """Number of tickets that waited when this one began to."""
+    queue: str = ""
+    """Name of the queue in which the ticket waits; set by `Band.add`."""
+    charged_tokens: float = 0.0
+    """Tokens that the flow was charged when the request was placed."""
+
+
+class _Flow:
+    """The waiting tickets of one flow in their order, and its counter."""
+
+    __slots__ = ("_heap", "charged_at_s", "counter", "name", "tickets", "weight")
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.counter = 0.0
+        self.charged_at_s = 0.0
+        """Time of the value of `counter`, if charges decay."""
+        self.tickets: dict[int, Ticket] = {}
+        self._heap: list[tuple[float, int]] = []
+        """Sort key and number of each ticket; tickets that were removed may still be in it."""
+
+    def add(self, ticket: Ticket, key: float) -> None:
+        self.tickets[ticket.number] = ticket
+        heapq.heappush(self._heap, (key, ticket.number))
+
+    def head(self) -> Ticket:
+        """Return the next ticket. The flow must have one."""
+        heap, tickets = self._heap, self.tickets
+        while heap[0][1] not in tickets:
+            heapq.heappop(heap)
+        return tickets[heap[0][1]]
+
+    def remove(self, ticket: Ticket) -> None:
+        del self.tickets[ticket.number]
+        if len(self._heap) > 2 * len(self.tickets) + 8:
+            self._heap = [entry for entry in self._heap if entry[1] in self.tickets]
+            heapq.heapify(self._heap)
+
+
+class Band:
+    """The waiting tickets of one priority. `heads` yields the next ticket of each flow in turn."""
+
+    def __init__(self, settings: BandSettings) -> None:
+        self.settings = settings
+        self.bytes = 0
+        """Body bytes of all tickets of the band."""
+        self._flows: dict[str, _Flow] = {}
+        self._waiting: dict[str, _Flow] = {}
+        """Flows with a waiting ticket."""
+        self._tickets: OrderedDict[int, Ticket] = OrderedDict()
+        """All waiting tickets by number, oldest first."""
+
+    def __repr__(self) -> str:
+        return f"<Band [{self.requests} requests of {self.flows} flows, {self.bytes} bytes]>"
+
+    @property
+    def requests(self) -> int:
+        """Return the number of waiting tickets."""
+        return len(self._tickets)
+
+    @property
+    def flows(self) -> int:
+        """Return the number of flows with a waiting ticket."""
+        return len(self._waiting)
+
+    def is_full(self, body_bytes: int) -> bool:
+        """Return whether a limit of the band forbids one more ticket with `body_bytes`."""
+        settings = self.settings
+        return (
+            self.requests >= settings.requests_max or self.bytes + body_bytes > settings.bytes_max
+        )
+
+    def add(self, ticket: Ticket, wait_s_max: Seconds, now: Seconds) -> None:
+        """Add `ticket` to the queue of its flow. `wait_s_max` is the longest wait of a request that
+        has no shorter one itself; 0 for no limit.
+        """
+        name = self._name_of(ticket.flow)
+        flow = self._flows.get(name)
+        if flow is None:
+            self._forget_decayed()
+            flow = self._flows[name] = _Flow(name, self.settings.weights.get(name, 1.0))
+        if name not in self._waiting:
+            self._begin(flow, now)
+        ticket.queue = name
+        flow.add(ticket, self._key_of(ticket, wait_s_max))
+        self._tickets[ticket.number] = ticket
+        self.bytes += ticket.body_bytes
+
+    def remove(self, ticket: Ticket) -> None:
+        """Remove the waiting `ticket`."""
+        flow = self._flows[ticket.queue]
+        flow.remove(ticket)
+        if not flow.tickets:
+            del self._waiting[ticket.queue]
+        del self._tickets[ticket.number]
+        self.bytes -= ticket.body_bytes
+
+    def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
+        """Charge the flow of `ticket`, which was placed, with `tokens` or with one request."""
+        ticket.charged_tokens = tokens
+        self._add(ticket, 1.0 if self.settings.fairness is Fairness.REQUESTS else tokens, now)
+
+    def correct(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
+        """Correct the charge of `ticket` to the `tokens` that it used."""
+        if self.settings.fairness is not Fairness.REQUESTS:
+            self._add(ticket, tokens - ticket.charged_tokens, now)
+        ticket.charged_tokens = tokens
+
+    def _add(self, ticket: Ticket, amount: float, now: Seconds) -> None:
+        flow = self._flows.get(ticket.queue)
+        if flow is not None:
+            self._decay(flow, now)
+            flow.counter += amount / flow.weight
+
+    def heads(self, flows_max: int, now: Seconds) -> Iterator[Ticket]:
+        """Yield the next ticket of each waiting flow, flows with the lowest counters first.
+
+        At most `flows_max` tickets are yielded.
+        """
+        if len(self._waiting) == 1:
+            (flow,) = self._waiting.values()
+            yield flow.head()
+            return
+        for flow in self._waiting.values():
+            self._decay(flow, now)
+        for flow in heapq.nsmallest(flows_max, self._waiting.values(), key=_turn):
+            yield flow.head()
+
+    def of_flow(self, ticket: Ticket) -> Iterator[Ticket]:
+        """Yield the waiting tickets of the flow of `ticket`, oldest first."""
+        return iter(self._flows[ticket.queue].tickets.values())
+
+    def tickets(self) -> Iterator[Ticket]:
+        """Yield all waiting tickets, oldest first. No ticket may be added or removed meanwhile."""
+        return iter(self._tickets.values())
+
+    def newest_first(self) -> Iterator[Ticket]:
+        """Yield all waiting tickets, newest first. No ticket may be added or removed meanwhile."""
+        return reversed(self._tickets.values())
+
+    def forget_idle(self) -> None:
+        """Forget the counters of flows once no ticket waits at all, unless charges decay."""
+        if not self.requests and self.settings.fairness is not Fairness.DECAYING_TOKENS:
+            self._flows.clear()
+
+    def _begin(self, flow: _Flow, now: Seconds) -> None:
+        """Note that `flow` begins to wait."""
+        if self.settings.fairness is not Fairness.DECAYING_TOKENS:
+            counters = [each.counter for each in self._waiting.values()]
+            flow.counter = max(flow.counter, min(counters, default=0.0))
+        else:
+            self._decay(flow, now)
+        self._waiting[flow.name] = flow
+
+    def _decay(self, flow: _Flow, now: Seconds) -> None:
+        if self.settings.fairness is Fairness.DECAYING_TOKENS:
+            age_s = max(0.0, now - flow.charged_at_s)
+            flow.counter *= 0.5 ** (age_s / self.settings.half_life_s)
+            flow.charged_at_s = now
+
+    def _forget_decayed(self) -> None:
+        """Keep the number of idle flows bounded: forget the one with the lowest counter if there are
+        too many. Its charges have decayed most.
+        """
+        if len(self._flows) < FLOWS_MAX + SHARED_FLOWS:
+            return
+        idle = [flow for flow in self._flows.values() if not flow.tickets]
+        if idle:
+            del self._flows[min(idle, key=lambda flow: flow.counter).name]
+
+    def _key_of(self, ticket: Ticket, wait_s_max: Seconds) -> float:
+        """Return the sort key of `ticket` within its flow. Equal keys are served by arrival."""
+        if self.settings.ordering is Ordering.ARRIVAL:
+            return 0.0
+        limits = [wait_s_max or math.inf]
+        if ticket.wait_s_max is not None:
+            limits.append(ticket.wait_s_max)
+        within_s = min(limits)
+        target_s = ticket.first_token_within_s
+        if self.settings.ordering is Ordering.FIRST_OUTPUT and target_s is not None:
+            within_s = target_s
+        return ticket.enqueued_at_s + within_s
+
+    def _name_of(self, flow: str) -> str:
+        if self.settings.fairness is Fairness.NONE:
+            return ""
+        if flow in self._flows or len(self._flows) < FLOWS_MAX:
+            return flow
+        return f"\0{xxhash.xxh32_intdigest(flow.encode()) % SHARED_FLOWS}"
+
+
+def _turn(flow: _Flow) -> tuple[float, int]:
+    return flow.counter, flow.head().number

@@ -1,0 +1,397 @@
+"""The state machine of flow control. It has no clock: each call gives the time.
+
+A request that no endpoint has room for waits in the band of its priority. `pump` places the waiting
+requests, higher bands first, as soon as the gate sees room for them. The decision is made inside
+the same step. A decision therefore sees all decisions before it, and no request is released for
+room that another one has taken.
+"""
+
+import heapq
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final, Protocol
+
+from msgspec import Struct
+
+from epp.core.flow.bands import Band, State, Ticket
+from epp.core.flow.settings import FlowSettings
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Refusal, RefusalReason, Seconds
+
+PLACED_MAX: Final = 64
+"""Maximum number of requests that one call places. `next_wake` then asks for another call at once,
+so that a burst does not block the event loop.
+"""
+HEADS_MAX: Final = 16
+"""Maximum number of flows of a band whose next request is compared with the gate in one call."""
+
+
+_SHUTTING_DOWN: Final = Refusal(
+    reason=RefusalReason.SHUTTING_DOWN,
+    status=503,
+    message="the picker shuts down, and another replica may take the request",
+)
+
+
+class Pool(Protocol):
+    """What flow control must know of the endpoints, and how it places a request."""
+
+    def is_empty(self, now: Seconds) -> bool:
+        """Return whether no endpoint is ready."""
+        ...
+
+    def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether `request` can be placed, because an endpoint that may serve it has room for
+        its priority.
+        """
+        ...
+
+    def place(self, request: InferenceRequest, now: Seconds) -> object:
+        """Return the decision, or a `Refusal`."""
+        ...
+
+    def cost_tokens(self, request: InferenceRequest, decision: object) -> float:
+        """Return the tokens that the flow of `request` is charged for `decision`, above 0."""
+        ...
+
+    def why_full(self, request: InferenceRequest, now: Seconds) -> str:
+        """Return a phrase about the endpoints that have no room, for a refusal."""
+        ...
+
+
+class Verdict(Struct, frozen=True):
+    """The end of a ticket in flow control."""
+
+    ticket: Ticket
+    result: object
+    """The decision, or the `Refusal` for the client; None if the client left."""
+
+
+Verdicts = list[Verdict]
+
+
+class FlowControl:
+    """The queue. A caller must call `pump` soon after each event that may make room, after each
+    `enqueue` of a ticket that waits and after each `cancel`; and `expire` at `next_wake`.
+
+    Every ticket gets exactly one verdict, from whichever call causes it.
+    """
+
+    def __init__(self, settings: FlowSettings, pool: Pool, now: Seconds) -> None:
+        self.settings = settings
+        self.requests = 0
+        """Number of waiting tickets."""
+        self.bytes = 0
+        """Number of body bytes of all waiting tickets."""
+        self._pool = pool
+        self._bands: dict[int, Band] = {}
+        """Bands that have or had waiting tickets, by priority, highest first."""
+        self._numbers = 0
+        self._limited: list[tuple[Seconds, int, Ticket]] = []
+        """Heap of (time of the end, number, ticket) of tickets that have a limit of their own;
+        tickets that wait no longer may still be in it.
+        """
+        self._empty_pool = pool.is_empty(now)
+        self._since_s = now
+        """Time at which the pool became empty or got its first endpoint again."""
+        self._draining = False
+        self._again_at_s: Seconds | None = None
+        """Time of the last pump if it ended because of `PLACED_MAX`."""
+
+    def __repr__(self) -> str:
+        return f"<FlowControl [{self.requests} requests wait, {self.bytes} bytes]>"
+
+    def bands(self) -> Iterator[tuple[int, Band]]:
+        """Yield the priority and the band of all bands that have or had a waiting ticket, highest
+        priority first.
+        """
+        return iter(self._bands.items())
+
+    def enqueue(self, ticket: Ticket, now: Seconds) -> Verdicts:
+        """Place `ticket`, let it wait, or refuse it. Return its verdict, if it has one, after those
+        of the tickets that it displaced.
+
+        Raises `ValueError` if the ticket is not new.
+        """
+        if ticket.state is not State.NEW:
+            raise ValueError(f"the ticket is {ticket.state}, expected {State.NEW}")
+        ticket.enqueued_at_s = now
+        priority = self._priority_of(ticket)
+        band = self._band(priority)
+        self._note_pool(now)
+        waits = not self._empty_pool or self.settings.waits_for_endpoints
+        if not waits or (not self._waits_at_or_above(priority) and self._has_room(ticket, now)):
+            return [self._place(ticket, band, now)]
+        verdicts: Verdicts = []
+        if self._draining:
+            return [_refused(ticket, State.DRAINED, _SHUTTING_DOWN)]
+        if band.is_full(ticket.body_bytes) or not self._make_space(ticket, verdicts, now):
+            return [*verdicts, _refused(ticket, State.REFUSED, self._no_space(ticket, now))]
+        self._numbers += 1
+        ticket.number = self._numbers
+        ticket.ahead = self.requests
+        ticket.state = State.WAITING
+        self._add(ticket, band, now)
+        return verdicts
+
+    def cancel(self, ticket: Ticket) -> Verdicts:
+        """Remove `ticket`, because its client left; do nothing if it has a verdict already."""
+        if ticket.state is not State.WAITING:
+            return []
+        self._take_out(ticket)
+        ticket.state = State.CANCELLED
+        return [Verdict(ticket, None)]
+
+    def pump(self, now: Seconds) -> Verdicts:
+        """Place waiting tickets while there is room, and return their verdicts."""
+        self._note_pool(now)
+        self._again_at_s = None
+        verdicts: Verdicts = []
+        if self._empty_pool:
+            return verdicts
+        for _, band in self._in_order():
+            while (ticket := self._next_of(band, now)) is not None:
+                if len(verdicts) == PLACED_MAX:
+                    self._again_at_s = now
+                    return verdicts
+                self._take_out(ticket)
+                verdicts.append(self._place(ticket, band, now))
+            if band.flows > HEADS_MAX:
+                # A flow that was not looked at may have room, which no lower band may take.
+                break
+            band.forget_idle()
+        return verdicts
+
+    def expire(self, now: Seconds) -> Verdicts:
+        """Place what has room now, then refuse the tickets that have waited too long."""
+        verdicts = self.pump(now)
+        late: list[Ticket] = []
+        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
+        if budget_s:
+            since_s = self._since_s
+            for _, band in self._in_order():
+                for ticket in band.tickets():
+                    if max(ticket.enqueued_at_s, since_s) + budget_s > now:
+                        break
+                    late.append(ticket)
+        while self._limited and self._limited[0][0] <= now:
+            _, _, ticket = heapq.heappop(self._limited)
+            if ticket.state is State.WAITING and self._own_end_s(ticket) <= now:
+                late.append(ticket)
+        for ticket in dict.fromkeys(late):
+            self._take_out(ticket)
+            verdicts.append(_refused(ticket, State.EXPIRED, self._expired(ticket, now)))
+        return verdicts
+
+    def next_wake(self, now: Seconds) -> Seconds | None:
+        """Return the time until which no call of `expire` is needed, or None if nothing waits."""
+        if self._again_at_s is not None:
+            return now
+        if not self.requests:
+            return None
+        ends_s: list[Seconds] = []
+        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
+        if budget_s:
+            first = min(next(band.tickets()).enqueued_at_s for _, band in self._in_order())
+            ends_s.append(max(first, self._since_s) + budget_s)
+        while self._limited and self._limited[0][2].state is not State.WAITING:
+            heapq.heappop(self._limited)
+        if self._limited:
+            ends_s.append(max(now, self._limited[0][0]))
+        return min(ends_s, default=None)
+
+    def settled(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
+        """Correct what the flow of a placed `ticket` was charged to the `tokens` that it used."""
+        band = self._bands.get(self._priority_of(ticket))
+        if band is not None:
+            band.correct(ticket, tokens, now)
+
+    def configure(self, settings: FlowSettings, now: Seconds) -> None:
+        """Apply `settings`. Waiting tickets move to their new bands and keep the time since which
+        they wait, also above a lowered limit.
+        """
+        waiting = [ticket for _, band in self._in_order() for ticket in band.tickets()]
+        self.settings = settings
+        self._bands.clear()
+        self._limited.clear()
+        self.requests = self.bytes = 0
+        for ticket in sorted(waiting, key=lambda ticket: ticket.number):
+            self._add(ticket, self._band(self._priority_of(ticket)), now)
+
+    def drain(self) -> Verdicts:
+        """Refuse all waiting tickets, and each later one that would have to wait, because the picker
+        shuts down.
+        """
+        self._draining = True
+        verdicts: Verdicts = []
+        for _, band in self._in_order():
+            for ticket in tuple(band.tickets()):
+                self._take_out(ticket)
+                verdicts.append(_refused(ticket, State.DRAINED, _SHUTTING_DOWN))
+        return verdicts
+
+    def release(self, now: Seconds) -> Verdicts:
+        """Place all waiting tickets whether there is room or not, oldest first in each band, because
+        flow control is switched off.
+        """
+        verdicts: Verdicts = []
+        for _, band in self._in_order():
+            for ticket in tuple(band.tickets()):
+                self._take_out(ticket)
+                verdicts.append(self._place(ticket, band, now))
+        return verdicts
+
+    def _priority_of(self, ticket: Ticket) -> int:
+        return ticket.request.priority if self.settings.by_priority else 0
+
+    def _band(self, priority: int) -> Band:
+        band = self._bands.get(priority)
+        if band is None:
+            self._bands[priority] = band = Band(self.settings.band(priority))
+            self._bands = dict(sorted(self._bands.items(), reverse=True))
+        return band
+
+    def _in_order(self) -> Iterator[tuple[int, Band]]:
+        """Yield priority and band of the bands with waiting tickets, highest priority first."""
+        return (entry for entry in tuple(self._bands.items()) if entry[1].requests)
+
+    def _waits_at_or_above(self, priority: int) -> bool:
+        if not self.requests:
+            return False
+        return any(band.requests for at, band in self._bands.items() if at >= priority)
+
+    def _has_room(self, ticket: Ticket, now: Seconds) -> bool:
+        return not self._empty_pool and self._pool.has_room(ticket.request, now)
+
+    def _next_of(self, band: Band, now: Seconds) -> Ticket | None:
+        """Return the first ticket in turn that has room, or None."""
+        if not band.requests:
+            return None
+        for ticket in band.heads(HEADS_MAX, now):
+            if self._pool.has_room(ticket.request, now):
+                return ticket
+            # The endpoints of its subset are full, which need not hold for others of its flow.
+            if ticket.request.subset is not None:
+                other = self._behind(band, ticket, now)
+                if other is not None:
+                    return other
+        return None
+
+    def _behind(self, band: Band, head: Ticket, now: Seconds) -> Ticket | None:
+        """Return the first ticket in the flow of `head` that has room and another subset, or None."""
+        full = {head.request.subset}
+        for ticket in islice(band.of_flow(head), HEADS_MAX):
+            subset = ticket.request.subset
+            if subset in full:
+                continue
+            if self._pool.has_room(ticket.request, now):
+                return ticket
+            full.add(subset)
+        return None
+
+    def _place(self, ticket: Ticket, band: Band, now: Seconds) -> Verdict:
+        result = self._pool.place(ticket.request, now)
+        if isinstance(result, Refusal):
+            ticket.state = State.REFUSED
+        else:
+            ticket.state = State.PLACED
+            band.charge(ticket, self._pool.cost_tokens(ticket.request, result), now)
+        return Verdict(ticket, result)
+
+    def _add(self, ticket: Ticket, band: Band, now: Seconds) -> None:
+        band.add(ticket, self.settings.wait_s_max, now)
+        self.requests += 1
+        self.bytes += ticket.body_bytes
+        if ticket.wait_s_max is not None or ticket.answer_within_s is not None:
+            heapq.heappush(self._limited, (self._own_end_s(ticket), ticket.number, ticket))
+
+    def _take_out(self, ticket: Ticket) -> None:
+        self._bands[self._priority_of(ticket)].remove(ticket)
+        self.requests -= 1
+        self.bytes -= ticket.body_bytes
+
+    def _own_end_s(self, ticket: Ticket) -> Seconds:
+        """Return the time at which the ticket's own limits end its wait.
+
+        The limit that the client asked for does not apply while the pool is empty.
+        """
+        ends_s = []
+        if ticket.answer_within_s is not None:
+            ends_s.append(ticket.enqueued_at_s + ticket.answer_within_s)
+        if ticket.wait_s_max is not None and not self._empty_pool:
+            ends_s.append(max(ticket.enqueued_at_s, self._since_s) + ticket.wait_s_max)
+        return min(ends_s, default=float("inf"))
+
+    def _make_space(self, ticket: Ticket, verdicts: Verdicts, now: Seconds) -> bool:
+        """Displace the newest tickets of lower bands until `ticket` fits into the limits of the whole
+        queue. Return False, without displacing any, if it cannot fit.
+        """
+        requests, size = self.requests, self.bytes
+        if not self._exceeds(requests + 1, size + ticket.body_bytes):
+            return True
+        own = self._priority_of(ticket)
+        below = (band for priority, band in reversed(self._bands.items()) if priority < own)
+        displaced: list[Ticket] = []
+        for each in (each for band in below for each in band.newest_first()):
+            displaced.append(each)
+            requests -= 1
+            size -= each.body_bytes
+            if not self._exceeds(requests + 1, size + ticket.body_bytes):
+                break
+        else:
+            return False
+        for each in displaced:
+            self._take_out(each)
+            verdicts.append(_refused(each, State.DISPLACED, self._no_space(each, now)))
+        return True
+
+    def _exceeds(self, requests: int, size: int) -> bool:
+        settings = self.settings
+        return bool(
+            (settings.requests_max and requests > settings.requests_max)
+            or (settings.bytes_max and size > settings.bytes_max)
+        )
+
+    def _note_pool(self, now: Seconds) -> None:
+        """Start a new budget for all waiting tickets if the pool became empty, or is no longer."""
+        empty = self._pool.is_empty(now)
+        if empty == self._empty_pool:
+            return
+        self._empty_pool, self._since_s = empty, now
+        limited = (entry[2] for entry in self._limited if entry[2].state is State.WAITING)
+        self._limited = [(self._own_end_s(each), each.number, each) for each in limited]
+        heapq.heapify(self._limited)
+
+    def _expired(self, ticket: Ticket, now: Seconds) -> Refusal:
+        waited_s = now - ticket.enqueued_at_s
+        if self._empty_pool:
+            return Refusal(
+                reason=RefusalReason.NO_ENDPOINTS,
+                status=503,
+                message=f"waited {waited_s:.1f} s, and the pool has no ready endpoint",
+            )
+        return Refusal(
+            reason=RefusalReason.WAIT_EXPIRED,
+            status=429,
+            message=f"waited {waited_s:.1f} s: {self._pool.why_full(ticket.request, now)}",
+        )
+
+    def _no_space(self, ticket: Ticket, now: Seconds) -> Refusal:
+        """Return the refusal of a request for which the queue has no space."""
+        if self._empty_pool:
+            return Refusal(
+                reason=RefusalReason.NO_ENDPOINTS,
+                status=503,
+                message="the pool has no ready endpoint, and the queue of the picker is full",
+            )
+        why = self._pool.why_full(ticket.request, now)
+        return Refusal(
+            reason=RefusalReason.SATURATED,
+            status=429,
+            message=f"{why}, and the queue of the picker is full with {self.requests} requests",
+        )
+
+
+def _refused(ticket: Ticket, state: State, refusal: Refusal) -> Verdict:
+    ticket.state = state
+    return Verdict(ticket, refusal)

@@ -1,0 +1,114 @@
+"""Settings of flow control: limits, waits, fairness and order of the queue, and when it opens.
+
+The defaults are those of llm-d-router. A setting that the field has no name for says so.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct, field
+
+from epp.core.flow.ceilings import StaticCeiling
+from epp.core.flow.detectors import RoomDetector
+from epp.core.types import Seconds
+
+WAIT_S_MAX: Final = 60.0
+BAND_REQUESTS_MAX: Final = 5_000
+BAND_BYTES_MAX: Final = 1_000_000_000
+HALF_LIFE_S: Final = 60.0
+
+
+class Fairness(StrEnum):
+    """The rule by which the flows of one band take turns."""
+
+    NONE = "none"
+    """The band is one queue, whatever flow a request belongs to."""
+    REQUESTS = "requests"
+    """The flow that was charged the fewest requests is next."""
+    TOKENS = "tokens"
+    """The flow that was charged the fewest tokens is next."""
+    DECAYING_TOKENS = "decaying-tokens"
+    """The flow that was charged the fewest tokens is next. Charges lose half of their weight each
+    `half_life_s`, and a flow keeps them while it does not wait.
+    """
+
+
+class Ordering(StrEnum):
+    """The order of the waiting requests of one flow."""
+
+    ARRIVAL = "arrival"
+    DEADLINE = "deadline"
+    """The request whose wait ends first is next."""
+    FIRST_OUTPUT = "first-output"
+    """The request whose first token is due first is next. A request without a target is due when
+    its wait ends.
+    """
+
+
+class BandSettings(Struct, frozen=True, kw_only=True):
+    """Limits, turns and order of the waiting requests of one priority."""
+
+    requests_max: Annotated[int, Meta(ge=1)] = BAND_REQUESTS_MAX
+    bytes_max: Annotated[int, Meta(ge=1)] = BAND_BYTES_MAX
+    """Maximum number of body bytes of waiting requests."""
+    fairness: Fairness = Fairness.NONE
+    half_life_s: Annotated[float, Meta(gt=0)] = HALF_LIFE_S
+    """Seconds in which a charge loses half of its weight under `Fairness.DECAYING_TOKENS`."""
+    ordering: Ordering = Ordering.ARRIVAL
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of a flow by its id, above 0. A flow without an entry has weight 1."""
+
+
+class FlowSettings(Struct, frozen=True, kw_only=True):
+    """Settings of the queue."""
+
+    requests_max: Annotated[int, Meta(ge=0)] = 0
+    """Maximum number of waiting requests of all bands; 0 for no limit."""
+    bytes_max: Annotated[int, Meta(ge=0)] = 0
+    """Maximum number of body bytes of all waiting requests; 0 for no limit."""
+    wait_s_max: Annotated[float, Meta(ge=0)] = WAIT_S_MAX
+    """Maximum wait in seconds while the pool has endpoints; 0 for no limit."""
+    empty_pool_wait_s_max: Annotated[float, Meta(ge=0)] = WAIT_S_MAX
+    """Maximum wait in seconds while the pool has no endpoint; 0 for no limit."""
+    waits_for_endpoints: bool = True
+    """True if requests wait while the pool has no endpoint; False to refuse them at once."""
+    by_priority: bool = True
+    """True if each priority has a band of its own; False for one band."""
+    bands: Mapping[int, BandSettings] = field(default_factory=dict)
+    """Settings of a band by its priority."""
+    default_band: BandSettings = BandSettings()
+    """Settings of bands that `bands` does not name."""
+    default_negative_band: BandSettings | None = None
+    """Settings of bands with a priority below 0 that `bands` does not name, or None for those of
+    `default_band`.
+    """
+    policy: Any = StaticCeiling()
+    """The `CeilingPolicy` that keeps room for requests of higher priority."""
+    detector: Any = RoomDetector()
+    """The `Detector` that measures the load of an endpoint, by which the gate opens."""
+
+    def band(self, priority: int) -> BandSettings:
+        """Return the settings of the band with `priority`."""
+        known = self.bands.get(priority)
+        if known is not None:
+            return known
+        if priority < 0 and self.default_negative_band is not None:
+            return self.default_negative_band
+        return self.default_band
+
+    def budget_s(self, *, empty_pool: bool) -> Seconds:
+        """Return the maximum wait in seconds for the present state of the pool; 0 for no limit."""
+        return self.empty_pool_wait_s_max if empty_pool else self.wait_s_max
+
+
+HELD_BY_PLUGINS: Final = FlowSettings(
+    requests_max=16_384,
+    wait_s_max=0.0,
+    waits_for_endpoints=False,
+    by_priority=False,
+    default_band=BandSettings(requests_max=16_384),
+)
+"""Settings of a queue for requests that only plugins make wait (`HoldsRequests`): one line, first
+come, first served, without a limit of time.
+"""

@@ -1,0 +1,464 @@
+"""Invariants of flow control with random arrivals, ends, cancellations and reloads."""
+
+import pytest
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from epp.core.flow.bands import FLOWS_MAX, SHARED_FLOWS, Band, State, Ticket
+from epp.core.flow.control import HEADS_MAX, PLACED_MAX, FlowControl
+from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
+from epp.core.types import Refusal, RefusalReason
+from tests.builders import request
+
+WAIT_S = 60.0
+FAIR = BandSettings(fairness=Fairness.TOKENS)
+FINAL = {
+    State.PLACED,
+    State.REFUSED,
+    State.EXPIRED,
+    State.CANCELLED,
+    State.DISPLACED,
+    State.DRAINED,
+}
+
+
+class Endpoints:
+    """Endpoints with a number of slots each; a request with a subset may use only those."""
+
+    def __init__(self, *slots):
+        self.slots = list(slots)
+        self.used = [0] * len(slots)
+        self.placed = []
+
+    def is_empty(self, now):
+        return not self.slots
+
+    def _allowed(self, asked):
+        every = range(len(self.slots))
+        return [at for at in every if asked.subset is None or str(at) in asked.subset]
+
+    def has_room(self, asked, now):
+        return any(self.used[at] < self.slots[at] for at in self._allowed(asked))
+
+    def cost_tokens(self, asked, decision):
+        return max(1, asked.prompt_tokens)
+
+    def why_full(self, asked, now):
+        return "all slots are used"
+
+    def place(self, asked, now):
+        at = min(self._allowed(asked), key=lambda at: self.used[at] / self.slots[at])
+        assert self.used[at] < self.slots[at], "placed where there is no room"
+        self.used[at] += 1
+        self.placed.append(asked)
+        return at
+
+
+def ticket(name="r", *, priority=0, flow="", cost=1, body_bytes=10, subset=None, **limits):
+    asked = request(request_id=name, priority=priority, subset=subset, prompt_tokens=cost)
+    return Ticket(request=asked, flow=flow, body_bytes=body_bytes, **limits)
+
+
+def come(control, one, now):
+    """Enqueue a ticket, and look at once whether anything has room."""
+    return control.enqueue(one, now) + control.pump(now)
+
+
+def names(verdicts):
+    return [verdict.ticket.request.request_id for verdict in verdicts]
+
+
+class AnyTraffic(RuleBasedStateMachine):
+    """Random calls of all verbs."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.endpoints = Endpoints(2, 1)
+        self.settings = FlowSettings(
+            requests_max=12,
+            bytes_max=400,
+            wait_s_max=WAIT_S,
+            empty_pool_wait_s_max=WAIT_S / 2,
+            bands={
+                5: BandSettings(requests_max=6, fairness=Fairness.TOKENS),
+                -1: BandSettings(ordering=Ordering.FIRST_OUTPUT),
+            },
+            default_band=BandSettings(fairness=Fairness.DECAYING_TOKENS),
+        )
+        self.control = FlowControl(self.settings, self.endpoints, 0.0)
+        self.tickets = []
+        self.ended = []
+
+    def took(self, verdicts):
+        for verdict in verdicts:
+            assert verdict.ticket not in self.ended, "a second verdict"
+            self.ended.append(verdict.ticket)
+
+    @rule(
+        priority=st.sampled_from([5, 0, -1]),
+        flow=st.sampled_from("abc"),
+        cost=st.integers(1, 100),
+        size=st.integers(0, 90),
+        subset=st.sampled_from([None, ("0",), ("1",)]),
+        limit_s=st.none() | st.floats(1, 100),
+        gateway_s=st.none() | st.floats(1, 100),
+    )
+    def arrive(self, priority, flow, cost, size, subset, limit_s, gateway_s):
+        one = ticket(
+            str(len(self.tickets)),
+            priority=priority,
+            flow=flow,
+            cost=cost,
+            body_bytes=size,
+            subset=subset,
+            wait_s_max=limit_s,
+            answer_within_s=gateway_s,
+            first_token_within_s=limit_s,
+        )
+        self.tickets.append(one)
+        self.took(come(self.control, one, self.now))
+
+    @precondition(lambda self: any(self.endpoints.used))
+    @rule(data=st.data())
+    def end(self, data):
+        busy = [at for at, used in enumerate(self.endpoints.used) if used]
+        self.endpoints.used[data.draw(st.sampled_from(busy))] -= 1
+        self.took(self.control.pump(self.now))
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def leave(self, data):
+        self.took(self.control.cancel(data.draw(st.sampled_from(self.tickets))))
+        self.took(self.control.pump(self.now))
+
+    @rule(after_s=st.floats(0, 100))
+    def time_passes(self, after_s):
+        wake = self.control.next_wake(self.now)
+        self.now += after_s
+        verdicts = self.control.expire(self.now)
+        self.took(verdicts)
+        if any(verdict.ticket.state is State.EXPIRED for verdict in verdicts):
+            assert wake is not None
+            assert wake <= self.now
+
+    @rule(requests_max=st.integers(0, 12))
+    def configure(self, requests_max):
+        before = self.control.requests
+        settings = FlowSettings(requests_max=requests_max, bands=self.settings.bands)
+        self.control.configure(settings, self.now)
+        assert self.control.requests == before
+        self.took(self.control.pump(self.now))
+        self.control.configure(self.settings, self.now)
+
+    @rule()
+    def all_endpoints_leave_and_return(self):
+        slots, used = self.endpoints.slots, self.endpoints.used
+        self.endpoints.slots, self.endpoints.used = [], []
+        self.took(self.control.pump(self.now))
+        self.endpoints.slots, self.endpoints.used = slots, used
+        self.took(self.control.pump(self.now))
+
+    @invariant()
+    def every_ticket_waits_or_has_its_verdict(self):
+        waiting = [one for one in self.tickets if one.state is State.WAITING]
+        assert len(waiting) + len(self.ended) == len(self.tickets)
+        assert self.control.requests == len(waiting)
+        assert self.control.bytes == sum(one.body_bytes for one in waiting)
+        assert all(one.state in FINAL for one in self.ended)
+
+    @invariant()
+    def nothing_waits_that_has_room(self):
+        heads = {}
+        for one in self.tickets:
+            if one.state is State.WAITING:
+                heads.setdefault((one.request.priority, one.queue), []).append(one)
+        for (priority, _), waiting in heads.items():
+            # Requests of a band that orders by targets have no target later than the first.
+            first = min(waiting, key=self._order) if priority == -1 else waiting[0]
+            assert not self.endpoints.has_room(first.request, self.now)
+
+    @staticmethod
+    def _order(one):
+        within_s = WAIT_S if one.first_token_within_s is None else one.first_token_within_s
+        return one.enqueued_at_s + within_s, one.number
+
+    @invariant()
+    def nothing_waits_too_long(self):
+        for one in self.tickets:
+            if one.state is State.WAITING:
+                wake = self.control.next_wake(self.now)
+                assert wake is not None
+                assert wake <= max(one.enqueued_at_s, self.control._since_s) + WAIT_S
+                if one.answer_within_s is not None:
+                    assert wake <= max(self.now, one.enqueued_at_s + one.answer_within_s)
+
+
+TestAnyTraffic = AnyTraffic.TestCase
+TestAnyTraffic.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def full(*, settings=None, slots=1):
+    endpoints = Endpoints(slots)
+    control = FlowControl(settings or FlowSettings(default_band=FAIR), endpoints, 0.0)
+    for _ in range(slots):
+        control.enqueue(ticket("first"), 0.0)
+    endpoints.placed.clear()
+    return control, endpoints
+
+
+def serve(control, endpoints, now=1.0):
+    """End one request and return the names of those that are placed then."""
+    endpoints.used[0] -= 1
+    return names(control.pump(now))
+
+
+def test_an_idle_pool_places_at_once():
+    control = FlowControl(FlowSettings(), Endpoints(1), 0.0)
+    (verdict,) = control.enqueue(ticket(), 0.0)
+    assert verdict.ticket.state is State.PLACED
+    assert verdict.result == 0
+    assert control.requests == 0
+
+
+def test_a_band_serves_requests_without_a_flow_in_their_order():
+    control, endpoints = full()
+    for name in "abc":
+        assert control.enqueue(ticket(name), 0.5) == []
+    assert [serve(control, endpoints) for _ in range(3)] == [["a"], ["b"], ["c"]]
+
+
+def test_higher_bands_go_first_and_lower_ones_wait():
+    control, endpoints = full()
+    control.enqueue(ticket("low", priority=-1), 0.1)
+    control.enqueue(ticket("high", priority=1), 0.2)
+    assert serve(control, endpoints) == ["high"]
+    assert serve(control, endpoints) == ["low"]
+
+
+def test_a_request_whose_endpoints_are_full_blocks_no_other():
+    endpoints = Endpoints(1, 1)
+    control = FlowControl(FlowSettings(), endpoints, 0.0)
+    control.enqueue(ticket("first", subset=("0",)), 0.0)
+    control.enqueue(ticket("stuck", flow="a", subset=("0",), priority=1), 0.1)
+    (verdict,) = come(control, ticket("other", subset=("1",)), 0.2)
+    assert verdict.ticket.request.request_id == "other"
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75)])
+def test_flows_share_by_tokens_and_weight(weight, share):
+    """One tenant sends ten times as much as the other; both always wait."""
+    bands = {0: BandSettings(fairness=Fairness.TOKENS, weights={"small": weight})}
+    control, endpoints = full(settings=FlowSettings(bands=bands))
+    for number in range(400):
+        control.enqueue(ticket(f"big-{number}", flow="big", cost=10), 0.1)
+        control.enqueue(ticket(f"small-{number}", flow="small", cost=5), 0.1)
+    tokens = {"big": 0.0, "small": 0.0}
+    for _ in range(200):
+        (name,) = serve(control, endpoints)
+        flow = name.split("-")[0]
+        tokens[flow] += 10.0 if flow == "big" else 5.0
+    assert tokens["small"] / sum(tokens.values()) == pytest.approx(share, abs=0.02)
+
+
+def test_an_idle_flow_saves_no_credit():
+    control, endpoints = full()
+    for number in range(20):
+        control.enqueue(ticket(f"a{number}", flow="a"), 0.1)
+    for _ in range(10):
+        serve(control, endpoints)
+    for number in range(5):
+        control.enqueue(ticket(f"b{number}", flow="b"), 0.2)
+    order = [serve(control, endpoints)[0][0] for _ in range(6)]
+    assert order.count("a") == 3
+
+
+def test_a_flow_pays_for_what_it_really_used():
+    control, endpoints = full()
+    first = ticket("a0", flow="a", cost=1)
+    control.enqueue(first, 0.1)
+    for name in ("a1", "a2", "b0", "b1"):
+        control.enqueue(ticket(name, flow=name[0]), 0.1)
+    assert serve(control, endpoints) == ["a0"]
+    control.settled(first, 100.0, 1.0)
+    assert [serve(control, endpoints)[0] for _ in range(3)] == ["b0", "b1", "a1"]
+
+
+def test_a_full_queue_displaces_the_newest_of_the_lowest_band():
+    control, _ = full(settings=FlowSettings(requests_max=3))
+    for name, priority in (("low-1", -2), ("low-2", -2), ("middle", -1)):
+        control.enqueue(ticket(name, priority=priority), 0.1)
+    (displaced,) = control.enqueue(ticket("high", priority=1), 0.2)
+    assert displaced.ticket.request.request_id == "low-2"
+    assert displaced.ticket.state is State.DISPLACED
+    assert isinstance(displaced.result, Refusal)
+    assert displaced.result.status == 429
+    (refused,) = control.enqueue(ticket("lowest", priority=-3), 0.3)
+    assert refused.ticket.state is State.REFUSED
+
+
+def test_a_band_takes_exactly_its_limits():
+    bands = {0: BandSettings(requests_max=2, bytes_max=25)}
+    control, _ = full(settings=FlowSettings(bands=bands))
+    assert control.enqueue(ticket("a", body_bytes=20), 0.1) == []
+    assert names(control.enqueue(ticket("b", body_bytes=6), 0.1)) == ["b"]
+    assert control.enqueue(ticket("c", body_bytes=5), 0.1) == []
+    assert names(control.enqueue(ticket("d", body_bytes=0), 0.1)) == ["d"]
+
+
+def test_an_empty_pool_has_a_wait_of_its_own():
+    """The wait starts anew when the last endpoint leaves, and no endpoint is a 503."""
+    settings = FlowSettings(wait_s_max=60.0, empty_pool_wait_s_max=5.0)
+    control, endpoints = full(settings=settings)
+    waiting = ticket("a")
+    control.enqueue(waiting, 1.0)
+    endpoints.slots, endpoints.used = [], []
+    control.pump(30.0)
+    assert control.next_wake(30.0) == 35.0
+    assert control.expire(34.9) == []
+    (verdict,) = control.expire(35.0)
+    assert verdict.result.reason is RefusalReason.NO_ENDPOINTS
+    assert verdict.result.status == 503
+
+
+def test_a_scale_from_zero_serves_those_that_waited():
+    endpoints = Endpoints()
+    control = FlowControl(FlowSettings(), endpoints, 0.0)
+    assert control.enqueue(ticket("a"), 1.0) == []
+    endpoints.slots, endpoints.used = [1], [0]
+    assert names(control.pump(2.0)) == ["a"]
+
+
+def test_a_wait_that_could_end_is_placed_rather_than_refused():
+    control, endpoints = full(settings=FlowSettings(wait_s_max=10.0))
+    control.enqueue(ticket("a"), 0.0)
+    endpoints.used[0] = 0
+    (verdict,) = control.expire(10.0)
+    assert verdict.ticket.state is State.PLACED
+
+
+def test_a_burst_is_placed_in_portions():
+    control, endpoints = full()
+    for number in range(2 * PLACED_MAX):
+        control.enqueue(ticket(f"{number}"), 0.1)
+    endpoints.slots[0] = 1000
+    assert len(control.pump(1.0)) == PLACED_MAX
+    assert control.next_wake(1.0) == 1.0
+    assert len(control.pump(1.0)) == PLACED_MAX
+    assert control.next_wake(1.0) is None
+
+
+def test_lower_bands_wait_if_a_band_has_flows_that_were_not_looked_at():
+    endpoints = Endpoints(1, 1)
+    control = FlowControl(FlowSettings(default_band=FAIR), endpoints, 0.0)
+    control.enqueue(ticket("first", subset=("0",)), 0.0)
+    for number in range(HEADS_MAX + 1):
+        control.enqueue(ticket(f"{number}", flow=f"{number}", priority=1, subset=("0",)), 0.1)
+    assert come(control, ticket("low", subset=("1",)), 0.2) == []
+
+
+def test_a_drained_queue_refuses_everybody():
+    control, _ = full()
+    control.enqueue(ticket("a"), 0.1)
+    (verdict,) = control.drain()
+    assert verdict.result.reason is RefusalReason.SHUTTING_DOWN
+    assert control.requests == 0
+    (later,) = control.enqueue(ticket("b"), 0.2)
+    assert later.result.reason is RefusalReason.SHUTTING_DOWN
+
+
+def test_a_request_waits_no_longer_than_it_asked_for():
+    """Nor longer than the settings allow, whatever it asks for."""
+    control, _ = full(settings=FlowSettings(wait_s_max=60.0))
+    control.enqueue(ticket("short", wait_s_max=5.0), 0.0)
+    control.enqueue(ticket("long", wait_s_max=500.0), 0.0)
+    assert control.next_wake(0.0) == 5.0
+    assert names(control.expire(5.0)) == ["short"]
+    (verdict,) = control.expire(60.0)
+    assert verdict.result.reason is RefusalReason.WAIT_EXPIRED
+    assert "waited 60.0 s: all slots are used" in verdict.result.message
+
+
+def test_a_gateway_that_gives_up_gets_its_answer_before():
+    control, endpoints = full(settings=FlowSettings(wait_s_max=60.0))
+    control.enqueue(ticket("a", answer_within_s=0.2), 0.0)
+    endpoints.slots, endpoints.used = [], []
+    control.pump(0.1)
+    assert names(control.expire(0.2)) == ["a"]
+
+
+def test_the_earliest_due_first_token_is_placed_first():
+    bands = {0: BandSettings(ordering=Ordering.FIRST_OUTPUT)}
+    control, endpoints = full(settings=FlowSettings(bands=bands))
+    control.enqueue(ticket("any"), 0.1)
+    control.enqueue(ticket("soon", first_token_within_s=1.0), 0.2)
+    control.enqueue(ticket("sooner", first_token_within_s=0.5), 0.3)
+    assert [serve(control, endpoints)[0] for _ in range(3)] == ["sooner", "soon", "any"]
+
+
+def test_charges_by_request_ignore_tokens():
+    bands = {0: BandSettings(fairness=Fairness.REQUESTS)}
+    control, endpoints = full(settings=FlowSettings(bands=bands))
+    for number in range(3):
+        control.enqueue(ticket(f"a{number}", flow="a", cost=1000), 0.1)
+        control.enqueue(ticket(f"b{number}", flow="b", cost=1), 0.1)
+    order = "".join(serve(control, endpoints)[0][0] for _ in range(6))
+    assert order == "ababab"
+
+
+def test_decaying_charges_outlive_an_idle_time():
+    """A flow that was served much lately comes after one that was not, until its charge decayed."""
+    bands = {0: BandSettings(fairness=Fairness.DECAYING_TOKENS, half_life_s=60.0)}
+    control, endpoints = full(settings=FlowSettings(bands=bands, wait_s_max=0.0))
+    control.enqueue(ticket("a0", flow="a", cost=1000), 0.0)
+    assert serve(control, endpoints, 1.0) == ["a0"]
+    control.enqueue(ticket("a1", flow="a", cost=10), 2.0)
+    control.enqueue(ticket("b1", flow="b", cost=10), 2.1)
+    assert serve(control, endpoints, 3.0) == ["b1"]
+    assert serve(control, endpoints, 3.0) == ["a1"]
+    control.enqueue(ticket("b2", flow="b", cost=10), 2000.0)
+    control.enqueue(ticket("a2", flow="a", cost=10), 2000.1)
+    # After so long, the later charges alone count: b was charged as much as a, and both decayed.
+    assert sorted(serve(control, endpoints, 2000.2) + serve(control, endpoints, 2000.3)) == [
+        "a2",
+        "b2",
+    ]
+
+
+def test_all_are_placed_if_flow_control_is_switched_off():
+    control, endpoints = full()
+    for name in "ab":
+        control.enqueue(ticket(name), 0.1)
+    endpoints.slots[0] = 10
+    assert names(control.release(1.0)) == ["a", "b"]
+    assert control.requests == control.bytes == 0
+
+
+def test_reloaded_settings_keep_the_waits():
+    """Requests move to the new bands; a lowered limit refuses newcomers only."""
+    control, endpoints = full()
+    for number in range(4):
+        control.enqueue(ticket(f"{number}", priority=number % 2), float(number))
+    lower = FlowSettings(requests_max=2, wait_s_max=10.0)
+    control.configure(lower, 5.0)
+    assert control.requests == 4
+    (refused,) = control.enqueue(ticket("new", priority=0), 5.0)
+    assert refused.ticket.state is State.REFUSED
+    assert control.next_wake(5.0) == 10.0
+    assert serve(control, endpoints, 6.0) == ["1"]
+
+
+def test_invented_flows_share_queues():
+    band = Band(FAIR)
+    for number in range(FLOWS_MAX + 1_000):
+        band.add(Ticket(request=request(), flow=f"{number}", number=number + 1), 60.0, 0.0)
+    assert band.flows <= FLOWS_MAX + SHARED_FLOWS
+
+
+def test_a_ticket_enters_once():
+    control, _ = full()
+    one = ticket()
+    control.enqueue(one, 0.1)
+    with pytest.raises(ValueError, match="the ticket is waiting, expected new"):
+        control.enqueue(one, 0.2)

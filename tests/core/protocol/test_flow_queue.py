@@ -1,0 +1,259 @@
+"""The queue of a picker: requests wait for room, and sessions are resumed with the decision."""
+
+import pytest
+from msgspec import structs
+
+from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.decision import Decision
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
+from epp.core.decision.scheduler import Scheduler
+from epp.core.flow.bands import State
+from epp.core.flow.detectors import ConcurrencyDetector
+from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.protocol.flow_queue import FlowQueue, Place
+from epp.core.types import EndpointMetrics, Refusal, RefusalReason
+from tests.builders import endpoint, request
+
+DEFAULTS = build_settings(default_config(plugin_tables()))
+
+
+def scheduler_settings(**fields):
+    return structs.replace(DEFAULTS, **fields)
+
+
+class Waker:
+    """Remembers what it was asked for."""
+
+    def __init__(self):
+        self.asked = 0
+        self.at_s = None
+
+    def soon(self):
+        self.asked += 1
+
+    def at(self, time_s):
+        self.at_s = time_s
+
+
+class Picker:
+    """A picker with `pods` endpoints that have room for `each` requests."""
+
+    def __init__(self, pods=1, each=1, **flow):
+        self.flow = FlowSettings(
+            detector=ConcurrencyDetector(max_concurrency=each),
+            default_band=BandSettings(fairness=Fairness.TOKENS),
+            **flow,
+        )
+        self.scheduler = Scheduler(scheduler_settings(flow=self.flow), seed=1)
+        self.scheduler.take(PoolReplaced([endpoint(at) for at in range(pods)]), 0.0)
+        for slot in range(pods):
+            self.scheduler.take(PageScraped(slot, EndpointMetrics()), 0.0)
+        self.waker = Waker()
+        self.queue = FlowQueue(self.scheduler, self.waker, 0.0)
+        self.results = {}
+
+    def enter(self, name, now=0.0, tenant="", **fields):
+        headers = {"x-llm-d-inference-fairness-id": tenant} if tenant else {}
+        headers |= fields.pop("headers", {})
+        one = request(request_id=name, headers=headers, **fields)
+        entered = self.queue.enter(
+            one, lambda result: self.results.__setitem__(name, result), now, body_bytes=10
+        )
+        if not isinstance(entered, Place):
+            self.results[name] = entered
+        return entered
+
+    def end(self, name, now):
+        outcome = Outcome(ending=Ending.COMPLETE, status=200)
+        self.scheduler.take(RequestEnded(self.results[name].lease, outcome), now)
+        self.queue.pump(now)
+
+
+def test_a_request_that_has_room_is_placed_at_once():
+    picker = Picker()
+    entered = picker.enter("a")
+    assert isinstance(entered, Decision)
+    assert entered.account.queued is None
+    assert picker.waker.asked == 0
+    assert picker.scheduler.changed is None
+
+
+def test_a_request_waits_until_another_ends():
+    picker = Picker()
+    picker.enter("a")
+    assert isinstance(picker.enter("b", 1.0), Place)
+    picker.queue.pump(1.0)
+    assert "b" not in picker.results
+    picker.end("a", 5.0)
+    decision = picker.results["b"]
+    assert isinstance(decision, Decision)
+    queued = decision.account.queued
+    assert (queued.waited_s, queued.ahead, queued.flow) == (4.0, 0, "")
+    assert queued.why.startswith("1 of 1 endpoints are full")
+    assert queued.charged_tokens > 0
+    assert picker.scheduler.changed is None, "nothing waits any more"
+
+
+def test_each_input_asks_for_a_call_while_a_request_waits():
+    picker = Picker()
+    picker.enter("a")
+    picker.enter("b")
+    before = picker.waker.asked
+    picker.scheduler.take(PageScraped(0, EndpointMetrics()), 0.5)
+    assert picker.waker.asked == before + 1
+
+
+def test_a_decision_prefers_endpoints_with_room():
+    picker = Picker(pods=2, each=1)
+    places = {picker.enter(name).endpoint.name for name in "ab"}
+    assert len(places) == 2
+    assert isinstance(picker.enter("c"), Place)
+
+
+def test_the_end_of_the_longest_wait_is_told_and_refuses():
+    picker = Picker(wait_s_max=10.0)
+    picker.enter("a")
+    picker.enter("b", 2.0)
+    picker.queue.pump(2.0)
+    assert picker.waker.at_s == 12.0
+    picker.queue.pump(12.0)
+    refusal = picker.results["b"]
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefusalReason.WAIT_EXPIRED, 429)
+    assert refusal.message.startswith("waited 10.0 s: 1 of 1 endpoints are full")
+
+
+def test_a_client_may_ask_for_a_shorter_wait():
+    picker = Picker(wait_s_max=10.0)
+    picker.enter("a")
+    picker.enter("b", headers={"x-llm-d-inference-ttl": "1500ms"})
+    picker.enter("c", headers={"x-llm-d-inference-ttl": "nonsense"})
+    picker.queue.pump(1.5)
+    assert picker.results["b"].reason is RefusalReason.WAIT_EXPIRED
+    assert "c" not in picker.results
+
+
+def test_a_client_that_leaves_is_never_placed():
+    picker = Picker()
+    picker.enter("a")
+    place = picker.enter("b")
+    place.cancel()
+    place.cancel()
+    picker.end("a", 1.0)
+    assert "b" not in picker.results
+    assert picker.queue.totals.outcomes[State.CANCELLED, 0] == 1
+
+
+def test_a_displaced_request_is_answered_after_the_event():
+    picker = Picker(requests_max=1)
+    picker.enter("a")
+    picker.enter("low", priority=-1)
+    assert isinstance(picker.enter("high", priority=1), Place)
+    assert "low" not in picker.results, "not inside the call of another request"
+    picker.queue.pump(0.0)
+    assert picker.results["low"].status == 429
+    picker.end("a", 1.0)
+    assert isinstance(picker.results["high"], Decision)
+
+
+def test_a_displaced_request_whose_client_left_is_not_answered():
+    picker = Picker(requests_max=1)
+    picker.enter("a")
+    low = picker.enter("low", priority=-1)
+    picker.enter("high", priority=1)
+    low.cancel()
+    picker.queue.pump(0.0)
+    assert "low" not in picker.results
+
+
+def test_tenants_take_turns():
+    picker = Picker()
+    picker.enter("first")
+    for number in range(4):
+        picker.enter(f"big{number}", tenant="big", prompt_tokens=1_000)
+    picker.enter("small", tenant="small", prompt_tokens=10)
+    picker.end("first", 1.0)
+    picker.end("big0", 2.0)
+    assert isinstance(picker.results["small"], Decision)
+    assert "big1" not in picker.results
+
+
+def test_an_empty_pool_lets_requests_wait():
+    picker = Picker(empty_pool_wait_s_max=5.0)
+    picker.scheduler.take(PoolReplaced([]), 0.0)
+    assert isinstance(picker.enter("a"), Place)
+    picker.queue.pump(0.0)
+    assert picker.waker.at_s == 5.0
+    picker.scheduler.take(PoolReplaced([endpoint(7)]), 1.0)
+    picker.scheduler.take(PageScraped(0, EndpointMetrics()), 1.0)
+    picker.queue.pump(1.0)
+    assert picker.results["a"].endpoint == endpoint(7)
+
+
+def test_a_request_for_no_endpoint_of_the_pool_is_refused_at_once():
+    picker = Picker()
+    refused = picker.enter("a", subset=("192.0.2.99:1",))
+    assert refused.reason is RefusalReason.NO_ENDPOINTS
+
+
+def test_a_full_subset_blocks_no_other():
+    picker = Picker(pods=2)
+    one, other = (endpoint(at).address for at in range(2))
+    picker.enter("a", subset=(one,))
+    assert isinstance(picker.enter("b", subset=(one,)), Place)
+    picker.enter("c", subset=(other,))
+    picker.queue.pump(0.0)
+    assert isinstance(picker.results["c"], Decision)
+
+
+def test_new_settings_keep_those_that_wait():
+    picker = Picker()
+    picker.enter("a")
+    picker.enter("b", 1.0)
+    bigger = FlowSettings(detector=ConcurrencyDetector(max_concurrency=2))
+    picker.scheduler.take(Reconfigured(scheduler_settings(flow=bigger)), 2.0)
+    picker.queue.configure(2.0)
+    picker.queue.pump(2.0)
+    assert picker.results["b"].account.queued.waited_s == 1.0
+
+
+def test_a_queue_that_is_switched_off_places_all():
+    picker = Picker()
+    picker.enter("a")
+    picker.enter("b")
+    picker.scheduler.take(Reconfigured(scheduler_settings()), 1.0)
+    picker.queue.configure(1.0)
+    assert isinstance(picker.results["b"], Decision)
+    assert not picker.queue.active
+
+
+def test_a_drain_refuses_those_that_wait_and_those_that_would():
+    picker = Picker()
+    picker.enter("a")
+    picker.enter("b")
+    picker.queue.drain(1.0)
+    assert picker.results["b"].reason is RefusalReason.SHUTTING_DOWN
+    assert picker.enter("c", 2.0).reason is RefusalReason.SHUTTING_DOWN
+    picker.end("a", 3.0)
+    assert isinstance(picker.enter("d", 3.0), Decision)
+
+
+def test_a_request_of_negative_priority_waits_as_well():
+    """Without the queue, the saturated pool would refuse it."""
+    picker = Picker()
+    picker.enter("a")
+    assert isinstance(picker.enter("b", priority=-1), Place)
+
+
+@pytest.mark.parametrize(("tokens", "charged"), [(None, 0.0), (1_000, 2.0 * 744)])
+def test_the_charge_is_corrected_by_the_usage(tokens, charged):
+    """256 answer tokens were expected."""
+    picker = Picker()
+    picker.enter("a")
+    place = picker.enter("b", prompt_tokens=100)
+    picker.end("a", 1.0)
+    before = place.ticket.charged_tokens
+    outcome = Outcome(ending=Ending.COMPLETE, status=200, output_tokens=tokens)
+    picker.queue.settled(place, outcome, 2.0)
+    assert place.ticket.charged_tokens == before + charged

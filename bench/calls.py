@@ -25,6 +25,8 @@ from bench.decision import (
     stages_config,
     telemetry_observer,
 )
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import DEFAULT_CONFIG, PickerConfig, load_config
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind
 
@@ -49,19 +51,20 @@ class Calls(Struct, frozen=True):
     """Source files of the Python functions that the chats called."""
 
 
-def calls_of_chat(size: str, *, telemetry: bool) -> Calls:
+def calls_of_chat(size: str, *, telemetry: bool, queue: bool = False, idle: bool = False) -> Calls:
     """Return the mean number of function calls of a chat of one of `SIZES`.
 
     With `telemetry`, metrics, the sampled log line and the record of recent decisions are included.
+    With `queue`, flow control is on, and every request has room. With `idle`, so has every endpoint.
     """
     # Played once before, the same chats find the caches of the codec alike in every process.
-    _played(size, telemetry=telemetry)
-    return _played(size, telemetry=telemetry)
+    _played(size, telemetry=telemetry, queue=queue, idle=idle)
+    return _played(size, telemetry=telemetry, queue=queue, idle=idle)
 
 
-def _played(size: str, *, telemetry: bool) -> Calls:
+def _played(size: str, *, telemetry: bool, queue: bool, idle: bool) -> Calls:
     size_bytes, messages, batch = SIZES[size]
-    pool = Pool(ENDPOINTS)
+    pool = Pool(ENDPOINTS, _with_queue() if queue else None, idle=idle)
     observer = telemetry_observer(pool) if telemetry else Silent()
     decisions = Decisions(pool, Chats(size_bytes, messages), observer, batch)
     counted: Counter[str] = Counter()
@@ -83,6 +86,12 @@ def _played(size: str, *, telemetry: bool) -> Calls:
     chats = BATCHES * batch
     # The call of `sys.setprofile` that ends the count is counted itself.
     return Calls(counted["call"] / chats, counted["c_call"] / chats - 1, frozenset(files))
+
+
+def _with_queue() -> PickerConfig:
+    """Return the default configuration with the queue on."""
+    text = DEFAULT_CONFIG.replace("plugins:", "featureGates: [flowControl]\nplugins:", 1)
+    return load_config(text, "queue on", plugin_tables())
 
 
 def calls_of_decision(*stages: str, endpoints: int = 1_000) -> int:

@@ -31,8 +31,10 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.blocks import KnownSegments, hash_blocks
 from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.flow_queue import FlowQueue
 from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
+from epp.core.protocol.waiting import Resolution
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
 from epp.plugins.filters import ROLE_LABEL
 from epp.plugins.strategies import STRATEGIES
@@ -54,12 +56,33 @@ BATCH = 100
 """Number of decisions in a batch, of which the sampled log shows one."""
 
 
+class _NoWaker:
+    """A waker of a queue in which no request waits."""
+
+    def soon(self) -> None:
+        raise AssertionError("every request has room")
+
+    def at(self, time_s: float | None) -> None:
+        """Do nothing, because no request waits."""
+
+
+def _not_resumed(_: Resolution) -> None:
+    raise AssertionError("no request waits")
+
+
 class Pool:
     """A scheduler and its endpoints, which have different loads."""
 
     def __init__(
-        self, endpoints: int, config: PickerConfig | None = None, now: float = 1_000.0
+        self,
+        endpoints: int,
+        config: PickerConfig | None = None,
+        now: float = 1_000.0,
+        *,
+        idle: bool = False,
     ) -> None:
+        """Create the pool. With `idle`, the engines' pages report no requests."""
+        self._idle = idle
         config = config or default_config(plugin_tables())
         self.scheduler = Scheduler(build_settings(config), seed=1)
         self.now = now
@@ -78,6 +101,8 @@ class Pool:
             ),
             self.now,
         )
+        queue = FlowQueue(self.scheduler, _NoWaker(), self.now)
+        self.queue = queue if queue.active else None
         self.scrape()
 
     def scrape(self) -> None:
@@ -87,9 +112,9 @@ class Pool:
         self.now += 0.2
         for slot, _ in self.scheduler.pool.endpoints():
             metrics = EndpointMetrics(
-                waiting_requests=float(self._random.randint(0, 9)),
-                running_requests=float(self._random.randint(0, 64)),
-                kv_cache_usage=self._random.random(),
+                waiting_requests=0.0 if self._idle else float(self._random.randint(0, 9)),
+                running_requests=0.0 if self._idle else float(self._random.randint(0, 64)),
+                kv_cache_usage=0.0 if self._idle else self._random.random(),
                 block_size_tokens=16,
                 blocks_total=POD_BLOCKS,
             )
@@ -184,8 +209,14 @@ class Decisions:
     def new_session(self) -> Session:
         """Return a new ext_proc session, which `close` will close."""
         session = Session(
-            self._pool.scheduler, self._settings, self._gateway, self._observer, lambda: "id"
+            self._pool.scheduler,
+            self._settings,
+            self._gateway,
+            self._observer,
+            lambda: "id",
+            queue=self._pool.queue,
         )
+        session.resume = _not_resumed
         self._open.append(session)
         return session
 

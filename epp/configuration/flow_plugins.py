@@ -54,6 +54,7 @@ class ProgramAwareFairness(Parameters, frozen=True):
     fairness: ClassVar[Fairness] = Fairness.DECAYING_TOKENS
 
     strategy: ServiceStrategy = ServiceStrategy.LAS
+    """Order of the flows; there is only one."""
     eviction_ttl_seconds: Annotated[float, Meta(gt=0)] = 3_600.0
     """No effect: flows are forgotten when too many are known."""
     eviction_sweep_seconds: Annotated[float, Meta(gt=0)] = 300.0

@@ -129,7 +129,6 @@ class Queue(Parameters, frozen=True):
     abilities: ClassVar[contract.Abilities] = contract.Abilities(
         reads=("inflight_prefill_tokens",),
         holds_requests=True,
-        differs="requests wait only in the simulator; `epp serve` places them as they arrive",
     )
 
     queue_threshold: Annotated[float, Meta(ge=0)] = 16.0

@@ -21,6 +21,7 @@ from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
 from epp.shell.gateway.calls import Cut
 from epp.shell.gateway.ext_proc import STREAMS_MAX, ExtProc
 from epp.shell.gateway.health import Health
+from epp.shell.gateway.queue_waker import open_queue
 from epp.shell.gateway.tls import ServerCertificate
 from tests.envoy.upstream import REQUEST_BYTES_MAX, Pod
 from tests.transports import carried, transport_of
@@ -127,10 +128,16 @@ class Picker:
         scheduling: SchedulerSettings,
     ) -> None:
         self.scheduler = Scheduler(scheduling, seed=1)
+        self.queue = open_queue(self.scheduler) if scheduling.flow is not None else None
         self.witness = Witness()
         self.server = ExtProc(
             lambda gateway: Session(
-                self.scheduler, settings, gateway, self.witness, lambda: "generated"
+                self.scheduler,
+                settings,
+                gateway,
+                self.witness,
+                lambda: "generated",
+                queue=self.queue,
             ),
             self.witness,
             streams_max=streams_max,
@@ -156,6 +163,11 @@ class Picker:
     @property
     def open_leases(self) -> int:
         return self.scheduler.ledger.open_leases
+
+    def decisions_waited(self) -> int:
+        """Return the number of decisions about requests that waited in the queue."""
+        records = (one.decision.account for one in self.witness.decisions if one.decision)
+        return sum(record.queued is not None for record in records)
 
     def serve(self, pods: Sequence[Pod]) -> None:
         """Replace the pool by `pods`; all are ready and none is scraped."""

@@ -67,7 +67,7 @@ class Filter(Plugin, Protocol):
 
 
 class HoldsRequests(Protocol):
-    """A filter that can make requests wait before placement, if the picker has a waiting line."""
+    """A filter that can make requests wait in the picker's queue before placement."""
 
     def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
         """Return whether `request` must wait now. Never called with n = 0.

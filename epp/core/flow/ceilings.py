@@ -33,6 +33,7 @@ class StaticCeiling(Parameters, frozen=True):
     type_name: ClassVar[str] = "static-usage-limit-policy"
 
     threshold: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Ceiling of every priority, as a share of an endpoint's room."""
 
     def ceilings(self, saturation: float, priorities: Sequence[int]) -> Mapping[int, float]:
         return dict.fromkeys(priorities, self.threshold)
@@ -64,7 +65,9 @@ class PriorityHoldback(Parameters, frozen=True):
     min_ceiling: Annotated[float, Meta(ge=0, lt=1)]
     max_ceiling: Annotated[float, Meta(gt=0, le=1)] = 1.0
     shape: HoldbackShape = HoldbackShape.LINEAR
+    """Course of the ceilings between the highest and the lowest priority."""
     domain: HoldbackDomain = HoldbackDomain.RANK
+    """Whether the rank or the value of a priority determines its ceiling."""
 
     def __post_init__(self) -> None:
         if self.min_ceiling > self.max_ceiling:

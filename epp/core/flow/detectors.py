@@ -85,6 +85,7 @@ class ConcurrencyDetector(Parameters, frozen=True):
     )
 
     concurrency_mode: ConcurrencyMode = ConcurrencyMode.REQUESTS
+    """Whether requests, tokens or both count."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 100
     max_token_concurrency: Annotated[int, Meta(ge=1)] = 1_000_000
     headroom: Annotated[float, Meta(ge=0)] = 0.0

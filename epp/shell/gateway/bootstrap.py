@@ -138,9 +138,9 @@ _RESPONSE_MAX: Final = timedelta(days=1)
 """Maximum duration of a response that Envoy forwards. Envoy's default of 15 s would end long
 generations.
 """
-_STREAM_IDLE_MAX: Final = timedelta(hours=1)
 _MESSAGE_TIMEOUT_MAX: Final = timedelta(hours=1)
 """Longest timeout that the picker may ask for while a request waits: the most that Envoy accepts."""
+_STREAM_IDLE_MAX: Final = timedelta(hours=1)
 """Maximum time without a byte in either direction of a stream through Envoy. A response that is not
 streamed may take this long; Envoy's default of 5 minutes would end it.
 """

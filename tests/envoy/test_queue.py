@@ -1,6 +1,7 @@
 """Requests that wait in the picker's queue behind a real Envoy."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -33,7 +34,7 @@ async def full(wire, **options):
     """A pod with room for one request, which it holds."""
     wired = await wire(scheduling=ONE, **options)
     held = asyncio.create_task(status_of(wired.client, **{"x-test-hold": "1"}))
-    await until(lambda: wired.pod.serving == 1)
+    await until(lambda: wired.pod.serving == 1, "the pod serves")
     return wired, held
 
 
@@ -44,10 +45,10 @@ def waiting(wired):
 @pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED])
 async def test_a_request_outlasts_the_message_timeout(mode, wire):
     """Full duplex has none. In BUFFERED the picker asks for a longer one."""
-    wired, held = await full(wire, request_body_mode=mode, message_timeout_s=0.2)
+    wired, held = await full(wire, request_body_mode=mode, message_timeout_s=1.0)
     later = asyncio.create_task(status_of(wired.client))
-    await until(lambda: waiting(wired) == 1)
-    done, _ = await asyncio.wait({later}, timeout=0.6)
+    await until(lambda: waiting(wired) == 1, "a request waits")
+    done, _ = await asyncio.wait({later}, timeout=3.0)
     assert not done, "it still waits after three times the timeout"
     wired.pod.resume.set()
     assert (await held, await later) == (200, 200)
@@ -57,7 +58,7 @@ async def test_a_request_outlasts_the_message_timeout(mode, wire):
 async def test_a_get_request_waits_as_well(wire):
     wired, held = await full(wire)
     later = asyncio.create_task(status_of(wired.client, method="GET", path="/v1/models"))
-    await until(lambda: waiting(wired) == 1)
+    await until(lambda: waiting(wired) == 1, "a request waits")
     wired.pod.resume.set()
     assert (await held, await later) == (200, 200)
 
@@ -65,9 +66,9 @@ async def test_a_get_request_waits_as_well(wire):
 async def test_a_client_that_leaves_gives_up_its_place_at_once(wire):
     wired, held = await full(wire)
     later = asyncio.create_task(status_of(wired.client))
-    await until(lambda: waiting(wired) == 1)
+    await until(lambda: waiting(wired) == 1, "a request waits")
     later.cancel()
-    await until(lambda: waiting(wired) == 0)
+    await until(lambda: waiting(wired) == 0, "nothing waits")
     wired.pod.resume.set()
     assert await held == 200
     assert len(wired.pod.received) == 1
@@ -78,7 +79,7 @@ async def test_a_wait_that_ends_is_a_429(wire):
     scheduling = SchedulerSettings(stages=Stages(decode=IN_TURN), flow=short)
     wired = await wire(scheduling=scheduling)
     held = asyncio.create_task(status_of(wired.client, **{"x-test-hold": "1"}))
-    await until(lambda: wired.pod.serving == 1)
+    await until(lambda: wired.pod.serving == 1, "the pod serves")
     assert await status_of(wired.client) == 429
     wired.pod.resume.set()
     assert await held == 200
@@ -87,8 +88,8 @@ async def test_a_wait_that_ends_is_a_429(wire):
 async def test_a_drain_answers_those_that_wait(wire):
     wired, held = await full(wire)
     later = asyncio.create_task(status_of(wired.client))
-    await until(lambda: waiting(wired) == 1)
-    wired.picker.queue.drain(asyncio.get_running_loop().time())
+    await until(lambda: waiting(wired) == 1, "a request waits")
+    wired.picker.queue.drain(time.monotonic())
     assert await later == 503
     wired.pod.resume.set()
     assert await held == 200

@@ -314,7 +314,7 @@ class Scheduler:
         offered = Available(ready, ready, ready)
         if self.outliers.ejection.masked or self.full.by_slot:
             offered = available(ready, columns, self.outliers.ejection, self.full, now)
-        if self.gate is not None and not self.gate.certainly_open(request):
+        if self.gate is not None and not self.gate.none_full(request):
             offered = self._below_ceiling(self.gate, offered, request, now)
         affinities = self.indexes.match(request, len(columns.endpoints), now)
         request = self._at_this_moment(request, affinities)

@@ -4,23 +4,27 @@ The gate is open for a request if any endpoint that may serve it is loaded to le
 of its priority. A mean over the pool would hide a full endpoint behind idle ones, and an idle one
 behind full ones. A decision then prefers endpoints below the ceiling.
 
-Most requests need no look at the endpoints: `certainly_open` compares two numbers. These say how
-many requests and tokens may be placed, wherever they go, before any endpoint can be full.
+Most requests need no look at the endpoints. The gate knows how many requests and tokens may be
+placed, wherever they go, before all endpoints can be full (`certainly_open`), and before any can be
+(`none_full`).
 """
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import numpy as np
 
 from epp.core.flow.ceilings import CeilingPolicy, StaticCeiling
 from epp.core.flow.detectors import Detector, RoomDetector
-from epp.core.flow.rooms import Rooms
+from epp.core.flow.rooms import Rooms, Spare
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import Lease
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Seconds, Stage
+
+NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Gate:
@@ -31,16 +35,18 @@ class Gate:
         self.saturation = 0.0
         """Mean load of the endpoints at the last look; above 1 if they are overloaded."""
         self._priorities: frozenset[int] = frozenset()
-        self._version = -1
-        """Version of `rooms` for which the following two numbers are valid."""
-        self._spare_requests = 0.0
-        self._spare_tokens = 0.0
+        self._spare = NO_SPARE
+        self._endpoints = 0.0
+        """Number of open endpoints at the last look, minus what may have been filled since."""
+        self._requests = 0.0
+        self._tokens = 0.0
+        """Requests and tokens for which every endpoint has slots and KV cache."""
         self.configure(settings)
 
     def configure(self, settings: FlowSettings) -> None:
         """Apply `settings`; what was learned of endpoints stays."""
         self.settings = settings
-        self._version = -1
+        self._endpoints = self._requests = self._tokens = 0.0
         self._detector: Detector = settings.detector
         self._policy: CeilingPolicy = settings.policy
         self._learns = isinstance(settings.detector, RoomDetector)
@@ -53,12 +59,14 @@ class Gate:
         self._bands = self._priorities | self.settings.bands.keys() | {0}
 
     def certainly_open(self, request: InferenceRequest) -> bool:
-        """Return whether no endpoint can be full, so that no look is needed. False means unknown."""
-        return (
-            self._version == self.rooms.version
-            and self._spare_requests >= 1.0
-            and self._spare_tokens >= request.prompt_tokens
-        )
+        """Return whether some endpoint has room for `request`; False means unknown."""
+        spare = self._spare
+        share = spare.per_request + spare.per_token * request.prompt_tokens
+        return self._endpoints > share and request.subset is None
+
+    def none_full(self, request: InferenceRequest) -> bool:
+        """Return whether every endpoint has slots and KV cache for `request`; False means unknown."""
+        return self._requests >= 1.0 and self._tokens >= request.prompt_tokens
 
     def has_room(
         self, stages: Iterable[tuple[Stage | None, Candidates]], request: InferenceRequest
@@ -73,11 +81,11 @@ class Gate:
                 continue
             if self._learns and self._plain:
                 spare = self.rooms.spare(candidates)
-                if spare[0] >= 1.0 and spare[1] >= request.prompt_tokens:
-                    if stage is None and request.subset is None:
-                        self._version = self.rooms.version
-                        self._spare_requests, self._spare_tokens = spare
-                    continue
+                if stage is None and request.subset is None:
+                    self._look(spare)
+                if not spare.endpoints:
+                    return False
+                continue
             load = self.load(stage, candidates)
             if not (load < self.ceiling(request, load)).any():
                 return False
@@ -117,17 +125,30 @@ class Gate:
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """Learn from a good page of the endpoint in `slot`."""
-        self.rooms.scraped(slot, metrics, now)
+        requests, tokens = self.rooms.scraped(slot, metrics, now)
+        if requests < self._requests or tokens < self._tokens:
+            # It has less room than was known, so that it may be full.
+            self._requests = self._tokens = 0.0
+            self._endpoints -= 1.0
 
     def sent(self, lease: Lease) -> None:
         """Count the request of `lease`, which was placed."""
-        self.rooms.sent(lease)
-        self._spare_requests -= 1.0
-        self._spare_tokens -= lease.uncached_tokens + self.rooms.answer_tokens
+        rooms, spare = self.rooms, self._spare
+        rooms.sent(lease)
+        tokens = lease.uncached_tokens + rooms.answer_tokens
+        self._endpoints -= spare.per_request + spare.per_token * tokens
+        self._requests -= 1.0
+        self._tokens -= tokens
 
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
         self.rooms.forget(slot)
+        self._endpoints -= 1.0
+
+    def _look(self, spare: Spare) -> None:
+        self._spare = spare
+        self._endpoints = spare.endpoints
+        self._requests, self._tokens = spare.requests, spare.tokens
 
     def why_full(self, candidates: Candidates, name_of: Callable[[int], str]) -> str:
         """Return a phrase about the load of `candidates`; `name_of` returns the name of an endpoint

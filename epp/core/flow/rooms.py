@@ -2,8 +2,8 @@
 
 Room has three dimensions, because it ends at three times:
 
-- Slots, until the end of a request. An engine that queues requests shows on its page how many it
-  runs at once. Before it ever queued, the default of vLLM is assumed.
+- Slots, until the end of a request. An engine whose slots are used queues requests and runs the same
+  number on two pages in a row. Before that, the default of vLLM is assumed.
 - Tokens of the KV cache, until the end. The page has the size and the used share. What was sent
   since the page, and the growth of the answers that are being written, is added.
 - Prefill tokens, until the first output. An endpoint may have as many pending as it computes
@@ -39,13 +39,15 @@ INTERVAL_S_MAX: Final = 2.0
 """Bounds of the time between two pages for which an endpoint may have prefill tokens pending."""
 
 _ROWS: Final = (
-    "slots",
-    "queue",
-    "others",
-    "sent_tokens",
-    "sent_requests",
-    "page_at_s",
-    "interval_s",
+    *("slots", "queue", "others", "sent_tokens", "sent_requests", "page_at_s", "interval_s"),
+    *("queued_running", "others_before"),
+)
+"""Names of what is stored of each endpoint. `queued_running` is the number of running requests on
+the last page if it showed a queue, else NaN. `others_before` are the requests of other clients by
+the last page alone.
+"""
+_SLOTS, _QUEUE, _OTHERS, _SENT_TOKENS, _SENT, _PAGE_AT, _INTERVAL, _RUNNING, _BEFORE = range(
+    len(_ROWS)
 )
 
 
@@ -83,6 +85,23 @@ class RoomOf(Struct, frozen=True, kw_only=True):
         return f"{name} is full: {pending} are pending, {used}"
 
 
+class Spare(Struct, frozen=True):
+    """A lower bound of what may be placed at endpoints, wherever it goes.
+
+    To fill an endpoint takes requests whose shares `per_request` + `per_token` * tokens add up to 1
+    at least. Some endpoint is open while the shares of all requests add up to less than `endpoints`.
+    """
+
+    endpoints: float
+    """Number of endpoints with room."""
+    per_request: float
+    per_token: float
+    requests: float
+    """Number of requests that every endpoint has slots for."""
+    tokens: float
+    """Number of tokens that the KV cache of every endpoint has room for; inf if unknown."""
+
+
 class Rooms:
     """What was learned of each endpoint's room, by slot of the pool."""
 
@@ -91,35 +110,41 @@ class Rooms:
         self._rows: Floats = np.empty((len(_ROWS), 0))
         self.answer_tokens = float(OUTPUT_TOKENS_ESTIMATE)
         """Expected number of tokens of an answer."""
-        self.version = 0
-        """Number of pages, forgotten endpoints and corrections; a cached result of an older version
-        is invalid.
-        """
         self._grow()
 
     def __repr__(self) -> str:
-        return f"<Rooms [{self._rows.shape[1]} slots, {self.version} pages]>"
+        return f"<Rooms [{self._rows.shape[1]} slots]>"
 
-    def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Learn from a good page of the endpoint in `slot`."""
-        self.version += 1
+    def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> tuple[float, float]:
+        """Learn from a good page of the endpoint in `slot`. Return the requests and the tokens of the
+        KV cache for which it has room.
+        """
         if slot >= self._rows.shape[1]:
             self._grow()
         rows = self._rows
-        slots, _, _, _, sent, page_at_s, _ = rows[:, slot].tolist()
+        known = rows[:, slot].tolist()
         running, waiting = metrics.running_requests, metrics.waiting_requests
         if not math.isnan(running + waiting):
-            slots = _learned(slots, running, waiting)
-            own = self._columns.inflight_requests.item(slot)
-            rows[2, slot] = max(0.0, running + waiting - own)
-        interval_s = now - page_at_s
+            rows[_SLOTS, slot] = _learned(known[_SLOTS], known[_RUNNING], running, waiting)
+            rows[_RUNNING, slot] = running if waiting > 0.0 else math.nan
+            # The page is older than the own counts. A request that has ended since looks like that
+            # of another client, but only on one page.
+            others = max(0.0, running + waiting - self._columns.inflight_requests.item(slot))
+            rows[_OTHERS, slot] = min(others, known[_BEFORE])
+            rows[_BEFORE, slot] = others
         # As many as were sent between two pages may wait: the engine took them in that time.
-        queue = max(QUEUE_MIN, sent) if interval_s <= INTERVAL_S_MAX else QUEUE_MIN
-        rows[0, slot] = slots
-        rows[1, slot] = queue
-        rows[3, slot] = rows[4, slot] = 0.0
-        rows[5, slot] = now
-        rows[6, slot] = min(max(interval_s, INTERVAL_S_MIN), INTERVAL_S_MAX)
+        rows[_QUEUE, slot] = max(QUEUE_MIN, known[_SENT])
+        rows[_SENT_TOKENS, slot] = rows[_SENT, slot] = 0.0
+        rows[_PAGE_AT, slot] = now
+        rows[_INTERVAL, slot] = min(max(now - known[_PAGE_AT], INTERVAL_S_MIN), INTERVAL_S_MAX)
+        columns = self._columns
+        requests = columns.inflight_requests.item(slot) + rows.item(_OTHERS, slot)
+        spare = rows.item(_SLOTS, slot) + rows.item(_QUEUE, slot) - requests
+        capacity = columns.kv_capacity_tokens.item(slot)
+        free = (1.0 - metrics.kv_cache_usage) * capacity
+        if not math.isnan(running):
+            free -= running * self.answer_tokens / 2.0
+        return spare, math.inf if math.isnan(free) else free
 
     def sent(self, lease: Lease) -> None:
         """Count a request that was sent to the endpoint of `lease`."""
@@ -129,12 +154,11 @@ class Rooms:
         rows = self._rows
         limit = lease.request.output_tokens_max
         answer = self.answer_tokens if limit is None else min(self.answer_tokens, limit)
-        rows[3, slot] = rows.item(3, slot) + lease.uncached_tokens + answer
-        rows[4, slot] = rows.item(4, slot) + 1.0
+        rows[_SENT_TOKENS, slot] = rows.item(_SENT_TOKENS, slot) + lease.uncached_tokens + answer
+        rows[_SENT, slot] = rows.item(_SENT, slot) + 1.0
 
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
-        self.version += 1
         if slot < self._rows.shape[1]:
             self._rows[:, slot] = _UNKNOWN
 
@@ -154,28 +178,32 @@ class Rooms:
         """Return float64[n]: the requests sent since the last page whose prompts are estimated to be
         pending still.
         """
-        sent = self._known(candidates)[4]
-        pending = candidates.inflight_prefill_tokens
-        tokens = self._known(candidates)[3] - sent * self.answer_tokens
+        known = self._known(candidates)
+        sent, pending = known[_SENT], candidates.inflight_prefill_tokens
+        tokens = known[_SENT_TOKENS] - sent * self.answer_tokens
         mean = np.maximum(tokens, 1.0) / np.maximum(sent, 1.0)
         found: Floats = np.minimum(sent, np.ceil(pending / np.maximum(mean, 1.0)))
         return found
 
-    def spare(self, candidates: Candidates) -> tuple[float, float]:
-        """Return the number of requests and of tokens that any candidate can take at least before
-        its load reaches 1.0; (0, 0) if one is full already.
-
-        The result stays valid until `version` changes, however the requests are divided.
-        """
+    def spare(self, candidates: Candidates) -> "Spare":
+        """Return how much may be placed at `candidates`, wherever it goes, before they are full."""
         slots, queue, requests, kv, pending, pending_max = self._parts(candidates)
-        if (
-            np.fmax(np.maximum(requests / (slots + queue), pending / pending_max), kv) >= 1.0
-        ).any():
-            return 0.0, 0.0
-        capacity = candidates.kv_capacity_tokens
-        growth = np.where(np.isnan(kv), math.inf, (1.0 - kv) * capacity)
-        tokens = float(np.minimum(np.fmin(growth, math.inf), pending_max - pending).min())
-        return float((slots + queue - requests).min()), tokens
+        places = slots + queue - requests
+        cache = (1.0 - kv) * candidates.kv_capacity_tokens
+        cache[np.isnan(cache)] = math.inf
+        prefill = pending_max - pending
+        is_open = (places > 0.0) & (cache > 0.0) & (prefill > 0.0)
+        count = int(is_open.sum())
+        if not count:
+            return Spare(0.0, 0.0, 0.0, 0.0, 0.0)
+        per_token = 1.0 / float(prefill[is_open].min()) + 1.0 / float(cache[is_open].min())
+        return Spare(
+            endpoints=float(count),
+            per_request=1.0 / float(places[is_open].min()),
+            per_token=per_token,
+            requests=float(places.min()),
+            tokens=float(cache.min()),
+        )
 
     def of(self, candidates: Candidates) -> list[RoomOf]:
         """Return the room of each candidate, for explanations."""
@@ -202,7 +230,7 @@ class Rooms:
         prefill tokens and their maximum, float64[n] each.
         """
         known = self._known(candidates)
-        slots, queue, others, sent_tokens, _, _, interval_s = known
+        slots, queue, others, sent_tokens, _, _, interval_s, _, _ = known
         requests = candidates.inflight_requests + others
         capacity = candidates.kv_capacity_tokens
         growing = np.fmax(candidates.running_requests, 0.0) * (self.answer_tokens / 2.0)
@@ -227,14 +255,20 @@ class Rooms:
         self._rows = grown
 
 
-_UNKNOWN: Final = np.array([SLOTS_ASSUMED, QUEUE_MIN, 0.0, 0.0, 0.0, -math.inf, INTERVAL_S_MAX])
+_UNKNOWN: Final = np.array(
+    [SLOTS_ASSUMED, QUEUE_MIN, 0.0, 0.0, 0.0, -math.inf, INTERVAL_S_MAX, math.nan, 0.0]
+)
 
 
-def _learned(slots: float, running: float, waiting: float) -> float:
-    """Return the number of slots after a page with `running` and `waiting` requests."""
+def _learned(slots: float, queued_running: float, running: float, waiting: float) -> float:
+    """Return the number of slots after a page with `running` and `waiting` requests.
+
+    `queued_running` is the number that ran on the page before if requests waited there, else NaN.
+    """
     if waiting > 0.0 and running > 0.0:
-        # The engine runs this many at once and queues the rest.
-        return min(running, SLOTS_MAX)
+        # An engine whose slots are used runs the same number on both pages. If the number changes,
+        # the requests wait for the prefill of others.
+        return min(running, SLOTS_MAX) if running == queued_running else slots
     if running >= slots:
         return min(max(slots, running) * SLOTS_GROWTH + 1.0, SLOTS_MAX)
     return slots

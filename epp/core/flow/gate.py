@@ -11,20 +11,17 @@ placed, wherever they go, before all endpoints can be full (`certainly_open`), a
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import numpy as np
 
 from epp.core.flow.ceilings import CeilingPolicy, StaticCeiling
 from epp.core.flow.detectors import Detector, RoomDetector
-from epp.core.flow.rooms import Rooms, Spare
+from epp.core.flow.rooms import NO_SPARE, Rooms, Spare
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import Lease
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Seconds, Stage
-
-NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Gate:
@@ -80,7 +77,7 @@ class Gate:
             if not len(candidates):
                 continue
             if self._learns and self._plain:
-                spare = self.rooms.spare(candidates)
+                spare, _ = self.rooms.spare(candidates)
                 if stage is None and request.subset is None:
                     self._look(spare)
                 if not spare.endpoints:
@@ -94,13 +91,15 @@ class Gate:
     def with_room(self, candidates: Candidates, request: InferenceRequest) -> Bools:
         """Return bool[n]: whether each candidate may be chosen for `request`.
 
-        The learned prefill tokens do not count here, because a scorer weighs a wait for them against
-        a cached prefix. Slots and KV cache do.
+        With learned room and without ceilings, prefill tokens do not count here, because a scorer
+        weighs a wait for them against a cached prefix. Slots and KV cache do.
         """
-        if self._learns:
-            load = self.rooms.hard_load(candidates)
-        else:
-            load = self.load(None, candidates)
+        if self._learns and self._plain:
+            spare, lasting = self.rooms.spare(candidates)
+            if request.subset is None:
+                self._look(spare)
+            return lasting
+        load = self.load(None, candidates)
         ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
         found: Bools = load < ceiling
         return found

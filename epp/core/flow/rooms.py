@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-from epp.core.knowledge.candidates import Candidates, Columns, Floats
+from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Lease
 from epp.core.types import EndpointMetrics, Seconds
 
@@ -102,6 +102,9 @@ class Spare(Struct, frozen=True):
     """Number of tokens that the KV cache of every endpoint has room for; inf if unknown."""
 
 
+NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class Rooms:
     """What was learned of each endpoint's room, by slot of the pool."""
 
@@ -154,8 +157,8 @@ class Rooms:
         rows = self._rows
         limit = lease.request.output_tokens_max
         answer = self.answer_tokens if limit is None else min(self.answer_tokens, limit)
-        rows[_SENT_TOKENS, slot] = rows.item(_SENT_TOKENS, slot) + lease.uncached_tokens + answer
-        rows[_SENT, slot] = rows.item(_SENT, slot) + 1.0
+        rows[_SENT_TOKENS, slot] += lease.uncached_tokens + answer
+        rows[_SENT, slot] += 1.0
 
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
@@ -168,12 +171,6 @@ class Rooms:
         load: Floats = np.maximum(requests / (slots + queue), pending / pending_max)
         return np.fmax(load, kv)
 
-    def hard_load(self, candidates: Candidates) -> Floats:
-        """Return float64[n]: the larger of the used shares of slots and KV cache."""
-        slots, queue, requests, kv, _, _ = self._parts(candidates)
-        load: Floats = np.fmax(requests / (slots + queue), kv)
-        return load
-
     def unstarted_requests(self, candidates: Candidates) -> Floats:
         """Return float64[n]: the requests sent since the last page whose prompts are estimated to be
         pending still.
@@ -185,25 +182,29 @@ class Rooms:
         found: Floats = np.minimum(sent, np.ceil(pending / np.maximum(mean, 1.0)))
         return found
 
-    def spare(self, candidates: Candidates) -> "Spare":
-        """Return how much may be placed at `candidates`, wherever it goes, before they are full."""
+    def spare(self, candidates: Candidates) -> tuple["Spare", Bools]:
+        """Return how much may be placed at `candidates`, wherever it goes, before they are full, and
+        bool[n]: whether each has slots and KV cache for more.
+        """
         slots, queue, requests, kv, pending, pending_max = self._parts(candidates)
         places = slots + queue - requests
         cache = (1.0 - kv) * candidates.kv_capacity_tokens
         cache[np.isnan(cache)] = math.inf
         prefill = pending_max - pending
-        is_open = (places > 0.0) & (cache > 0.0) & (prefill > 0.0)
+        lasting = (places > 0.0) & (cache > 0.0)
+        is_open = lasting & (prefill > 0.0)
         count = int(is_open.sum())
         if not count:
-            return Spare(0.0, 0.0, 0.0, 0.0, 0.0)
+            return NO_SPARE, lasting
         per_token = 1.0 / float(prefill[is_open].min()) + 1.0 / float(cache[is_open].min())
-        return Spare(
+        spare = Spare(
             endpoints=float(count),
             per_request=1.0 / float(places[is_open].min()),
             per_token=per_token,
             requests=float(places.min()),
             tokens=float(cache.min()),
         )
+        return spare, lasting
 
     def of(self, candidates: Candidates) -> list[RoomOf]:
         """Return the room of each candidate, for explanations."""

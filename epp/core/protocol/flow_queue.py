@@ -9,7 +9,7 @@ reports them only as long as a request waits.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import islice
 from typing import Final, Protocol, TypeAlias
@@ -111,6 +111,8 @@ class FlowQueue:
         self._settings = self._wanted() or HELD_BY_PLUGINS
         self.control = FlowControl(self._settings, self._pool, now)
         self.totals = FlowTotals(Counter(), Counter(), {})
+        self._at_once: defaultdict[int, int] = defaultdict(int)
+        """Number of requests that did not wait, by priority."""
         self._places: dict[int, Place] = {}
         """Places of the waiting tickets by their numbers."""
         self._owed: list[tuple[Place, Refusal]] = []
@@ -146,10 +148,15 @@ class FlowQueue:
         `resume` is called with the verdict later. `body_bytes` is what the picker stores for the
         request meanwhile. `answer_within_s` is the time after which the gateway gives up, or None.
         """
-        control = self.control
-        if not control.requests and self._scheduler.has_room(request, now):
-            self.totals.outcomes[State.PLACED, request.priority] += 1
-            return self._scheduler.schedule(request, now)
+        control, scheduler = self.control, self._scheduler
+        gate = scheduler.gate
+        if not control.requests and (
+            # The first condition saves most requests a call.
+            (gate is not None and not scheduler.may_hold and gate.certainly_open(request))
+            or scheduler.has_room(request, now)
+        ):
+            self._at_once[request.priority] += 1
+            return scheduler.schedule(request, now)
         headers = request.headers
         ticket = Ticket(
             request=request,
@@ -250,7 +257,11 @@ class FlowQueue:
             )
             for priority, band in self.control.bands()
         )
-        return QueueSnapshot(self.totals, bands, None if gate is None else gate.saturation)
+        outcomes = Counter(self.totals.outcomes)
+        for priority, count in self._at_once.items():
+            outcomes[State.PLACED, priority] += count
+        totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
+        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation)
 
     def _wanted(self) -> FlowSettings | None:
         scheduler = self._scheduler

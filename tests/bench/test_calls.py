@@ -18,7 +18,14 @@ BUDGETS = {
 Python 3.11, and half a call. If a change needs fewer, lower them: `python -m bench calls`."""
 SLACK = 1.0
 """Calls by which a budget may be too high: as many as one that is added on every request."""
-OFF = ("/core/peers/", "/core/kv_events/", "/core/knowledge/exact", "/engines/tokens/", "/rank")
+OFF = (
+    "/core/peers/",
+    "/core/flow/",
+    "/core/kv_events/",
+    "/core/knowledge/exact",
+    "/engines/tokens/",
+    "/rank",
+)
 """Parts of paths of what a picker does not use unless it is configured."""
 
 
@@ -45,3 +52,9 @@ def test_two_stages_take_less_than_twice_the_calls_of_one():
 
 def test_every_size_has_a_budget():
     assert {size for size, _ in BUDGETS} == SIZES.keys()
+
+
+def test_a_queue_takes_three_percent_more_calls_at_most_while_every_endpoint_has_room():
+    off = calls_of_chat("2 KB", telemetry=False, idle=True)
+    on = calls_of_chat("2 KB", telemetry=False, idle=True, queue=True)
+    assert on.python + on.c <= 1.03 * (off.python + off.c)

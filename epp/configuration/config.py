@@ -50,6 +50,7 @@ from epp.core.decision.stages import Stages
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels
 
 __all__ = [
     "CONFIG_MAX_BYTES",
@@ -117,6 +118,12 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Settings of outlier ejection, which apply to every profile."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
     """Settings of the source of prompts' token ids."""
+    topology: TopologyLabels = DEFAULT_TOPOLOGY
+    """Labels that name the places of endpoints."""
+    primary_port: int = 0
+    """Port to which the gateway sends the requests for all data-parallel ranks of a pod, or 0 if it
+    sends them to the port of the rank.
+    """
     shadow: SchedulingProfile | None = None
     """Profile that is applied to requests only for comparison with the decisions of `profile`, or
     None.
@@ -163,8 +170,11 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     inflight = declared.only(InflightLoadProducer)
     ejection = declared.only(OutlierEjection)
     tokens = declared.only(TokenProducer)
+    topology = declared.only(TopologyLabels)
+    primary_port = declared.primary_port()
     sections.check_load_producers()
     sections.check_attributes(metrics)
+    sections.check_topology()
     findings.raise_problems()
     assert stages is not None, "a document without a profile has a problem"
 
@@ -190,6 +200,8 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
         inflight=inflight,
         ejection=ejection,
         tokens=tokens,
+        topology=topology,
+        primary_port=primary_port,
         shadow=shadow,
         shadow_share=shadow_share,
         warnings=tuple(findings.warnings),

@@ -30,6 +30,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "kv_cache_usage": "KV-cache usage",
     "kv_capacity_tokens": "KV-cache size",
     "metrics_age_s": "age of metrics",
+    "headers": "headers of the request",
+    "nearness": "places of endpoints",
     "output_tokens_max": "limit of the answer",
     "prefill_tokens_per_s": "prefill speed",
     "prompt_tokens": "length of the prompt",
@@ -102,6 +104,8 @@ def explain(config: PickerConfig) -> str:
 
 def _stages(stages: Stages) -> list[str]:
     """Return a table of the plugins of each stage, with the rule by which the stage runs."""
+    if stages.named:
+        return _named(stages)
     first = "decode, then encode, then prefill near the decode endpoint"
     if stages.order is Order.PREFILL_FIRST:
         first = "prefill, then encode, then decode near the prefill endpoint"
@@ -116,6 +120,8 @@ def _stages(stages: Stages) -> list[str]:
         if name in rules:
             lines.append(f"  runs      {_rule(rules[name])}")
             lines += [f"      {line}" for line in _examples(name, rules[name])]
+        elif name == "screen":
+            lines.append("  runs      before every stage, for every request")
         elif name == "fallback":
             lines.append("  runs      instead of all stages, if one that must run has no endpoint")
         else:
@@ -123,6 +129,22 @@ def _stages(stages: Stages) -> list[str]:
     if stages.fallback is None:
         lines += ["", "a request is refused if a stage that must run has no endpoint"]
     return [*lines, f"prefill and encode end with the {stages.prefill_end} of the response"]
+
+
+def _named(stages: Stages) -> list[str]:
+    """Return a table for each of the profiles that a request header names."""
+    lines = [f"profiles, one for each request: header {stages.header} names it"]
+    if stages.screen is not None:
+        lines += ["", *_profile("filters before every profile", stages.screen)]
+    for name, profile in stages.named.items():
+        lines += ["", *_profile(f"profile {name}", profile)]
+        if profile is stages.decode:
+            lines.append("  runs      also for requests without the header")
+    rule = stages.prefill_if
+    enough = "no block of the prompt is cached at the endpoint"
+    if isinstance(rule, Uncached):
+        enough = _rule(rule).removeprefix("if ").replace("the decode endpoint", "the endpoint")
+    return [*lines, "", f"Prefer: if-available is refused with 412: {enough}"]
 
 
 def _rule(rule: Rule) -> str:

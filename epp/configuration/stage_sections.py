@@ -3,8 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from epp.configuration.declared_plugins import ConfiguredPlugin, Role
-from epp.configuration.disaggregation import STAGE_HANDLERS, StageNames
+from epp.configuration.disaggregation import (
+    HEADER_HANDLER,
+    STAGE_HANDLERS,
+    HeaderHandler,
+    StageNames,
+)
 from epp.configuration.document import nearest
 from epp.configuration.profile_sections import ProfileSections
 from epp.core.decision.profile import SchedulingProfile
@@ -31,13 +38,22 @@ class StageSections:
 
         `value` is the section `schedulingProfiles`.
         """
+        stages = self._acting(value)
+        screen = self.profiles.screen()
+        return stages if stages is None or screen is None else replace(stages, screen=screen)
+
+    def _acting(self, value: Any) -> Stages | None:
+        """Return the stages without the filters that apply before them, or None after a problem."""
         declared = self.declared.plugins.values()
-        handlers = [plugin for plugin in declared if plugin.type_name in STAGE_HANDLERS]
+        of_stages = (*STAGE_HANDLERS, HEADER_HANDLER)
+        handlers = [plugin for plugin in declared if plugin.type_name in of_stages]
         for more in handlers[1:]:
             self.findings.problem(
                 f"{more.where}: only one handler of stages is allowed, and {handlers[0].name} is "
                 "declared before it"
             )
+        if handlers and handlers[0].type_name == HEADER_HANDLER:
+            return self._named_by(handlers[0], value)
         if handlers:
             return self._stages_by(handlers[0], value)
         if self.declared.stages_unknown:
@@ -49,6 +65,43 @@ class StageSections:
                 )
         profile = self.profiles.acting(value)
         return None if profile is None else Stages(decode=profile)
+
+    def _named_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
+        """Return the profiles among which a request header chooses, or None after a problem."""
+        settings: HeaderHandler = handler.plugin
+        places = self.profiles.by_name(value)
+        named = {
+            name: profile
+            for name, (where, spec) in places.items()
+            if (profile := self.profiles.profile_of(where, spec, responds=True)) is not None
+        }
+        if not places and not self.findings.problems:
+            alone = self.profiles.acting(value)
+            named = {} if alone is None else {alone.name: alone}
+        rules = [one for one in self.declared.plugins.values() if one.role is Role.DECIDER]
+        counting = [one for one in rules if isinstance(one.plugin.rule, Uncached)]
+        for decider in (one for one in rules if one not in counting[:1]):
+            self.findings.warn(
+                f"{decider.where}: has no effect, because the header of {handler.name} says which "
+                "stage runs"
+            )
+        default = settings.default_profile if len(named) > 1 else next(iter(named), "")
+        if default not in named and not self.findings.problems:
+            self.findings.problem(
+                f"{handler.where}: defaultProfile {default} is not in schedulingProfiles"
+                f"{nearest(default, places)}"
+            )
+        if self.findings.problems:
+            return None
+        rule: Rule = counting[0].plugin.rule if counting else Never()
+        if isinstance(rule, Uncached) and rule.tokens:
+            self.counts_uncached = counting[0]
+        return Stages(
+            decode=named[default],
+            prefill_if=rule,
+            named=named,
+            header=settings.header_name.lower(),
+        )
 
     def _stages_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
         """Return the stages whose profiles and deciders `handler` names, or None after a problem."""
@@ -70,6 +123,7 @@ class StageSections:
             order=names.order,
             fallback=by_stage.get("fallback"),
             prefill_end=names.prefill_end,
+            prefill_deadline_s=names.prefill_deadline_s,
         )
 
     def _profiles(

@@ -14,6 +14,8 @@ from epp.plugins.added_time import AddedTime
 from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
 from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
+from epp.plugins.header_labels import HeaderLabelAffinity
+from epp.plugins.topology import TopologyAffinityFilter, TopologyAffinityScorer
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -28,6 +30,7 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
     "session-affinity-filter": session_affinity.SessionAffinityFilter,
     "utilization-filter": filters.Utilization,
     "endpoint-attribute-filter": EndpointAttributeFilter,
+    "topology-affinity-filter": TopologyAffinityFilter,
     "header-based-testing-filter": conformance.HeaderBasedTesting,
     "utilization-detector": UtilizationDetector,
 }
@@ -47,6 +50,8 @@ SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "mm-embeddings-cache-scorer": EncoderCacheAffinity,
     "endpoint-attribute-scorer": EndpointAttributeScorer,
     "context-length-aware": ContextLengthAware,
+    "topology-affinity-scorer": TopologyAffinityScorer,
+    "header-label-affinity-scorer": HeaderLabelAffinity,
 }
 
 PICKERS: Final[Mapping[str, type[Picker]]] = {

@@ -36,6 +36,11 @@ VARIANTS = {
         {"attribute": "a", "algorithm": THRESHOLD},
         {"attribute": "a", "algorithm": THRESHOLD, "onMissing": "Fail", "fallbackOnEmpty": True},
     ],
+    "header-label-affinity-scorer": [
+        {"headerName": "x-zone", "labelKey": "zone"},
+        {"headerName": "x-zone", "labelKey": "zone", "stampResponseHeader": False},
+    ],
+    "topology-affinity-filter": [{}, {"minAffinity": "zone"}],
     "endpoint-attribute-scorer": [
         {"attributeKey": "a", "algorithm": {"type": "linear_lower_is_better"}},
         {

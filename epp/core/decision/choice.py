@@ -117,7 +117,7 @@ def choose(
         kept = profile.filter(request, candidates, failures)
         ranked, dropped = kept.candidates, kept.dropped
         if not len(ranked):
-            return _nobody_left(kept, len(candidates))
+            return nobody_left(kept, len(candidates))
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
     if state.own_cold:
@@ -179,7 +179,10 @@ def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refu
     )
 
 
-def _nobody_left(kept: FilterResult, ready: int) -> Refusal:
+def nobody_left(kept: FilterResult, ready: int) -> Refusal:
+    """Return the refusal of a request for which the filters left none of `ready` endpoints: status
+    429 if load is the reason, else 503.
+    """
     dropped = ", ".join(f"{count} by {name}" for name, count in kept.eliminated.items())
     message = f"no endpoint is left: 0 of {ready} after dropping {dropped}"
     if kept.shed_by:

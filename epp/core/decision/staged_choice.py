@@ -6,20 +6,31 @@ that the decode endpoint has cached, which the prefill rule reads.
 """
 
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
 from msgspec import Struct, structs
 
 from epp.core.decision.account import Route
 from epp.core.decision.choice import Choice
-from epp.core.decision.stages import Stages, may_encode_elsewhere, may_prefill_elsewhere
+from epp.core.decision.if_available import if_available, not_cached
+from epp.core.decision.stages import (
+    Order,
+    Stages,
+    may_encode_elsewhere,
+    may_prefill_elsewhere,
+)
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Stage
 
-StageChoice: TypeAlias = Callable[[Stage, int], Choice | Refusal]
-"""Function that returns the choice of an endpoint for a stage. Its arguments are the stage and the
-slot of the peer, or -1 if there is no peer.
-"""
+
+class StageChoice(Protocol):
+    """A function that returns the choice of an endpoint for a stage. Its arguments are the stage,
+    the slot of the peer, or -1 if there is no peer, and the name of a profile other than that of the
+    stage, or "".
+    """
+
+    def __call__(self, stage: Stage, peer: int, named: str = "", /) -> Choice | Refusal: ...
+
 
 _NO_ENDPOINTS: Final = {
     Stage.PREFILL: RefusalReason.NO_PREFILL_ENDPOINTS,
@@ -39,6 +50,12 @@ class StagedChoice(Struct, frozen=True):
     """Choice of the encode endpoints, or None if the endpoint that prefills encodes."""
     cached_tokens: int = 0
     """Number of prompt tokens that the decode endpoint is estimated to have cached."""
+    work: Stage = Stage.DECODE
+    """Stage that the request itself asks for. The choice `decode` is that of an endpoint for it."""
+    prefilled: bool = False
+    """True if another request prefilled the prompt of this one elsewhere."""
+    profile: str = ""
+    """Name in `Stages.named` of the profile that chose, or "" if those of the stages chose."""
 
     @property
     def route(self) -> Route:
@@ -100,6 +117,45 @@ def prefill_first(
     if isinstance(decode, Refusal):
         return _named(Stage.DECODE, decode)
     return _without_detours(StagedChoice(decode, prefill, encode, cached_at(decode)))
+
+
+def one_request(
+    stages: Stages,
+    request: InferenceRequest,
+    choose: StageChoice,
+    cached_at: Callable[[Choice], int],
+) -> StagedChoice | Refusal:
+    """Choose one endpoint for a request that the picker must not split into stages: its client
+    sends one request for each stage, or wants a cached prompt only. Split any other request.
+
+    A profile with the name of a stage does the work of that stage. A request that asks for decode
+    was prefilled by an earlier one, unless the client wants a cached prompt only.
+    """
+    name = stages.named_by(request) if stages.named else ""
+    if isinstance(name, Refusal):
+        return name
+    available_only = if_available(request.headers)
+    if not (name or available_only):
+        order = prefill_first if stages.order is Order.PREFILL_FIRST else decode_first
+        return order(stages, request, choose, cached_at)
+    choice = choose(Stage.DECODE, -1, name)
+    if isinstance(choice, Refusal):
+        return choice
+    cached_tokens = cached_at(choice)
+    if available_only and not stages.enough_cached(request, cached_tokens):
+        where = choice.ranked.name_of(choice.picked[0])
+        return not_cached(where, request.prompt_tokens, cached_tokens)
+    work = Stage(name) if name in set(Stage) else Stage.DECODE
+    return StagedChoice(
+        choice,
+        cached_tokens=cached_tokens,
+        work=work,
+        prefilled=work is Stage.DECODE
+        and Stage.PREFILL in stages.named
+        and stages.header in request.headers
+        and not available_only,
+        profile=name,
+    )
 
 
 def _encode(

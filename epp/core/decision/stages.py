@@ -9,15 +9,15 @@ Source of the orders, of the rules and of their edge cases: llm-d/llm-d-router,
 `scheduling/profilehandler/disagg`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import ApiKind, Stage
+from epp.core.types import ApiKind, Refusal, RefusalReason, Seconds, Stage
 
 ROTATION_SHIFT: Final = 32
 ROTATION_FACTORS: Final = {
@@ -131,25 +131,64 @@ class Stages(Struct, frozen=True, kw_only=True):
     """
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
     """Event at which the prefill and encode endpoints stop counting the request."""
+    prefill_deadline_s: Seconds = 60.0
+    """Time in seconds after which a prefill stage that has not ended counts as overdue."""
+    screen: SchedulingProfile | None = None
+    """Profile whose filters drop candidates before any stage chooses, or None if there are none."""
+    named: Mapping[str, SchedulingProfile] = field(default_factory=dict)
+    """Profiles among which the header `header` of a request chooses, by name; empty if each request
+    uses the profiles of the stages. `decode` is the profile of requests without the header.
+    """
+    header: str = ""
+    """Lower-case name of the request header that names one of `named`."""
 
     @property
     def alone(self) -> bool:
-        """Return whether one endpoint serves the whole of every request."""
-        return self.prefill is None and self.encode is None
+        """Return whether one endpoint serves the whole of every request, and one profile chooses it
+        among all candidates.
+        """
+        return not (self.prefill or self.encode or self.screen or self.named)
+
+    def named_by(self, request: InferenceRequest) -> str | Refusal:
+        """Return the name in `named` of the profile that chooses an endpoint for `request`, or a
+        refusal if its header names another.
+        """
+        told = request.headers.get(self.header, "")
+        if not told or len(self.named) == 1:
+            return next(name for name, one in self.named.items() if one is self.decode)
+        if told in self.named:
+            return told
+        return Refusal(
+            reason=RefusalReason.BAD_REQUEST,
+            status=400,
+            message=f"header {self.header} is {told!r:.80}; expected {' or '.join(self.named)}",
+        )
+
+    def enough_cached(self, request: InferenceRequest, cached_tokens: int) -> bool:
+        """Return whether an endpoint with this many cached tokens of `request` may serve it if the
+        client wants a cached prompt only.
+        """
+        if isinstance(self.prefill_if, Uncached):
+            return not self.prefill_if.applies(request, cached_tokens)
+        return cached_tokens > 0
 
     def profiles(self) -> Iterator[tuple[str, SchedulingProfile]]:
-        """Yield (name, profile) for each profile, where the name is that of its stage or
-        `fallback`, decode first.
+        """Yield (name, profile) for each profile, decode first. The name is that of its stage,
+        `fallback`, `screen`, or the request header and the value that select it.
         """
         named = {
             Stage.DECODE.value: self.decode,
             Stage.PREFILL.value: self.prefill,
             Stage.ENCODE.value: self.encode,
             "fallback": self.fallback,
+            "screen": self.screen,
         }
         for name, profile in named.items():
             if profile is not None:
                 yield name, profile
+        for name, profile in self.named.items():
+            if profile is not self.decode:
+                yield f"{self.header} {name}", profile
 
 
 def rotation_of(stage: Stage, rotation: int) -> int:

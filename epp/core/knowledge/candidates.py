@@ -18,6 +18,7 @@ from msgspec import Struct
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
+from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels, nearness_to, places_of
 from epp.core.types import NO_ATTRIBUTES, AdapterReport, Endpoint, EndpointMetrics, Seconds
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -179,6 +180,10 @@ class Columns:
         """Column of each attribute by the attribute's key; NaN where an endpoint does not report
         it. A key that no endpoint reports has no column.
         """
+        self.topology = DEFAULT_TOPOLOGY
+        """Labels that name the places of endpoints."""
+        self._places: tuple[TopologyLabels, int, Ints] | None = None
+        """The result of `places_of`, after the labels and the version for which it was computed."""
         self.version = 0
         """Total number of changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
@@ -210,6 +215,14 @@ class Columns:
         for name in names:
             self.versions[name] += 1
         self.version += len(names)
+
+    def places(self) -> Ints:
+        """Return int64[4, slots]: the place of each endpoint on each level (`places_of`)."""
+        version, known = self.versions["labels"], self._places
+        if known is None or known[0] is not self.topology or known[1] != version:
+            known = self.topology, version, places_of(self.endpoints, self.topology)
+            self._places = known
+        return known[2]
 
     def clear(self, slot: int) -> None:
         """Reset all columns at `slot`, those of its scrapes and those of its requests in flight."""
@@ -733,6 +746,15 @@ class Candidates:
     def labels(self) -> tuple[Mapping[str, str], ...]:
         """Return the labels of each candidate's endpoint."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
+
+    @property
+    def nearness(self) -> Ints:
+        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`;
+        all 0 if there is no peer.
+        """
+        if self.peer < 0:
+            return np.zeros(len(self._slot), dtype=np.int64)
+        return nearness_to(self._columns.places(), self._slot, self.peer)
 
     def rendezvous(self, key: int) -> Hashes:
         """Return uint64[n]: the weight of each candidate for `key`, a number of 64 bits. The

@@ -30,7 +30,6 @@ _WORDS: Final[Mapping[str, str]] = {
     "kv_cache_usage": "KV-cache usage",
     "kv_capacity_tokens": "KV-cache size",
     "metrics_age_s": "age of metrics",
-    "headers": "headers of the request",
     "nearness": "places of endpoints",
     "output_tokens_max": "limit of the answer",
     "prefill_tokens_per_s": "prefill speed",

@@ -121,8 +121,15 @@ class RolloutScreener(Parameters, frozen=True):
     )
 
     revision_gating: RevisionGating
+    """Choice of the revision."""
     scope: Scope = field(default_factory=Scope)
+    """Pods that count, by `labelSelector`, such as "app=vllm,role in (prefill,decode)"; all if it is
+    empty.
+    """
     header_selectors: tuple[HeaderSelector, ...] = ()
+    """Headers that name labels of endpoints; each has `headerName`, `labelKey`, a `mode` and a
+    `name`.
+    """
 
     def __post_init__(self) -> None:
         gating = self.revision_gating

@@ -16,7 +16,7 @@ If there are peers, `core/peers` reads `sent` and `indexes.shared`.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Final, Protocol
 
@@ -84,6 +84,7 @@ from epp.core.knowledge.overdue_prefills import OverduePrefills, prefill_of
 from epp.core.knowledge.pair_failures import PairFailures
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
+from epp.core.knowledge.refused_pairs import RefusedPairs
 from epp.core.knowledge.sessions import SessionReturns
 from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
@@ -146,6 +147,7 @@ class Scheduler:
         """Failures of requests that several endpoints served, from which the endpoint at fault is
         found.
         """
+        self._refused_pairs = RefusedPairs()
         self.overdue_prefills = OverduePrefills()
         """Prefill stages that neither ended nor failed in time."""
         self.full = FullEndpoints()
@@ -744,7 +746,7 @@ class Scheduler:
                 self.accuracy.withdrawn(one.slot, one.expected, one.opened_at_s)
                 self.indexes.undo(one, one.slot, now, self.settings.beliefs)
         if (failed or outcome.full) and not outcome.by_gateway:
-            return self._blame(present, lease, now) if failed else None
+            return self._blame(present, lease, status, now) if failed else None
         for one in earlier:
             self.outliers.left(one)
         if not self.ledger.is_live(lease):
@@ -754,20 +756,33 @@ class Scheduler:
             return self.pool.endpoint_in(lease.slot)
         return None
 
-    def _blame(self, present: list[Lease], lease: Lease, now: Seconds) -> Endpoint | None:
+    def _blame(
+        self, present: list[Lease], lease: Lease, status: int | None, now: Seconds
+    ) -> Endpoint | None:
         """Find the endpoint that explains the failure of the request of `lease`, and eject it.
         `present` are the leases of the request whose endpoints are in the pool. Return the endpoint
         that is set aside, or None.
         """
         for one in present:
             self.outliers.left(one)
-        set_aside = None
         # The partner may be to blame that has left.
-        if len(present) > len(lease.earlier):
-            for slot in self.pairs.failed([one.slot for one in present]):
-                self.outliers.blame(slot, now)
-                if self.pool.set_aside(slot, now):
-                    set_aside = self.pool.endpoint_in(slot)
+        if len(present) <= len(lease.earlier):
+            return None
+        slots = [one.slot for one in present]
+        count_of, sent_at_s = self.outliers.rejections_of, lease.opened_at_s
+        if status == 503 and self._refused_pairs.wait(slots, count_of, sent_at_s, now):
+            return None
+        return self._blame_pair(slots, now)
+
+    def _blame_pair(self, slots: Sequence[int], now: Seconds) -> Endpoint | None:
+        """Eject the endpoint of `slots` that explains their failures, if any. Return the endpoint
+        that is set aside, or None.
+        """
+        set_aside = None
+        for slot in self.pairs.failed(slots):
+            self.outliers.blame(slot, now)
+            if self.pool.set_aside(slot, now):
+                set_aside = self.pool.endpoint_in(slot)
         return set_aside
 
     def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
@@ -805,6 +820,7 @@ class Scheduler:
         self.ledger.forget(slot)
         self.outliers.forget(slot)
         self.pairs.forget(slot)
+        self._refused_pairs.forget(slot)
         self.overdue_prefills.forget(slot)
         self.full.forget(slot)
         self.accuracy.forget(slot)
@@ -823,6 +839,11 @@ class Scheduler:
 
     def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
+        for refused in self._refused_pairs.due(self.outliers.rejections_of, now):
+            for slot in refused.full:
+                self.full.refused(slot, refused.sent_at_s, None, now)
+            if not refused.full:
+                self._blame_pair(refused.slots, now)
         self.overdue_prefills.tick(self.ledger, self.settings.stages.prefill_deadline_s, now)
         self.outliers.tick(now)
         self.full.tick(now)

@@ -635,6 +635,51 @@ def test_the_endpoint_that_fails_with_two_partners_is_set_aside():
     assert set(made.outliers.ejection.away) == {0}
 
 
+def refusing(counts):
+    """Let a prefill endpoint answer 503 for two partners, while its counter of refusals goes through
+    `counts`; return the scheduler 3 s later.
+    """
+    made = pool_of(["prefill", "decode", "decode", "prefill"], PLAIN, indexes={})
+    first, then = counts
+
+    def page(slot, count, now):
+        made.take(PageScraped(slot, EndpointMetrics(rejections_total=count)), now)
+
+    for slot in range(4):
+        page(slot, first, 0.01)
+    now = 0.02
+    for _ in range(40):
+        now += 0.01
+        decision = made.schedule(chat(1), now)
+        if decision.prefiller.name == "pod-0":
+            failing(made, decision, now)
+        else:
+            made.take(RequestEnded(decision.lease, OK), now)
+    page(0, then, now)
+    for step in range(1, 4):
+        made.take(Tick(), now + step)
+    return made
+
+
+def test_a_503_while_the_engine_counts_refusals_means_full():
+    """With two partners, and none of them is ejected or set aside."""
+    made = refusing((5.0, 25.0))
+    assert not made.outliers.ejection.away
+    assert made.pool.set_aside_count() == 0
+    assert set(made.full.by_slot) == {0}
+
+
+def test_a_503_without_a_counted_refusal_is_a_failure():
+    made = refusing((5.0, 5.0))
+    assert set(made.outliers.ejection.away) == {0}
+    assert not made.full.by_slot
+
+
+def test_a_503_of_engines_that_count_no_refusals_is_judged_at_once():
+    made = refusing((None, None))
+    assert set(made.outliers.ejection.away) == {0}
+
+
 def test_a_decode_endpoint_that_the_gateway_cannot_reach_is_judged_alone():
     made = pool_of(["prefill", "decode", "decode"], PLAIN, indexes={})
     now = 0.0

@@ -75,6 +75,8 @@ SEEN_OF_CANDIDATES = {
     "prefill_alike": "configuration",
     "endpoints": "discovery",
     "labels": "discovery",
+    "nearness": "discovery",
+    "peer": "own decisions",
     "slot": "own",
     "peer": "own choice for an earlier stage of the request",
     "version": "own",
@@ -90,7 +92,7 @@ PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
     "rejections_total", "attributes", "asleep", "ttft_sum_s", "ttft_count", "first_outputs_total",
-    "tier_hit_tokens", "answers_total", "answer_tokens_total",
+    "tier_hit_tokens", "answers_total", "answer_tokens_total", "transfers",
 }  # fmt: skip
 """What the pages of engines say."""
 

@@ -18,6 +18,8 @@ from epp.configuration.live import LiveConfiguration, Offer
 from epp.core.decision.inputs import PoolReplaced, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.knowledge.topology import places_of
+from epp.core.types import Endpoint
 from epp.flags.serve import ServeFlags
 from epp.shell.engines.endpoint_pages import EndpointPages, prepare
 from epp.shell.engines.first_tokens import FirstTokensSeen
@@ -81,6 +83,7 @@ class Reloading:
         self._concerned = concerned
         self._cluster = cluster
         self._found = Found()
+        self._warned_of_places = False
 
     def start(self, found: Found, settings: SchedulerSettings, seed: int) -> None:
         """Start the scheduler with the endpoints in `found` and record that `settings` are in
@@ -215,8 +218,23 @@ class Reloading:
         told.first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])
         told.telemetry.endpoints_replaced(endpoints)
         told.sessions.know(found)
+        self._warn_of_places(endpoints)
         if found.endpoints:
             told.peers.endpoints_known()
+
+    def _warn_of_places(self, endpoints: Sequence[Endpoint]) -> None:
+        """Warn once if plugins compare places of endpoints, and no endpoint has a label of one."""
+        settings = self._concerned.scheduler.settings
+        if self._warned_of_places or not endpoints or not _compares_places(settings):
+            return
+        *wider, _ = places_of(endpoints, settings.topology).tolist()
+        if not any(map(any, wider)):
+            self._warned_of_places = True
+            _log.warning(
+                "no endpoint has a label of a region, zone or rack, so topology plugins compare "
+                "only hosts: set --node-labels, or the labels of a topology-extractor",
+                labels=settings.topology.names,
+            )
 
     def _count_configured(self, settings: SchedulerSettings, changes: Sequence[str] = ()) -> None:
         live, told = self._live, self._concerned
@@ -242,6 +260,12 @@ class Reloading:
     def _tell_kept(self) -> None:
         for kept in (self._sources.kept_config, self._sources.kept_endpoints):
             self._concerned.telemetry.last_good_in_force(kept.name, kept.in_force)
+
+
+def _compares_places(settings: SchedulerSettings) -> bool:
+    """Return whether a filter or scorer of any stage reads how near endpoints are to each other."""
+    members = [one for _, profile in settings.stages.profiles() for one in profile.members]
+    return any("nearness" in (one.plugin.abilities.reads or ()) for one in members)
 
 
 def settings_of(offer: Offer) -> SchedulerSettings:

@@ -1,12 +1,16 @@
-"""Ports of pods on which nothing listens, with real servers of metrics pages."""
+"""Ports of pods on which nothing listens, with real servers of metrics pages, and missing labels of
+places.
+"""
 
 import json
 import time
 
+import pytest
+
 from epp.core.knowledge.pool import Standing
 from epp.shell.files import endpoints_file
 from tests import gateway as gw
-from tests.app.test_wiring import pod_pages, serving
+from tests.app.test_wiring import pod_pages, serving, write_endpoints
 from tests.envoy.rig import free_ports, until
 
 ROLE = "llm-d.ai/role"
@@ -77,3 +81,29 @@ async def test_a_port_that_only_decode_pods_have_is_never_chosen_for_prefill(tmp
             await prefill.stop()
             await until(lambda: are(first, second), "the prefill pod to be unreachable")
             assert await pairs(running) == expected
+
+
+TOPOLOGY = STAGED.replace(
+    "- type: prefill-filter\n", "- type: prefill-filter\n- type: topology-affinity-scorer\n"
+).replace(
+    "{pluginRef: prefill-filter}",
+    "{pluginRef: prefill-filter}, {pluginRef: topology-affinity-scorer}",
+)
+ZONE = "topology.kubernetes.io/zone"
+
+
+@pytest.mark.parametrize(
+    ("config", "labels", "warned"),
+    [(TOPOLOGY, {}, 1), (TOPOLOGY, {ZONE: "a"}, 0), (STAGED, {}, 0)],
+    ids=["no labels", "labels", "no topology"],
+)
+async def test_topology_without_labels_of_places_warns_once(config, labels, warned, tmp_path):
+    entries = [
+        {"name": role, "address": "10.0.0.1", "port": port, "labels": {ROLE: role} | labels}
+        for role, port in (("decode", 8000), ("prefill", 8001))
+    ]
+    async with serving(tmp_path, entries, config=config) as running:
+        write_endpoints(tmp_path, entries[:1])
+        await until(lambda: len(running.scheduler.pool) == 1, "the new list of endpoints")
+        lines = [one for one in running.lines if "--node-labels" in one["event"]]
+    assert len(lines) == warned

@@ -76,7 +76,6 @@ SEEN_OF_CANDIDATES = {
     "endpoints": "discovery",
     "labels": "discovery",
     "nearness": "discovery",
-    "peer": "own decisions",
     "slot": "own",
     "peer": "own choice for an earlier stage of the request",
     "version": "own",

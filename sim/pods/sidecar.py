@@ -221,6 +221,8 @@ class Sidecar:
                 return _error(503, f"The engine cannot be reached: {_reason(problem)}.")
             if sent is None:
                 return _error(502, f"The engine gave no answer: {_reason(problem)}.")
+            if isinstance(problem, ConnectionResetError):
+                return sent  # the client has left
             log.warning("answer of the engine broke off", reason=_reason(problem))
             if request.transport is not None:
                 request.transport.abort()  # so that the client does not take it for complete

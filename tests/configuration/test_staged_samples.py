@@ -11,10 +11,10 @@ import pytest
 
 from epp.commands.check_config import check_config
 from epp.flags.subcommands import CheckFlags
-from tests.configuration.staged_samples import NAMES, NOT_YET, path_of
+from tests.configuration.staged_samples import path_of, supported
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_YET])
+@pytest.mark.parametrize("name", supported())
 def test_a_sample_loads_and_is_explained(name):
     """Its warnings come first."""
     path, out, err = path_of(name), io.StringIO(), io.StringIO()

@@ -9,8 +9,9 @@ import re
 
 import pytest
 
+from epp.plugins.filters import ROLE_LABEL
 from epp.shell.gateway.bootstrap import BootstrapOptions
-from tests.configuration.staged_samples import NAMES, NOT_YET, path_of
+from tests.configuration.staged_samples import NAMES, path_of, supported
 from tests.envoy.process import EppProcess, write_endpoints
 from tests.envoy.rig import http_client, running_envoy, until
 from tests.envoy.test_replicas import metric
@@ -43,17 +44,34 @@ ROLES_AND_STAGES = {
     "guide-context-length": (PD, APART, APART),
 }
 """By sample: roles of the pods, and the stages of a text and of an image, in order."""
+PAIRED = {"prefill-decode-topology", "guide-wide-expert-parallel", "guide-context-length"}
+"""Samples that serve a request by pods of one node, or of one revision and slice."""
+
+
+def labels_of(name, role):
+    """Labels of a pod; those with the same number share node, revision and slice."""
+    number = name.rsplit("-", 1)[1]
+    return {
+        ROLE_LABEL: role,
+        "kubernetes.io/hostname": f"node-{number}",
+        "disaggregatedset.x-k8s.io/role": role,
+        "disaggregatedset.x-k8s.io/revision": f"revision-{number}",
+        "disaggregatedset.x-k8s.io/slice": f"slice-{number}",
+        "llm-d.ai/context-length-range": "0-8192",
+    }
 
 
 def stages_of(ports):
-    """The roles of the engines that received a request, in order."""
-    return tuple(port.rsplit("-", 1)[0] for port in ports if port.endswith("engine"))
+    """The roles of the engines at these ports."""
+    return tuple(port.rsplit("-", 1)[0] for port in ports)
 
 
 @contextlib.asynccontextmanager
 async def serving(name, roles, folder):
     """Yield the pods, the picker and a client of Envoy."""
     async with running_roles(*roles) as pods:
+        for pod in pods.pods:
+            pod.labels = labels_of(pod.name, pod.role)
         text = path_of(name).read_text()
         renderer = f"http://{pods.pods[0].address}"
         file = folder / "config.yaml"
@@ -84,7 +102,7 @@ def test_every_sample_is_served():
     assert sorted(ROLES_AND_STAGES) == NAMES
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_YET])
+@pytest.mark.parametrize("name", supported())
 async def test_a_sample_serves_texts_and_images_by_role(name, tmp_path):
     roles, of_text, of_image = ROLES_AND_STAGES[name]
     async with serving(name, roles, tmp_path) as (pods, picker, client):
@@ -99,7 +117,10 @@ async def test_a_sample_serves_texts_and_images_by_role(name, tmp_path):
             async with client.post("/v1/chat/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 assert (await response.json())["usage"]["completion_tokens"] > 0
-            assert stages_of(pods.ports()) == stages
+            engines = [port for port in pods.ports() if port.endswith("engine")]
+            assert stages_of(engines) == stages
+            if name in PAIRED:
+                assert len({engine.split()[0].rsplit("-", 1)[1] for engine in engines}) == 1
         if of_text is not ALONE:
             assert await metric(picker, "homing_routes_total") == 2
         assert await metric(picker, "homing_request_error_total") == 0

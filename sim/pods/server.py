@@ -301,6 +301,13 @@ class PodAddress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     """Labels of the pod: its role, if it has one."""
 
+    @classmethod
+    def of(cls, listener: socket.socket, name: str = "", role: str = "") -> "PodAddress":
+        """Return the address at which this machine reaches the pod that listens at `listener`."""
+        host, port = _reached_at(listener)
+        labels = {ROLE_LABEL: role} if role else {}
+        return cls(name=name, address=host, port=port, labels=labels)
+
     @property
     def url(self) -> str:
         host = f"[{self.address}]" if ":" in self.address else self.address
@@ -365,17 +372,24 @@ async def serving(
 
 @contextlib.asynccontextmanager
 async def serving_role(
-    server: PodServer, listener: socket.socket, tasks: asyncio.TaskGroup, role: str
+    server: PodServer,
+    listener: socket.socket,
+    tasks: asyncio.TaskGroup,
+    role: str,
+    ranks: dict[str, str],
 ) -> AsyncIterator[None]:
     """Serve one pod of a role as `serving` does. A pod that decodes has a sidecar at `listener`,
     and its engine listens on a free port of loopback.
+
+    The engine is added to `ranks`, from which all sidecars of a process choose (see `Sidecar`).
     """
     async with contextlib.AsyncExitStack() as opened:
         if decodes(role):
             (own,) = listen("127.0.0.1", 0, 1)
             await opened.enter_async_context(serving(server, own, tasks))
-            host, port = _reached_at(own)
-            sidecar = await opened.enter_async_context(Sidecar.opened(f"http://{host}:{port}"))
+            engine = PodAddress.of(own).url
+            ranks[PodAddress.of(listener).url.removeprefix("http://")] = engine
+            sidecar = await opened.enter_async_context(Sidecar.opened(engine, ranks))
             await opened.enter_async_context(listening(sidecar.application(), listener))
         else:
             await opened.enter_async_context(serving(server, listener, tasks))
@@ -422,9 +436,10 @@ async def serve(
         pods = [Pod(f"pod-{index}", settings) for index in range(len(sockets))]
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as open_servers:
         addresses = []
+        ranks: dict[str, str] = {}
         for place, (pod, listener) in enumerate(zip(pods, sockets, strict=True)):
             role = roles[place] if roles else ""
-            address = _address(pod.name, listener, role)
+            address = PodAddress.of(listener, pod.name, role)
             topic = f"kv@{address.address}:{address.port}@{settings.model}"
             sources = []
             for rank, events in enumerate(pod.kv_events, place * settings.ranks):
@@ -432,7 +447,9 @@ async def serve(
                 publisher = publishing(events, live, replay, topic)
                 sources.append(await open_servers.enter_async_context(publisher))
             server = PodServer(pod, sources)
-            await open_servers.enter_async_context(serving_role(server, listener, tasks, role))
+            await open_servers.enter_async_context(
+                serving_role(server, listener, tasks, role, ranks)
+            )
             addresses.append(address)
         ready(addresses)
         log.info("simulated pods are listening", pods=len(pods), first=addresses[0].url)
@@ -453,12 +470,6 @@ def _reached_at(listener: socket.socket) -> tuple[str, int]:
     host, port = listener.getsockname()[:2]
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
     return everywhere.get(host, host), port
-
-
-def _address(name: str, listener: socket.socket, role: str) -> PodAddress:
-    host, port = _reached_at(listener)
-    labels = {ROLE_LABEL: role} if role else {}
-    return PodAddress(name=name, address=host, port=port, labels=labels)
 
 
 @web.middleware

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
@@ -27,7 +28,10 @@ from msgspec import Raw, Struct
 
 PREFILL_HEADER: Final = "x-prefiller-host-port"
 ENCODE_HEADER: Final = "x-encoder-hosts-ports"
-STAGE_HEADERS: Final = frozenset({PREFILL_HEADER, ENCODE_HEADER, "x-kv-cache-source-host-port"})
+RANK_HEADER: Final = "x-data-parallel-host-port"
+STAGE_HEADERS: Final = frozenset(
+    {PREFILL_HEADER, ENCODE_HEADER, RANK_HEADER, "x-kv-cache-source-host-port"}
+)
 """Headers that the sidecar does not pass on."""
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 _CHAT: Final = "/v1/chat/completions"
@@ -85,14 +89,23 @@ class _Answer(Struct, frozen=True):
 class Sidecar:
     """The HTTP proxy in front of one engine."""
 
-    def __init__(self, engine_url: str, client: aiohttp.ClientSession) -> None:
-        """Create a sidecar for the engine at `engine_url`, which has no path."""
+    def __init__(
+        self, engine_url: str, client: aiohttp.ClientSession, ranks: Mapping[str, str]
+    ) -> None:
+        """Create a sidecar for the engine at `engine_url`, which has no path.
+
+        `ranks` has the URL of the engine of each data-parallel rank, by the `ip:port` of its
+        sidecar. A request may name one of them, whichever of their sidecars it reaches.
+        """
         self._engine_url = engine_url
         self._client = client
+        self._ranks = ranks
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def opened(cls, engine_url: str) -> AsyncIterator["Sidecar"]:
+    async def opened(
+        cls, engine_url: str, ranks: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncIterator["Sidecar"]:
         """Yield a sidecar with its connections, which are closed at the end of the context."""
         client = aiohttp.ClientSession(
             # A request that waits for its prefill must not delay another, so there is no limit.
@@ -102,7 +115,7 @@ class Sidecar:
             auto_decompress=False,
         )
         async with client:
-            yield cls(engine_url, client)
+            yield cls(engine_url, client, ranks)
 
     def application(self) -> web.Application:
         """Return the aiohttp application of the sidecar, which passes all paths on."""
@@ -121,6 +134,9 @@ class Sidecar:
         prefill = _hosts(request.headers.getall(PREFILL_HEADER, []))
         encode = _hosts(request.headers.getall(ENCODE_HEADER, []))
         body = await request.read()
+        rank = request.headers.get(RANK_HEADER)
+        if rank is not None and rank not in self._ranks:
+            return _error(400, f"{RANK_HEADER} names {rank}, which is no rank of this pod.")
         if request.method != "POST" or request.path not in _LIMITS or not (prefill or encode):
             return await self._decode(request, headers, body)
         try:
@@ -202,7 +218,8 @@ class Sidecar:
 
         If `cached_tokens` is not None, it replaces the number of cached tokens in the answer.
         """
-        url = f"{self._engine_url}{request.path_qs}"
+        engine_url = self._ranks.get(request.headers.get(RANK_HEADER, ""), self._engine_url)
+        url = f"{engine_url}{request.path_qs}"
         sent: web.StreamResponse | None = None
         try:
             async with self._client.request(

@@ -5,7 +5,6 @@ pods of the roles that its configuration says.
 """
 
 import contextlib
-import re
 
 import pytest
 
@@ -73,11 +72,16 @@ async def serving(name, roles, folder):
         for pod in pods.pods:
             pod.labels = labels_of(pod.name, pod.role)
         text = path_of(name).read_text()
-        renderer = f"http://{pods.pods[0].address}"
+        first = pods.pods[0]
+        values = {
+            "http://localhost:8000": f"http://{first.address}",
+            "hf-repo/model-name": MODEL,
+            "primaryPort: 8000": f"primaryPort: {first.port}",
+        }
         file = folder / "config.yaml"
-        file.write_text(re.sub(r"http://localhost:8000|hf-repo/model-name", lambda found: {
-            "http://localhost:8000": renderer, "hf-repo/model-name": MODEL,
-        }[found[0]], text))  # fmt: skip
+        for written, value in values.items():
+            text = text.replace(written, value)
+        file.write_text(text)
         picker = EppProcess(
             folder / "epp.log",
             *(f"--endpoints-file={write_endpoints(folder, pods.pods)}", f"--config-file={file}"),

@@ -55,7 +55,9 @@ class RolePod:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    async def start(self, tasks: asyncio.TaskGroup, seen: list[Seen]) -> None:
+    async def start(
+        self, tasks: asyncio.TaskGroup, seen: list[Seen], ranks: dict[str, str]
+    ) -> None:
         (own,) = listen("127.0.0.1", 0, 1)
         self.port = own.getsockname()[1]
         server = _Recorded(self, seen)
@@ -65,7 +67,8 @@ class RolePod:
         (inner,) = listen("127.0.0.1", 0, 1)
         await self._open.enter_async_context(serving(server, inner, tasks))
         url = f"http://127.0.0.1:{inner.getsockname()[1]}"
-        sidecar = await self._open.enter_async_context(Sidecar.opened(url))
+        ranks[self.address] = url
+        sidecar = await self._open.enter_async_context(Sidecar.opened(url, ranks))
         application = sidecar.application()
         application.middlewares.append(_recorder(f"{self.name} sidecar", seen))
         await self._open.enter_async_context(listening(application, own))
@@ -181,8 +184,9 @@ async def running_roles(
     seen: list[Seen] = []
     async with ClientSession() as client, asyncio.TaskGroup() as tasks:
         try:
+            ranks: dict[str, str] = {}
             for pod in pods:
-                await pod.start(tasks, seen)
+                await pod.start(tasks, seen, ranks)
             yield RolePods(pods, client, seen)
         finally:
             for pod in pods:

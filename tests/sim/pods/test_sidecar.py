@@ -276,6 +276,19 @@ async def test_other_paths_pass_and_ignore_the_headers():
         assert not any(seen.port.startswith("prefill") for seen in pods.seen)
 
 
+async def test_a_request_goes_to_the_rank_that_it_names():
+    """The gateway only reaches the port of the first rank; other addresses are none of the pod."""
+    async with running_roles("decode", "decode") as pods:
+        named = pods["decode-1"].address
+        status, _ = await pods.post("decode-0", BODY, x_data_parallel_host_port=named)
+        assert status == 200
+        assert pods.ports() == ["decode-0 sidecar", "decode-1 engine"]
+        assert "x-data-parallel-host-port" not in pods.generations()[1].headers
+        status, answer = await pods.post("decode-0", BODY, x_data_parallel_host_port="10.9.9.9:1")
+        assert status == 400
+        assert "10.9.9.9:1, which is no rank" in answer["error"]["message"]
+
+
 async def test_a_body_that_is_no_object_is_an_error():
     async with running_roles("prefill", "decode") as pods:
         address = pods["prefill-0"].address

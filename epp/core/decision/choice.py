@@ -170,6 +170,20 @@ def nobody_ready(request: InferenceRequest, members: int) -> Refusal:
     )
 
 
+def reached(choice: Choice | Refusal, staleness: Staleness | None) -> Choice | Refusal:
+    """Return `choice`, or a refusal (status 503) if its endpoint is unreachable.
+
+    A profile only chooses an unreachable endpoint if its filters left no other.
+    """
+    if isinstance(choice, Refusal) or staleness is None or not staleness.unreachable[choice.slot]:
+        return choice
+    return Refusal(
+        reason=RefusalReason.NO_ENDPOINTS,
+        status=503,
+        message=f"none of {len(choice.ranked)} endpoints can be reached",
+    )
+
+
 def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:
     """Return the refusal (status 429) of a request that the endpoints are too busy to serve.
     `eliminated` is the number of endpoints that each filter dropped.

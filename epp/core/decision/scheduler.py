@@ -31,6 +31,7 @@ from epp.core.decision.choice import (
     choose,
     nobody_left,
     nobody_ready,
+    reached,
     saturated,
 )
 from epp.core.decision.decision import Decision
@@ -347,7 +348,9 @@ class Scheduler:
             if isinstance(choice, Refusal) and offered.with_room is not offered.in_service:
                 wider = self._candidates(offered.in_service, affinities, request, now).near(peer)
                 choice = choose(profile, request, wider, state, turn, staleness)
-            return choice
+            if stages.fallback is None or stage is Stage.DECODE:
+                return choice
+            return reached(choice, staleness)
 
         def cached_at(choice: Choice) -> int:
             matched, _ = choice.ranked.prefix_match(choice.picked[0])

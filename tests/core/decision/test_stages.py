@@ -17,6 +17,7 @@ from epp.core.decision.inputs import (
     PoolReplaced,
     RequestEnded,
     ResponseStarted,
+    ScrapeFailed,
     ServedBy,
     Tick,
 )
@@ -570,6 +571,26 @@ def test_a_fallback_serves_what_a_missing_stage_would_refuse():
     assert sums(made) == (1, 512, 512.0, 1)
     made = pool_of(["prefill"], structs.replace(BOTH, fallback=DECODE))
     assert isinstance(made.schedule(chat(), 0.1), Refusal)
+
+
+def test_a_fallback_serves_what_only_unreachable_endpoints_would_prefill():
+    """Without a fallback they are tried, because the picker may be cut off, not they."""
+    for fallback, route in ((DECODE, Route.AGGREGATED_FALLBACK), (None, Route.PREFILL_DECODE)):
+        made = pool_of(["prefill", "decode"], structs.replace(BOTH, fallback=fallback))
+        for at in (0.1, 0.2):
+            made.take(ScrapeFailed(slot=0, answered=False), at)
+        assert made.schedule(chat(), 0.3).account.route is route
+        scrape(made, 0.4)
+        assert made.schedule(chat(), 0.5).account.route is Route.PREFILL_DECODE
+
+
+def test_a_fallback_does_not_replace_an_endpoint_that_is_reached():
+    made = pool_of(["prefill", "prefill", "decode"], structs.replace(BOTH, fallback=DECODE))
+    for at in (0.1, 0.2):
+        made.take(ScrapeFailed(slot=0, answered=False), at)
+    for number in range(4):
+        decision = made.schedule(chat(text=bytes([65 + number])), 0.3)
+        assert [leg.lease.slot for leg in decision.earlier] == [1]
 
 
 def test_a_stage_emptied_by_load_is_refused_as_saturated():

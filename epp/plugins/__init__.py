@@ -14,6 +14,7 @@ from epp.plugins.added_time import AddedTime
 from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
 from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
+from epp.plugins.stage_time import DecodeTime, PrefillTime
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -34,6 +35,8 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
 
 SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "added-time-scorer": AddedTime,
+    "decode-time-scorer": DecodeTime,
+    "prefill-time-scorer": PrefillTime,
     "prefix-cache-scorer": scorers.PrefixCache,
     "queue-scorer": scorers.Queue,
     "kv-cache-utilization-scorer": scorers.KVCacheUtilization,

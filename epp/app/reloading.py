@@ -6,6 +6,7 @@ The number of endpoints determines the allowed age of metrics. Each change ends 
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,7 @@ from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.topology import places_of
 from epp.core.types import Endpoint
 from epp.flags.serve import ServeFlags
+from epp.plugins.filters import ROLE_LABEL
 from epp.shell.engines.endpoint_pages import EndpointPages, prepare
 from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.kv_events import KVEventListener
@@ -89,8 +91,8 @@ class Reloading:
         """Start the scheduler with the endpoints in `found` and record that `settings` are in
         force.
         """
-        self._replace(found)
         self._count_configured(settings)
+        self._replace(found)
         if self._sources.kept_config.in_force:
             self._concerned.telemetry.config_rejected()
         self._tell_kept()
@@ -209,6 +211,7 @@ class Reloading:
         """
         told = self._concerned
         self._found = found
+        self._choose_default(found.endpoints)
         endpoints = scraped_from(found.endpoints, self._live.config.metrics.source)
         told.scheduler.take(PoolReplaced(endpoints), time.monotonic())
         told.scraper.replace(endpoints)
@@ -235,6 +238,26 @@ class Reloading:
                 "only hosts: set --node-labels, or the labels of a topology-extractor",
                 labels=settings.topology.names,
             )
+
+    def _choose_default(self, endpoints: Sequence[Endpoint]) -> None:
+        """Change to the built-in default for the roles of `endpoints`, if no configuration is given
+        and another default is in force.
+        """
+        offer = self._live.default_for(endpoints)
+        if offer is None:
+            return
+        self._decide_by(offer, len(endpoints))
+        roles = Counter(endpoint.labels.get(ROLE_LABEL, "no role") for endpoint in endpoints)
+        told = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+        why = f"roles of endpoints: {told or 'no endpoints'}"
+        self._count_configured(offer.settings, (why, *offer.changes))
+        _log.info(
+            "default configuration chosen by roles of endpoints",
+            config=offer.config.source,
+            hash=self._live.hash,
+            generation=self._live.generation,
+            roles=dict(roles),
+        )
 
     def _count_configured(self, settings: SchedulerSettings, changes: Sequence[str] = ()) -> None:
         live, told = self._live, self._concerned

@@ -1,8 +1,8 @@
 """The plugins that split a request into stages: profile handlers and deciders.
 
 Names, defaults and edge cases are those of llm-d/llm-d-router,
-`scheduling/profilehandler/disagg`. `profiles.fallback` follows its pull request 2638, and
-`prefillEnd` is an addition.
+`scheduling/profilehandler/disagg`. `profiles.fallback` follows its pull request 2638. `prefillEnd`
+and `time-based-pd-decider` are additions.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from epp.core.decision.stages import Always, Multimodal, Order, PrefillEnd, Rule
 from epp.core.duration import Duration, check_above_zero
 from epp.core.parameters import Parameters
 from epp.core.types import Seconds, Stage
+from epp.plugins.stage_time import RemotePrefillTimes
 
 _Name = Annotated[str, Meta(min_length=1)]
 
@@ -28,6 +29,7 @@ _FALLBACK: Final = "fallback"
 STAGE_HANDLER: Final = "disagg-profile-handler"
 PD_DECIDER: Final = "prefix-based-pd-decider"
 """Name of the decider that a `pd-profile-handler` has if the document names none."""
+TIME_DECIDER: Final = "time-based-pd-decider"
 STAGE_PARAMETERS: Final[Mapping[str, tuple[str, str]]] = {
     "decodeProfile": ("profiles", "decode"),
     "prefillProfile": ("profiles", "prefill"),
@@ -98,8 +100,8 @@ class DisaggHandler(Parameters, frozen=True):
 
     stage_order: str = Order.DECODE_FIRST.value
     """Stage whose endpoint is chosen first: `decode-first` or `prefill-first`. With
-    `prefill-first`, prefill runs for every request that may be prefilled elsewhere, and the decode
-    endpoint is chosen near the prefill endpoint.
+    `prefill-first`, prefill runs for every request that may be prefilled elsewhere, unless its decider
+    is `time-based-pd-decider`, and the decode endpoint is chosen near the prefill endpoint.
     """
     profiles: StageProfiles | None = None
     """Name of the profile of each stage."""
@@ -305,6 +307,14 @@ class AlwaysDecider(Parameters, frozen=True):
         return Always()
 
 
+class TimeDecider(RemotePrefillTimes, frozen=True, dict=True):
+    """`time-based-pd-decider`: run prefill at another endpoint than decode if this saves time. The
+    decider compares the times until the decode endpoint has the KV cache of the prompt.
+
+    The stage is never required: if no prefill endpoint is ready, the decode endpoint prefills.
+    """
+
+
 class MultimodalDecider(Parameters, frozen=True):
     """`always-disagg-multimodal-decider`: run the stage that names this decider (prefill or encode)
     at another endpoint than decode, for prompts with an image, audio or video.
@@ -327,6 +337,7 @@ DECIDERS: Final[Mapping[str, type[Parameters]]] = {
     PD_DECIDER: PrefixDecider,
     "always-disagg-pd-decider": AlwaysDecider,
     "always-disagg-multimodal-decider": MultimodalDecider,
+    TIME_DECIDER: TimeDecider,
 }
 
 

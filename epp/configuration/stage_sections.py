@@ -9,13 +9,14 @@ from epp.configuration.declared_plugins import ConfiguredPlugin, Role
 from epp.configuration.disaggregation import (
     HEADER_HANDLER,
     STAGE_HANDLERS,
+    TIME_DECIDER,
     HeaderHandler,
     StageNames,
 )
 from epp.configuration.document import nearest
 from epp.configuration.profile_sections import ProfileSections
 from epp.core.decision.profile import SchedulingProfile
-from epp.core.decision.stages import Never, Order, Rule, Stages, Uncached
+from epp.core.decision.stages import ByTime, Never, Order, PrefillRule, Rule, Stages, Uncached
 from epp.core.types import Stage
 
 
@@ -108,7 +109,7 @@ class StageSections:
         names: StageNames = handler.plugin.stages
         places = self.profiles.by_name(value)
         by_stage = self._profiles(handler, names, places)
-        rules = self._rules(handler, names, places)
+        prefill_if, encode_if = self._rules(handler, names, places)
         for name, (where, _) in places.items():
             if name not in names.profiles.values():
                 self.findings.warn(f"{where}: no stage uses profile {name}, so it has no effect")
@@ -118,8 +119,8 @@ class StageSections:
             decode=by_stage[Stage.DECODE],
             prefill=by_stage.get(Stage.PREFILL),
             encode=by_stage.get(Stage.ENCODE),
-            prefill_if=rules.get(Stage.PREFILL, Never()),
-            encode_if=rules.get(Stage.ENCODE, Never()),
+            prefill_if=prefill_if,
+            encode_if=encode_if,
             order=names.order,
             fallback=by_stage.get("fallback"),
             prefill_end=names.prefill_end,
@@ -150,22 +151,28 @@ class StageSections:
 
     def _rules(
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, object]
-    ) -> dict[Stage, Rule]:
-        """Return the rule of each stage that has a decider and a profile."""
-        rules: dict[Stage, Rule] = {}
-        for stage in (Stage.PREFILL, Stage.ENCODE):
-            decider = self._decider(stage, handler, names, places)
-            if decider is not None:
-                rule: Rule = decider.plugin.rule
-                rules[stage] = rule
-                if isinstance(rule, Uncached) and rule.tokens:
-                    self.counts_uncached = decider
+    ) -> tuple[PrefillRule, Rule]:
+        """Return the rules of the stages prefill and encode; a stage without a decider or without a
+        profile never runs.
+        """
+        prefill_if: PrefillRule = Never()
+        encode_if: Rule = Never()
+        decider = self._decider(Stage.PREFILL, handler, names, places)
+        if decider is not None:
+            prefill_if = decider.plugin.rule
+            if isinstance(prefill_if, ByTime) or (
+                isinstance(prefill_if, Uncached) and prefill_if.tokens
+            ):
+                self.counts_uncached = decider
+        decider = self._decider(Stage.ENCODE, handler, names, places)
+        if decider is not None:
+            encode_if = decider.plugin.rule
         for plugin in self.declared.plugins.values():
             if plugin.role is Role.DECIDER and plugin.name not in names.deciders.values():
                 self.findings.warn(
                     f"{plugin.where}: {handler.name} does not name it, so it has no effect"
                 )
-        return rules
+        return prefill_if, encode_if
 
     def _decider(
         self,
@@ -187,13 +194,20 @@ class StageSections:
                     "decider"
                 )
             return None
-        if always:
+        decider = self.declared.refer(f"{handler.where}: deciders.{stage}", name, Role.DECIDER)
+        by_time = decider is not None and decider.type_name == TIME_DECIDER
+        if always and decider is not None and not by_time:
             self.findings.problem(
                 f"{handler.where}: deciders.prefill {name} contradicts stageOrder prefill-first, "
                 "which prefills every request elsewhere: remove one of the two"
             )
             return None
-        decider = self.declared.refer(f"{handler.where}: deciders.{stage}", name, Role.DECIDER)
+        if by_time and stage is Stage.ENCODE:
+            self.findings.problem(
+                f"{handler.where}: deciders.encode {name} is a rule of the prefill stage; expected "
+                "always-disagg-multimodal-decider"
+            )
+            return None
         if decider is not None and not there:
             self.findings.warn(
                 f"{decider.where}: has no effect, because there is no profile of {stage}"

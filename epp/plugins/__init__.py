@@ -15,6 +15,7 @@ from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
 from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
 from epp.plugins.header_labels import HeaderLabelAffinity
+from epp.plugins.stage_time import DecodeTime, PrefillTime
 from epp.plugins.topology import TopologyAffinityFilter, TopologyAffinityScorer
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
@@ -37,6 +38,8 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
 
 SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "added-time-scorer": AddedTime,
+    "decode-time-scorer": DecodeTime,
+    "prefill-time-scorer": PrefillTime,
     "prefix-cache-scorer": scorers.PrefixCache,
     "queue-scorer": scorers.Queue,
     "kv-cache-utilization-scorer": scorers.KVCacheUtilization,

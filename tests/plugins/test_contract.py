@@ -125,6 +125,7 @@ def test_readers_of_an_index_say_which():
     }
     assert readers == {
         "added-time-scorer": ("", "approx-prefix-cache-producer"),
+        "decode-time-scorer": ("", "approx-prefix-cache-producer"),
         "mm-embeddings-cache-scorer": ("mm-embeddings-cache-producer",) * 2,
         "prefix-cache-affinity-filter": ("", "approx-prefix-cache-producer"),
         "prefix-cache-scorer": ("", "approx-prefix-cache-producer"),

@@ -817,6 +817,42 @@ class Candidates:
             0 if known is None else known.matched.item(slot),
         )
 
+    def prefill_numbers_of(self, position: int) -> tuple[float, ...]:
+        """Return what determines the time of a prefill at the candidate at `position`.
+
+        These are the prompt tokens that it has not cached, the pending prefill tokens, its measured
+        prefill speed in tokens per second, and its running and waiting requests. If it does not
+        report the latter, or not lately, its requests in flight run and none wait.
+        """
+        waiting, running, _, _, age_s, inflight, _, pending, _, matched = self.numbers_of(position)
+        uncached = max(0.0, self.prompt_tokens - matched * self.block_tokens)
+        speed = self._columns.prefill_drain_tokens_per_s.item(self._slot.item(position))
+        if age_s > REPORTED_S_MAX or isnan(running) or isnan(waiting):
+            running, waiting = inflight, 0.0
+        return uncached, pending, speed, running, waiting, max(0.0, inflight - running)
+
+    @property
+    def prefill_measured_tokens_per_s(self) -> Floats:
+        """Return float64[n], above 0: the measured prefill speed of each candidate in tokens per
+        second, which begins with the configured one.
+        """
+        return self._columns.prefill_drain_tokens_per_s[self._slot]
+
+    @property
+    def peer_candidates(self) -> "Candidates | None":
+        """Return the peer as the only candidate, or None if there is no peer."""
+        if self.peer < 0:
+            return None
+        return Candidates(
+            self._columns,
+            np.array([self.peer], dtype=np.int64),
+            self._now,
+            affinities=self._affinities,
+            prefix=self._prefix,
+            block_tokens=self.block_tokens,
+            prompt_tokens=self.prompt_tokens,
+        )
+
     def affinity(self, name: str) -> Affinity:
         """Return the match of the index `name` at each candidate; all zero if there is no such
         index.

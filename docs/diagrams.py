@@ -13,8 +13,8 @@ from xml.sax.saxutils import escape
 from msgspec import Struct
 
 from docs import frontier
-from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
-from epp.plugins.added_time import ATTENTION_TOKENS, DECODE_SHARE, HALF_WEIGHT_S, AddedTime
+from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, PREFILL_TOKENS_PER_S
+from epp.plugins.added_time import DECODE_SHARE, HALF_WEIGHT_S, AddedTime
 
 FOLDER: Final = Path(__file__).parent / "scoring"
 WIDTH: Final = 760

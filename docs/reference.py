@@ -122,7 +122,6 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "path": "Path of the page.",
     "prefixMatchInfoProducerName": "Name of the prefix index to use; the default is the first one.",
     "prefixPluginName": "No effect.",
-    "primaryPort": "No effect.",
     "scheme": "Scheme of the page.",
     "strategy": "See above.",
     "threshold": "Number of waiting requests from which on the score is 0.",

@@ -283,6 +283,8 @@ def test_files_on_pages_are_the_examples_that_they_name():
     shown = [*blocks(ROOT / "README.md", "yaml"), *blocks(ROOT / "docs/start.md", "yaml")]
     for file in ("config.yaml", "endpoints.yaml"):
         assert (ROOT / "docs/examples" / file).read_text(encoding="utf-8") in shown
+    example = (ROOT / "docs/examples/prefill-decode.yaml").read_text(encoding="utf-8")
+    assert example in blocks(ROOT / "docs/disaggregation.md", "yaml")
 
 
 PLUGINS = ROOT / "docs/plugins.md"

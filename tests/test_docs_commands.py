@@ -24,7 +24,7 @@ MARKS = {
 }
 """First line of a block -> the commands of which it has one at least; no other mark is an excuse."""
 
-RUN = ("start", "scoring", "tuning", "capacity", "from-llm-d")
+RUN = ("start", "disaggregation", "scoring", "tuning", "capacity", "from-llm-d")
 """Pages whose other blocks are run as they stand."""
 
 ELSEWHERE = {

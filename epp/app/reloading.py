@@ -6,6 +6,7 @@ The number of endpoints determines the allowed age of metrics. Each change ends 
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,10 @@ from epp.configuration.live import LiveConfiguration, Offer
 from epp.core.decision.inputs import PoolReplaced, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.knowledge.topology import places_of
+from epp.core.types import Endpoint
 from epp.flags.serve import ServeFlags
+from epp.plugins.filters import ROLE_LABEL
 from epp.shell.engines.endpoint_pages import EndpointPages, prepare
 from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.kv_events import KVEventListener
@@ -81,13 +85,14 @@ class Reloading:
         self._concerned = concerned
         self._cluster = cluster
         self._found = Found()
+        self._warned_of_places = False
 
     def start(self, found: Found, settings: SchedulerSettings, seed: int) -> None:
         """Start the scheduler with the endpoints in `found` and record that `settings` are in
         force.
         """
-        self._replace(found)
         self._count_configured(settings)
+        self._replace(found)
         if self._sources.kept_config.in_force:
             self._concerned.telemetry.config_rejected()
         self._tell_kept()
@@ -206,6 +211,7 @@ class Reloading:
         """
         told = self._concerned
         self._found = found
+        self._choose_default(found.endpoints)
         endpoints = scraped_from(found.endpoints, self._live.config.metrics.source)
         told.scheduler.take(PoolReplaced(endpoints), time.monotonic())
         told.scraper.replace(endpoints)
@@ -215,8 +221,43 @@ class Reloading:
         told.first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])
         told.telemetry.endpoints_replaced(endpoints)
         told.sessions.know(found)
+        self._warn_of_places(endpoints)
         if found.endpoints:
             told.peers.endpoints_known()
+
+    def _warn_of_places(self, endpoints: Sequence[Endpoint]) -> None:
+        """Warn once if plugins compare places of endpoints, and no endpoint has a label of one."""
+        settings = self._concerned.scheduler.settings
+        if self._warned_of_places or not endpoints or not _compares_places(settings):
+            return
+        *wider, _ = places_of(endpoints, settings.topology).tolist()
+        if not any(map(any, wider)):
+            self._warned_of_places = True
+            _log.warning(
+                "no endpoint has a label of a region, zone or rack, so topology plugins compare "
+                "only hosts: set --node-labels, or the labels of a topology-extractor",
+                labels=settings.topology.names,
+            )
+
+    def _choose_default(self, endpoints: Sequence[Endpoint]) -> None:
+        """Change to the built-in default for the roles of `endpoints`, if no configuration is given
+        and another default is in force.
+        """
+        offer = self._live.default_for(endpoints)
+        if offer is None:
+            return
+        self._decide_by(offer, len(endpoints))
+        roles = Counter(endpoint.labels.get(ROLE_LABEL, "no role") for endpoint in endpoints)
+        told = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+        why = f"roles of endpoints: {told or 'no endpoints'}"
+        self._count_configured(offer.settings, (why, *offer.changes))
+        _log.info(
+            "default configuration chosen by roles of endpoints",
+            config=offer.config.source,
+            hash=self._live.hash,
+            generation=self._live.generation,
+            roles=dict(roles),
+        )
 
     def _count_configured(self, settings: SchedulerSettings, changes: Sequence[str] = ()) -> None:
         live, told = self._live, self._concerned
@@ -242,6 +283,12 @@ class Reloading:
     def _tell_kept(self) -> None:
         for kept in (self._sources.kept_config, self._sources.kept_endpoints):
             self._concerned.telemetry.last_good_in_force(kept.name, kept.in_force)
+
+
+def _compares_places(settings: SchedulerSettings) -> bool:
+    """Return whether a filter or scorer of any stage reads how near endpoints are to each other."""
+    members = [one for _, profile in settings.stages.profiles() for one in profile.members]
+    return any("nearness" in (one.plugin.abilities.reads or ()) for one in members)
 
 
 def settings_of(offer: Offer) -> SchedulerSettings:

@@ -12,6 +12,8 @@ from epp.configuration.build import (
 )
 from epp.configuration.config import (
     CONFIG_MAX_BYTES,
+    STAGED_DEFAULT_CONFIG,
+    STAGED_DEFAULT_SOURCE,
     ConfigError,
     PickerConfig,
     PluginTables,
@@ -28,6 +30,11 @@ from epp.journal.reenacting import Judged, judge
 VALID: Final = 0
 INVALID: Final = 1
 UNREADABLE: Final = 2
+
+_BY_ROLE: Final = (
+    "If any endpoint prefills and does not decode (label llm-d.ai/role), the following default\n"
+    "applies instead, from the next change of the endpoints on."
+)
 
 CONFIG_MAP_KEY: Final = "config.yaml"
 """Key under which the chart's ConfigMap holds the `EndpointPickerConfig`."""
@@ -51,6 +58,9 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
         print(f"warning: {warning}", file=err)
     if flags.explain:
         out.write(explain(config))
+        if not flags.file:
+            staged = load_config(STAGED_DEFAULT_CONFIG, STAGED_DEFAULT_SOURCE, plugins)
+            out.write(f"\n{_BY_ROLE}\n\n{explain(staged)}")
     elif old is None:
         print(f"{config.source}: valid, hash {config_hash(config)}", file=out)
     if old is not None:

@@ -151,7 +151,15 @@ def build_settings(
         )
         for name, profile in stages.profiles()
         # The encode stage uses as many endpoints as its picker chooses.
-        if name != Stage.ENCODE
+        if name in {Stage.DECODE, Stage.PREFILL, "fallback"}
+    }
+    named = {
+        name: changed[Stage.DECODE]
+        if profile is stages.decode
+        else msgspec.structs.replace(
+            profile, picker=_picking(profile.picker, 1 + fallback_endpoints_max)
+        )
+        for name, profile in stages.named.items()
     }
     refresh_interval_s = max(refresh_interval_s, config.metrics.source.interval_s)
     saturation = config.saturation
@@ -172,7 +180,7 @@ def build_settings(
     ]
     speeds = (plugin.peak_prefill_throughput for plugin in readers)
     return SchedulerSettings(
-        stages=msgspec.structs.replace(stages, **changed),
+        stages=msgspec.structs.replace(stages, named=named, **changed),
         indexes=config.indexes,
         prefix=config.prefix,
         joined=joined_names(config.indexes, config.prefix),
@@ -184,6 +192,8 @@ def build_settings(
         metrics_staleness_s=max(metrics_staleness_s, _TURNS_MIN * refresh_interval_s),
         prefill_tokens_per_s=next((speed for speed in speeds if speed), prefill_tokens_per_s),
         labelled_speeds=config.inflight.peak_prefill_throughputs,
+        topology=config.topology,
+        primary_port=config.primary_port,
         fallback_endpoints_max=fallback_endpoints_max,
         shadow=config.shadow
         and msgspec.structs.replace(config.shadow, picker=_picking(config.shadow.picker, 1)),

@@ -14,8 +14,10 @@ from msgspec import Meta
 
 from epp.configuration.disaggregation import (
     DECIDERS,
+    HEADER_HANDLER,
     STAGE_HANDLERS,
     STAGE_HEADERS,
+    HeaderHandler,
     StageHeaders,
 )
 from epp.configuration.flow_plugins import FLOW_PLUGINS
@@ -24,11 +26,13 @@ from epp.core.duration import parse_duration
 from epp.core.knowledge.candidates import ATTRIBUTES_MAX
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefill_speed import LabelledSpeed
+from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.pull_source import PullSource
+from epp.plugins.rollout import RolloutScreener
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
 API_VERSIONS: Final = ("llm-d.ai/v1", API_VERSION)
@@ -67,14 +71,20 @@ class NoParameters(Parameters, frozen=True):
 
 
 class DataParallelHandler(Parameters, frozen=True):
-    """`data-parallel-profile-handler`: accepted without effect, because data-parallel ranks with a
-    port each are separate endpoints.
+    """`data-parallel-profile-handler`: the gateway sends requests for every data-parallel rank of a
+    pod to one port, and a header names the rank.
+
+    Ranks with a port each are separate endpoints. The gateway sends a request to the port of its
+    rank, and no handler is needed. Some gateways reach only one port of a pod. For these,
+    `primary_port` is the port of the pod's sidecar, and the header `x-data-parallel-host-port` holds
+    the address of the rank. A request then has no fallback endpoints.
 
     Data-parallel ranks behind one address are one endpoint, of which `data-parallel-rank-producer`
     selects a rank.
     """
 
     primary_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
+    """Port of the sidecar that obeys the header, or None to send each request to its rank."""
 
 
 class InflightLoadProducer(Parameters, frozen=True):
@@ -108,6 +118,8 @@ GPU_UTILIZATION: Final = "GPUUtilization"
 """Name of the attribute of an endpoint that `dcgm-extractor` provides."""
 DCGM_EXTRACTOR: Final = "dcgm-extractor"
 MODELS_EXTRACTOR: Final = "models-data-extractor"
+TOPOLOGY_EXTRACTOR: Final = "topology-extractor"
+POD_EXTRACTOR: Final = "disaggregatedset-rollout-pod-extractor"
 
 
 class MetricsScheme(StrEnum):
@@ -289,6 +301,7 @@ HANDLERS: Final[Mapping[str, type[Parameters]]] = {
     "single-profile-handler": NoParameters,
     "data-parallel-profile-handler": DataParallelHandler,
     **STAGE_HANDLERS,
+    HEADER_HANDLER: HeaderHandler,
 }
 
 NOTIFICATION_SOURCES: Final = ("endpoint-notification-source", "k8s-notification-source")
@@ -312,6 +325,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     MODELS_EXTRACTOR: NoParameters,
     "dcgm-data-source": DcgmDataSource,
     DCGM_EXTRACTOR: NoParameters,
+    TOPOLOGY_EXTRACTOR: TopologyLabels,
     "local-syncer": NoParameters,
     "model-server-protocol-metrics": CoreMetricsExtractor,
     OutlierEjection.type_name: OutlierEjection,
@@ -319,6 +333,8 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **FLOW_PLUGINS,
     PullSource.type_name: PullSource,
     DataParallelRank.type_name: DataParallelRank,
+    RolloutScreener.type_name: RolloutScreener,
+    POD_EXTRACTOR: NoParameters,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -343,8 +359,6 @@ _NO_EVICTION: Final = "requests that run are not evicted from the engines"
 _NO_PREDICTOR: Final = "there is no latency predictor"
 
 REFUSED: Final[Mapping[str, str]] = {
-    "header-profile-handler": "profiles are not chosen by a header: use disagg-profile-handler",
-    "disaggregatedset-rollout-screener": "revisions are not compared: use label-selector-filter",
     "latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
     "predicted-latency-producer": f"{_NO_PREDICTOR}: use inflight-load-producer",
     "predicted-latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
@@ -353,10 +367,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
     "sheddable-eviction-filter": f"{_NO_EVICTION}: remove it",
     "priority-then-time-eviction-order-policy": f"{_NO_EVICTION}: remove it",
-    "header-label-affinity-scorer": "use label-selector-filter",
-    "topology-affinity-filter": "use label-selector-filter",
-    "topology-affinity-scorer": "use label-selector-filter",
-    "topology-extractor": "topology is not read: use label-selector-filter",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "agent-identity": "a header alone names flows, x-llm-d-inference-fairness-id: remove it",
     "outlier-ejection-filter": (

@@ -53,11 +53,14 @@ from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels
 
 __all__ = [
     "CONFIG_MAX_BYTES",
     "DEFAULT_CONFIG",
     "DEFAULT_SOURCE",
+    "STAGED_DEFAULT_CONFIG",
+    "STAGED_DEFAULT_SOURCE",
     "ConfigError",
     "ConfiguredPlugin",
     "MetricsSettings",
@@ -81,6 +84,34 @@ schedulingProfiles:
 """
 """Configuration document that applies if none is given: the strategy `homing`."""
 DEFAULT_SOURCE: Final = "built-in default"
+STAGED_DEFAULT_CONFIG: Final = f"""\
+apiVersion: {API_VERSION}
+kind: EndpointPickerConfig
+plugins:
+- type: disagg-profile-handler
+  parameters:
+    stageOrder: prefill-first
+    deciders: {{prefill: time-based-pd-decider}}
+- type: time-based-pd-decider
+- type: decode-filter
+- type: prefill-filter
+- type: decode-time-scorer
+- type: prefill-time-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: decode
+  plugins:
+  - pluginRef: decode-filter
+  - pluginRef: decode-time-scorer
+  - pluginRef: max-score-picker
+- name: prefill
+  plugins:
+  - pluginRef: prefill-filter
+  - pluginRef: prefill-time-scorer
+  - pluginRef: max-score-picker
+"""
+"""Configuration document that applies if none is given and endpoints have roles."""
+STAGED_DEFAULT_SOURCE: Final = "built-in default by role"
 
 _SECTIONS: Final = (
     "apiVersion",
@@ -122,6 +153,12 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Settings of outlier ejection, which apply to every profile."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
     """Settings of the source of prompts' token ids."""
+    topology: TopologyLabels = DEFAULT_TOPOLOGY
+    """Labels that name the places of endpoints."""
+    primary_port: int = 0
+    """Port to which the gateway sends the requests for all data-parallel ranks of a pod, or 0 if it
+    sends them to the port of the rank.
+    """
     shadow: SchedulingProfile | None = None
     """Profile that is applied to requests only for comparison with the decisions of `profile`, or
     None.
@@ -174,8 +211,11 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     inflight = declared.only(InflightLoadProducer)
     ejection = declared.only(OutlierEjection)
     tokens = declared.only(TokenProducer)
+    topology = declared.only(TopologyLabels)
+    primary_port = declared.primary_port()
     sections.check_load_producers()
     sections.check_attributes(metrics)
+    sections.check_topology()
     findings.raise_problems()
     assert stages is not None, "a document without a profile has a problem"
 
@@ -202,6 +242,8 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
         inflight=inflight,
         ejection=ejection,
         tokens=tokens,
+        topology=topology,
+        primary_port=primary_port,
         shadow=shadow,
         shadow_share=shadow_share,
         warnings=tuple(findings.warnings),

@@ -17,12 +17,19 @@ from epp.configuration.compatibility import (
     MOVED_TO_INDEX,
     NOTIFICATION_SOURCES,
     PARSERS,
+    POD_EXTRACTOR,
+    TOPOLOGY_EXTRACTOR,
     CoreMetricsExtractor,
     DataParallelHandler,
     InflightLoadProducer,
     refusal_of,
 )
-from epp.configuration.disaggregation import DECIDERS, STAGE_HANDLERS, STAGE_HEADERS
+from epp.configuration.disaggregation import (
+    DECIDERS,
+    HEADER_HANDLER,
+    STAGE_HANDLERS,
+    STAGE_HEADERS,
+)
 from epp.configuration.document import nearest
 from epp.configuration.findings import Findings, raised
 from epp.configuration.flow_plugins import CEILINGS, DETECTORS, FAIRNESS, FLOW_PLUGINS, ORDERINGS
@@ -30,17 +37,19 @@ from epp.configuration.token_producer import TokenProducer
 from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
+from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.pull_source import PullSource
+from epp.plugins.rollout import RolloutScreener
 
 PREFIX_INDEX: Final = "approx-prefix-cache-producer"
 PRECISE_INDEX: Final = "precise-prefix-cache-producer"
 _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
 BLOCK_TOKENS_MIN: Final = 64
 
-P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer)
+P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer, TopologyLabels)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
@@ -76,6 +85,7 @@ class Role(StrEnum):
     ORDERING = "ordering policy"
     CEILING = "usage limit policy"
     DETECTOR = "saturation detector"
+    SCREENER = "screener"
 
 
 class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
@@ -113,6 +123,9 @@ _ROLES: Final[Mapping[str, Role]] = {
     MODELS_EXTRACTOR: Role.EXTRACTOR,
     "dcgm-data-source": Role.SOURCE,
     DCGM_EXTRACTOR: Role.EXTRACTOR,
+    TOPOLOGY_EXTRACTOR: Role.EXTRACTOR,
+    POD_EXTRACTOR: Role.EXTRACTOR,
+    RolloutScreener.type_name: Role.SCREENER,
     **dict.fromkeys(NOTIFICATION_SOURCES, Role.NOTIFIER),
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
     PullSource.type_name: Role.REQUEST_MARKER,
@@ -168,7 +181,7 @@ class DeclaredPlugins:
             plugin = self.plugin(where, name, type_name, parameters)
             if plugin is None:
                 self._broken.add(name)
-                self.stages_unknown |= type_name in STAGE_HANDLERS
+                self.stages_unknown |= type_name in {*STAGE_HANDLERS, HEADER_HANDLER}
             else:
                 self.plugins[name] = plugin
 
@@ -301,10 +314,10 @@ class DeclaredPlugins:
         if plugin.abilities.counts_blocks:
             self._warn_of_blocks(where, plugin, parameters)
         match plugin:
-            case DataParallelHandler():
+            case DataParallelHandler(primary_port=None):
                 self.findings.warn(
-                    f"{where}: has no effect, because data-parallel ranks with a port each are "
-                    "separate endpoints; for ranks behind one address use "
+                    f"{where}: has no effect without primaryPort, because data-parallel ranks with "
+                    "a port each are separate endpoints; for ranks behind one address use "
                     "data-parallel-rank-producer"
                 )
             case InflightLoadProducer(
@@ -373,6 +386,14 @@ class DeclaredPlugins:
             return FLOW_PLUGINS[name]()
         except TypeError:
             return None
+
+    def primary_port(self) -> int:
+        """Return the port to which the gateway sends the requests for all data-parallel ranks of a
+        pod, or 0 if no `data-parallel-profile-handler` sets one.
+        """
+        plugins = [one.plugin for one in self.plugins.values()]
+        ports = [one.primary_port for one in plugins if isinstance(one, DataParallelHandler)]
+        return next((port for port in ports if port), 0)
 
     def where_of(self, name: str) -> str:
         """Return the place of the plugin `name` in the configuration document, for messages; `name`

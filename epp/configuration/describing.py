@@ -14,6 +14,7 @@ from epp.core.decision.stages import Stages
 from epp.core.duration import Duration
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
+from epp.core.knowledge.topology import DEFAULT_TOPOLOGY
 
 _SHADOW: Final = "shadow "
 """Prefix of those lines of a comparison of two configurations that are about the shadow profile."""
@@ -46,6 +47,10 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
     if config.ejection != OutlierEjection():
         lines["outlier ejection"] = plain_parameters(config.ejection)
+    if config.primary_port:
+        lines["data-parallel ranks"] = {"primaryPort": config.primary_port}
+    if config.topology != DEFAULT_TOPOLOGY:
+        lines["topology"] = plain_parameters(config.topology)
     if config.tokens.backend is not Backend.ESTIMATE:
         lines["tokens"] = _describe_tokens(config.tokens)
     lines["requestHandler"] = {"parsers": list(config.parsers)}
@@ -61,6 +66,11 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
 
 def _describe_stages(stages: Stages) -> dict[str, Any]:
     lines: dict[str, Any] = {"order": stages.order.value, "prefillEnd": stages.prefill_end.value}
+    lines["prefillDeadlineS"] = _whole(stages.prefill_deadline_s)
+    if stages.named:
+        lines["header"] = stages.header
+        lines["default"] = stages.decode.name
+        lines["profiles"] = list(stages.named)
     for stage, rule in (("prefill", stages.prefill_if), ("encode", stages.encode_if)):
         parameters = msgspec.to_builtins(rule)
         lines[f"{stage}If"] = type(rule).__name__.lower()

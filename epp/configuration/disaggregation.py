@@ -1,8 +1,8 @@
 """The plugins that split a request into stages: profile handlers and deciders.
 
 Names, defaults and edge cases are those of llm-d/llm-d-router,
-`scheduling/profilehandler/disagg`. `profiles.fallback` follows its pull request 2638, and
-`prefillEnd` is an addition.
+`scheduling/profilehandler/disagg`. `profiles.fallback` follows its pull request 2638. `prefillEnd`
+and `time-based-pd-decider` are additions.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,10 @@ from msgspec import Meta, Struct
 
 from epp.core.abilities import Abilities
 from epp.core.decision.stages import Always, Multimodal, Order, PrefillEnd, Rule, Uncached
+from epp.core.duration import Duration, check_above_zero
 from epp.core.parameters import Parameters
-from epp.core.types import Stage
+from epp.core.types import Seconds, Stage
+from epp.plugins.stage_time import RemotePrefillTimes
 
 _Name = Annotated[str, Meta(min_length=1)]
 
@@ -27,6 +29,7 @@ _FALLBACK: Final = "fallback"
 STAGE_HANDLER: Final = "disagg-profile-handler"
 PD_DECIDER: Final = "prefix-based-pd-decider"
 """Name of the decider that a `pd-profile-handler` has if the document names none."""
+TIME_DECIDER: Final = "time-based-pd-decider"
 STAGE_PARAMETERS: Final[Mapping[str, tuple[str, str]]] = {
     "decodeProfile": ("profiles", "decode"),
     "prefillProfile": ("profiles", "prefill"),
@@ -53,6 +56,7 @@ class StageNames(Struct, frozen=True, kw_only=True):
     """Name of the decider of each stage that has one, by stage."""
     order: Order = Order.DECODE_FIRST
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
+    prefill_deadline_s: Seconds = 60.0
 
 
 class StageProfiles(Parameters, frozen=True):
@@ -96,8 +100,8 @@ class DisaggHandler(Parameters, frozen=True):
 
     stage_order: str = Order.DECODE_FIRST.value
     """Stage whose endpoint is chosen first: `decode-first` or `prefill-first`. With
-    `prefill-first`, prefill runs for every request that may be prefilled elsewhere, and the decode
-    endpoint is chosen near the prefill endpoint.
+    `prefill-first`, prefill runs for every request that may be prefilled elsewhere, unless its decider
+    is `time-based-pd-decider`, and the decode endpoint is chosen near the prefill endpoint.
     """
     profiles: StageProfiles | None = None
     """Name of the profile of each stage."""
@@ -106,6 +110,10 @@ class DisaggHandler(Parameters, frozen=True):
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
     """Sign that prefill has ended: `headers` of the response, or `output`, its first bytes. Set
     `output` for sidecars that start prefill and decode at once (SGLang, Mooncake).
+    """
+    prefill_deadline: Duration = Duration(60.0)
+    """Time after which a prefill that neither answered nor failed is counted as overdue, and
+    `epp explain` names its pair of endpoints. The request continues.
     """
     decode_profile: _Name | None = None
     """Deprecated; use `profiles.decode`."""
@@ -125,6 +133,7 @@ class DisaggHandler(Parameters, frozen=True):
             raise ValueError(
                 f"stageOrder is {self.stage_order!r}; it must be decode-first or prefill-first"
             )
+        check_above_zero("prefillDeadline", self.prefill_deadline)
         nested = self._nested
         if nested and self.flat:
             raise ValueError(
@@ -178,6 +187,7 @@ class DisaggHandler(Parameters, frozen=True):
             deciders.encode or self.encode_decider_plugin_name,
             order=_ORDERS[_spelt(self.stage_order)],
             prefill_end=self.prefill_end,
+            prefill_deadline_s=float(self.prefill_deadline),
         )
 
 
@@ -195,7 +205,7 @@ class PdHandler(Parameters, frozen=True):
     decider_plugin_name: _Name = PD_DECIDER
     """Name of the decider of the prefill stage."""
     primary_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
-    """No effect, because data-parallel ranks with a port each are separate endpoints."""
+    """No effect; `primaryPort` of `data-parallel-profile-handler` has one."""
     prefix_plugin_type: str = ""
     """No effect, because the decider reads the index that fills the matched blocks of scorers."""
     prefix_plugin_name: str = ""
@@ -225,6 +235,24 @@ class PdHandler(Parameters, frozen=True):
             Stage.PREFILL.value: self.prefill_profile,
         }
         return _stage_names(named, self.decider_plugin_name, None)
+
+
+class HeaderHandler(Parameters, frozen=True):
+    """`header-profile-handler`: a request header names the profile that chooses the endpoint.
+
+    A coordinator sends one request for each of the stages encode, prefill and decode. A profile with
+    the name of a stage does the work of that stage: load, prefixes and media are recorded for it. An
+    unknown name is refused with 400. A single profile serves all requests, whatever the header says.
+
+    A request with the header `Prefer: if-available` is refused with 412, and not counted, if the
+    chosen endpoint has too little of the prompt cached. `prefix-based-pd-decider` says how many
+    tokens may be uncached. Without it, the endpoint must have at least one block.
+    """
+
+    header_name: _Name = "EPP-Profile"
+    """Request header with the name of the profile."""
+    default_profile: _Name = Stage.DECODE.value
+    """Profile of requests without the header."""
 
 
 class StageHeaders(Parameters, frozen=True):
@@ -279,6 +307,14 @@ class AlwaysDecider(Parameters, frozen=True):
         return Always()
 
 
+class TimeDecider(RemotePrefillTimes, frozen=True, dict=True):
+    """`time-based-pd-decider`: run prefill at another endpoint than decode if this saves time. The
+    decider compares the times until the decode endpoint has the KV cache of the prompt.
+
+    The stage is never required: if no prefill endpoint is ready, the decode endpoint prefills.
+    """
+
+
 class MultimodalDecider(Parameters, frozen=True):
     """`always-disagg-multimodal-decider`: run the stage that names this decider (prefill or encode)
     at another endpoint than decode, for prompts with an image, audio or video.
@@ -294,12 +330,14 @@ STAGE_HANDLERS: Final[Mapping[str, type[Parameters]]] = {
     STAGE_HANDLER: DisaggHandler,
     "pd-profile-handler": PdHandler,
 }
-_KEPT: Final = ("stageOrder", "prefillEnd")
+HEADER_HANDLER: Final = "header-profile-handler"
+_KEPT: Final = ("stageOrder", "prefillEnd", "prefillDeadline")
 STAGE_HEADERS: Final = ("disagg-headers-handler", "prefill-header-handler")
 DECIDERS: Final[Mapping[str, type[Parameters]]] = {
     PD_DECIDER: PrefixDecider,
     "always-disagg-pd-decider": AlwaysDecider,
     "always-disagg-multimodal-decider": MultimodalDecider,
+    TIME_DECIDER: TimeDecider,
 }
 
 
@@ -322,6 +360,7 @@ def _stage_names(
     *,
     order: Order = Order.DECODE_FIRST,
     prefill_end: PrefillEnd = PrefillEnd.HEADERS,
+    prefill_deadline_s: Seconds = 60.0,
 ) -> StageNames:
     profiles = {
         stage: name or stage
@@ -335,6 +374,7 @@ def _stage_names(
         deciders={stage: name for stage, name in deciders.items() if name is not None},
         order=order,
         prefill_end=prefill_end,
+        prefill_deadline_s=prefill_deadline_s,
     )
 
 

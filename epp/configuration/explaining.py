@@ -5,14 +5,24 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
+from msgspec import structs
 
 from epp.configuration.build import build_settings
-from epp.configuration.config import PickerConfig
+from epp.configuration.config import DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE, PickerConfig
 from epp.configuration.describing import config_hash, plain_parameters
 from epp.core.decision.plugin import PREFIX_READS
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
-from epp.core.decision.stages import Always, Multimodal, Order, Rule, Stages, Uncached
+from epp.core.decision.stages import (
+    Always,
+    ByTime,
+    Multimodal,
+    Order,
+    PrefillRule,
+    PrefillWork,
+    Stages,
+    Uncached,
+)
 from epp.core.flow.settings import Fairness, FlowSettings, Ordering
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefix import PrefixIndexSettings
@@ -31,8 +41,11 @@ _WORDS: Final[Mapping[str, str]] = {
     "kv_cache_usage": "KV-cache usage",
     "kv_capacity_tokens": "KV-cache size",
     "metrics_age_s": "age of metrics",
+    "nearness": "places of endpoints",
     "output_tokens_max": "limit of the answer",
     "prefill_tokens_per_s": "prefill speed",
+    "prefill_measured_tokens_per_s": "measured prefill speed",
+    "peer_candidates": "the endpoint of the other stage",
     "prompt_tokens": "length of the prompt",
     "prompts": "prompt",
     "rendezvous": "names of endpoints",
@@ -77,11 +90,16 @@ def explain(config: PickerConfig) -> str:
     """Return a description of the effect of `config`, as text for a terminal."""
     settings = build_settings(config)
     stages = settings.stages
-    lines = [f"configuration  {config.source}", f"hash           {config_hash(config)}", ""]
+    lines = [
+        f"configuration  {config.source}",
+        f"hash           {config_hash(config)}",
+        f"serves         {_mode(config)}",
+        "",
+    ]
     if stages.alone:
         lines += _profile(f"profile {stages.decode.name}", stages.decode)
     else:
-        lines += _stages(stages)
+        lines += _stages(stages, settings.prefill_tokens_per_s)
     if config.shadow is not None:
         lines += ["", *_shadow(config.shadow, config.shadow_share)]
     lines += ["", "indexes"]
@@ -155,22 +173,38 @@ def _limit(most: int) -> str:
     return str(most) if most else "any number of"
 
 
-def _stages(stages: Stages) -> list[str]:
-    """Return a table of the plugins of each stage, with the rule by which the stage runs."""
+def _mode(config: PickerConfig) -> str:
+    """Return whether the configuration serves requests by role, and why."""
+    by_default = config.source in {DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE}
+    if config.stages.alone:
+        why = "no endpoint only prefills" if by_default else "no disagg-profile-handler is declared"
+        return f"each request at one endpoint, because {why}"
+    why = "an endpoint only prefills" if by_default else "a handler of stages is declared"
+    return f"requests by role, because {why}"
+
+
+def _stages(stages: Stages, tokens_per_s: float) -> list[str]:
+    """Return a table for each stage, with the rule by which it runs.
+
+    `tokens_per_s` is the prefill speed of the endpoints.
+    """
+    if stages.named:
+        return _named(stages)
     first = "decode, then encode, then prefill near the decode endpoint"
     if stages.order is Order.PREFILL_FIRST:
         first = "prefill, then encode, then decode near the prefill endpoint"
     lines = [f"stages, chosen in this order: {first}"]
-    always = Always()
-    rules: Mapping[str, Rule] = {
-        "prefill": always if stages.order is Order.PREFILL_FIRST else stages.prefill_if,
-        "encode": stages.encode_if,
-    }
+    prefill_if = stages.prefill_if
+    if stages.order is Order.PREFILL_FIRST and not isinstance(prefill_if, ByTime):
+        prefill_if = Always()
+    rules: Mapping[str, PrefillRule] = {"prefill": prefill_if, "encode": stages.encode_if}
     for name, profile in stages.profiles():
         lines += ["", *_profile(f"stage {name}: profile {profile.name}", profile)]
         if name in rules:
             lines.append(f"  runs      {_rule(rules[name])}")
-            lines += [f"      {line}" for line in _examples(name, rules[name])]
+            lines += [f"      {line}" for line in _examples(name, rules[name], tokens_per_s)]
+        elif name == "screen":
+            lines.append("  runs      before every stage, for every request")
         elif name == "fallback":
             lines.append("  runs      instead of all stages, if one that must run has no endpoint")
         else:
@@ -180,11 +214,29 @@ def _stages(stages: Stages) -> list[str]:
     return [*lines, f"prefill and encode end with the {stages.prefill_end} of the response"]
 
 
-def _rule(rule: Rule) -> str:
+def _named(stages: Stages) -> list[str]:
+    """Return a table for each of the profiles that a request header names."""
+    lines = [f"profiles, one for each request: header {stages.header} names it"]
+    if stages.screen is not None:
+        lines += ["", *_profile("filters before every profile", stages.screen)]
+    for name, profile in stages.named.items():
+        lines += ["", *_profile(f"profile {name}", profile)]
+        if profile is stages.decode:
+            lines.append("  runs      also for requests without the header")
+    rule = stages.prefill_if
+    enough = "no block of the prompt is cached at the endpoint"
+    if isinstance(rule, Uncached):
+        enough = _rule(rule).removeprefix("if ").replace("the decode endpoint", "the endpoint")
+    return [*lines, "", f"Prefer: if-available is refused with 412: {enough}"]
+
+
+def _rule(rule: PrefillRule) -> str:
     """Return in words for which requests a stage runs."""
     match rule:
         case Always():
             return "for every request"
+        case ByTime():
+            return "if it saves time, for a prompt that is not cached at the decode endpoint"
         case Multimodal():
             return "for prompts with an image, audio or video"
         case Uncached(tokens, least) if tokens:
@@ -194,18 +246,45 @@ def _rule(rule: Rule) -> str:
             return "never"
 
 
-def _examples(stage: str, rule: Rule) -> list[str]:
-    """Return examples of a rule that counts uncached tokens, for a prompt of 5,120 tokens."""
+def _examples(stage: str, rule: PrefillRule, tokens_per_s: float) -> list[str]:
+    """Return examples of a rule that counts tokens or compares times, for 5,120 prompt tokens.
+
+    `tokens_per_s` is the prefill speed of the endpoints.
+    """
+    if isinstance(rule, ByTime):
+        return [time_reason(rule, 5_120, tokens_per_s, decoding) for decoding in (0, 1, 20)]
     if not isinstance(rule, Uncached) or not rule.tokens:
         return []
     total = 5_120
     return [stage_reason(stage, rule, total, cached) for cached in (1_024, total)]
 
 
-def stage_reason(stage: str, rule: Rule, prompt_tokens: int, cached_tokens: int) -> str:
+def time_reason(
+    rule: ByTime, prompt_tokens: int, tokens_per_s: float, decoding_requests: int
+) -> str:
+    """Return which prefill of a prompt that is not cached takes less time at endpoints without
+    pending tokens, for example `5120 tokens, 0 decode at D: 0.34 s at D, 0.47 s at P: no prefill`.
+    """
+    remote = PrefillWork(
+        uncached_tokens=prompt_tokens, pending_tokens=0.0, tokens_per_s=tokens_per_s
+    )
+    local = structs.replace(remote, decoding_requests=decoding_requests)
+    verdict = "prefill" if rule.saves_time(prompt_tokens, local, remote) else "no prefill"
+    times = (
+        f"{rule.prefill_s(local, prompt_tokens):.3g} s at D",
+        f"{rule.remote_s(prompt_tokens, local, remote):.3g} s at P",
+    )
+    return f"{prompt_tokens} tokens, {decoding_requests} decode at D: {', '.join(times)}: {verdict}"
+
+
+def stage_reason(stage: str, rule: PrefillRule, prompt_tokens: int, cached_tokens: int) -> str:
     """Return why a rule ran or did not run `stage` for a prompt, for example
     `5120 tokens, 1024 cached at D, 4096 >= 16: prefill`.
+
+    A rule by time (`ByTime`) is only described, because it needs the state of two endpoints.
     """
+    if isinstance(rule, ByTime):
+        return _rule(rule)
     request = InferenceRequest(request_id="", prompt_tokens=prompt_tokens)
     applies = rule.applies(request, cached_tokens)
     verdict = stage if applies else f"no {stage}"

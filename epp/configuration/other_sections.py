@@ -13,6 +13,8 @@ from epp.configuration.compatibility import (
     GPU_UTILIZATION,
     MODELS_EXTRACTOR,
     PARSERS,
+    POD_EXTRACTOR,
+    TOPOLOGY_EXTRACTOR,
     CoreMetricsExtractor,
     DcgmDataSource,
     InflightLoadProducer,
@@ -20,8 +22,10 @@ from epp.configuration.compatibility import (
     ModelsDataSource,
 )
 from epp.configuration.declared_plugins import ConfiguredPlugin, DeclaredPlugins, Role
+from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
 from epp.core.types import attribute_key
+from epp.plugins.topology import TopologyAffinityFilter, TopologyAffinityScorer
 
 DETECTOR: Final = "utilization-detector"
 _EXTRACTORS: Final[Mapping[str, str]] = {
@@ -30,6 +34,8 @@ _EXTRACTORS: Final[Mapping[str, str]] = {
     "dcgm-data-source": DCGM_EXTRACTOR,
 }
 """Type of the extractor that a data source needs, by type of the data source."""
+_OF_PODS: Final = (TOPOLOGY_EXTRACTOR, POD_EXTRACTOR)
+"""Types of the extractors that read pods instead of pages."""
 _LOAD_PRODUCER: Final = "inflight-load-producer"
 
 
@@ -188,7 +194,18 @@ class OtherSections:
         self, where: str, source: ConfiguredPlugin | None, extractor: _Reference
     ) -> None:
         if source is not None and source.role is Role.NOTIFIER:
-            self.declared.refer(where, extractor.plugin_ref, Role.INDEX)
+            plugin = self.declared.refer(
+                where, extractor.plugin_ref, Role.INDEX, Role.EXTRACTOR, Role.SCREENER
+            )
+            if (
+                plugin is not None
+                and plugin.role is Role.EXTRACTOR
+                and plugin.type_name not in _OF_PODS
+            ):
+                self.findings.problem(
+                    f"{where}: {plugin.name} is a {plugin.type_name}, expected one of "
+                    f"{', '.join(_OF_PODS)}, which read the pods of {source.type_name}"
+                )
             return
         referred = self.declared.refer(where, extractor.plugin_ref, Role.EXTRACTOR)
         if source is None or referred is None:
@@ -215,6 +232,30 @@ class OtherSections:
                 self.findings.problem(
                     f"{plugin.where}: inFlightLoadProducerName {name} names no declared "
                     f"{_LOAD_PRODUCER}"
+                )
+
+    def check_topology(self) -> None:
+        """Record a problem for each plugin that names a `topology-extractor` that is not declared.
+        Warn of one that no plugin uses.
+        """
+        used = False
+        for plugin in self.declared.plugins.values():
+            if not isinstance(plugin.plugin, TopologyAffinityFilter | TopologyAffinityScorer):
+                continue
+            used = True
+            name = plugin.plugin.topology_producer_name
+            extractor = self.declared.plugins.get(name)
+            if name in {"", TOPOLOGY_EXTRACTOR} or (
+                extractor is not None and isinstance(extractor.plugin, TopologyLabels)
+            ):
+                continue
+            self.findings.problem(
+                f"{plugin.where}: topologyProducerName {name} names no declared {TOPOLOGY_EXTRACTOR}"
+            )
+        for plugin in self.declared.plugins.values():
+            if isinstance(plugin.plugin, TopologyLabels) and not used:
+                self.findings.warn(
+                    f"{plugin.where}: has no effect, because no plugin uses the topology"
                 )
 
     def check_attributes(self, metrics: MetricsSettings) -> None:

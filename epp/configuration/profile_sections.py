@@ -103,7 +103,20 @@ class ProfileSections:
         return tuple(
             NamedResponder(plugin.name, plugin.plugin)
             for plugin in self.declared.plugins.values()
-            if plugin.role in {Role.RESPONDER, Role.REQUEST_MARKER}
+            if plugin.role in {Role.RESPONDER, Role.REQUEST_MARKER, Role.SCREENER}
+        )
+
+    def screen(self) -> SchedulingProfile | None:
+        """Return the profile of the declared filters that apply before every stage, or None if
+        there are none.
+        """
+        screeners = [one for one in self.declared.plugins.values() if one.role is Role.SCREENER]
+        if not screeners:
+            return None
+        filters = tuple(NamedFilter(one.name, one.plugin) for one in screeners)
+        picker_name, picker = self._picker([])
+        return SchedulingProfile(
+            name="screen", filters=filters, scorers=(), picker_name=picker_name, picker=picker
         )
 
     def shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:

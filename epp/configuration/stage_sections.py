@@ -3,12 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from epp.configuration.declared_plugins import ConfiguredPlugin, Role
-from epp.configuration.disaggregation import STAGE_HANDLERS, StageNames
+from epp.configuration.disaggregation import (
+    HEADER_HANDLER,
+    STAGE_HANDLERS,
+    TIME_DECIDER,
+    HeaderHandler,
+    StageNames,
+)
 from epp.configuration.document import nearest
 from epp.configuration.profile_sections import ProfileSections
 from epp.core.decision.profile import SchedulingProfile
-from epp.core.decision.stages import Never, Order, Rule, Stages, Uncached
+from epp.core.decision.stages import ByTime, Never, Order, PrefillRule, Rule, Stages, Uncached
 from epp.core.types import Stage
 
 
@@ -31,13 +39,22 @@ class StageSections:
 
         `value` is the section `schedulingProfiles`.
         """
+        stages = self._acting(value)
+        screen = self.profiles.screen()
+        return stages if stages is None or screen is None else replace(stages, screen=screen)
+
+    def _acting(self, value: Any) -> Stages | None:
+        """Return the stages without the filters that apply before them, or None after a problem."""
         declared = self.declared.plugins.values()
-        handlers = [plugin for plugin in declared if plugin.type_name in STAGE_HANDLERS]
+        of_stages = (*STAGE_HANDLERS, HEADER_HANDLER)
+        handlers = [plugin for plugin in declared if plugin.type_name in of_stages]
         for more in handlers[1:]:
             self.findings.problem(
                 f"{more.where}: only one handler of stages is allowed, and {handlers[0].name} is "
                 "declared before it"
             )
+        if handlers and handlers[0].type_name == HEADER_HANDLER:
+            return self._named_by(handlers[0], value)
         if handlers:
             return self._stages_by(handlers[0], value)
         if self.declared.stages_unknown:
@@ -50,12 +67,49 @@ class StageSections:
         profile = self.profiles.acting(value)
         return None if profile is None else Stages(decode=profile)
 
+    def _named_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
+        """Return the profiles among which a request header chooses, or None after a problem."""
+        settings: HeaderHandler = handler.plugin
+        places = self.profiles.by_name(value)
+        named = {
+            name: profile
+            for name, (where, spec) in places.items()
+            if (profile := self.profiles.profile_of(where, spec, responds=True)) is not None
+        }
+        if not places and not self.findings.problems:
+            alone = self.profiles.acting(value)
+            named = {} if alone is None else {alone.name: alone}
+        rules = [one for one in self.declared.plugins.values() if one.role is Role.DECIDER]
+        counting = [one for one in rules if isinstance(one.plugin.rule, Uncached)]
+        for decider in (one for one in rules if one not in counting[:1]):
+            self.findings.warn(
+                f"{decider.where}: has no effect, because the header of {handler.name} says which "
+                "stage runs"
+            )
+        default = settings.default_profile if len(named) > 1 else next(iter(named), "")
+        if default not in named and not self.findings.problems:
+            self.findings.problem(
+                f"{handler.where}: defaultProfile {default} is not in schedulingProfiles"
+                f"{nearest(default, places)}"
+            )
+        if self.findings.problems:
+            return None
+        rule: Rule = counting[0].plugin.rule if counting else Never()
+        if isinstance(rule, Uncached) and rule.tokens:
+            self.counts_uncached = counting[0]
+        return Stages(
+            decode=named[default],
+            prefill_if=rule,
+            named=named,
+            header=settings.header_name.lower(),
+        )
+
     def _stages_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
         """Return the stages whose profiles and deciders `handler` names, or None after a problem."""
         names: StageNames = handler.plugin.stages
         places = self.profiles.by_name(value)
         by_stage = self._profiles(handler, names, places)
-        rules = self._rules(handler, names, places)
+        prefill_if, encode_if = self._rules(handler, names, places)
         for name, (where, _) in places.items():
             if name not in names.profiles.values():
                 self.findings.warn(f"{where}: no stage uses profile {name}, so it has no effect")
@@ -65,11 +119,12 @@ class StageSections:
             decode=by_stage[Stage.DECODE],
             prefill=by_stage.get(Stage.PREFILL),
             encode=by_stage.get(Stage.ENCODE),
-            prefill_if=rules.get(Stage.PREFILL, Never()),
-            encode_if=rules.get(Stage.ENCODE, Never()),
+            prefill_if=prefill_if,
+            encode_if=encode_if,
             order=names.order,
             fallback=by_stage.get("fallback"),
             prefill_end=names.prefill_end,
+            prefill_deadline_s=names.prefill_deadline_s,
         )
 
     def _profiles(
@@ -96,22 +151,28 @@ class StageSections:
 
     def _rules(
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, object]
-    ) -> dict[Stage, Rule]:
-        """Return the rule of each stage that has a decider and a profile."""
-        rules: dict[Stage, Rule] = {}
-        for stage in (Stage.PREFILL, Stage.ENCODE):
-            decider = self._decider(stage, handler, names, places)
-            if decider is not None:
-                rule: Rule = decider.plugin.rule
-                rules[stage] = rule
-                if isinstance(rule, Uncached) and rule.tokens:
-                    self.counts_uncached = decider
+    ) -> tuple[PrefillRule, Rule]:
+        """Return the rules of the stages prefill and encode; a stage without a decider or without a
+        profile never runs.
+        """
+        prefill_if: PrefillRule = Never()
+        encode_if: Rule = Never()
+        decider = self._decider(Stage.PREFILL, handler, names, places)
+        if decider is not None:
+            prefill_if = decider.plugin.rule
+            if isinstance(prefill_if, ByTime) or (
+                isinstance(prefill_if, Uncached) and prefill_if.tokens
+            ):
+                self.counts_uncached = decider
+        decider = self._decider(Stage.ENCODE, handler, names, places)
+        if decider is not None:
+            encode_if = decider.plugin.rule
         for plugin in self.declared.plugins.values():
             if plugin.role is Role.DECIDER and plugin.name not in names.deciders.values():
                 self.findings.warn(
                     f"{plugin.where}: {handler.name} does not name it, so it has no effect"
                 )
-        return rules
+        return prefill_if, encode_if
 
     def _decider(
         self,
@@ -133,13 +194,20 @@ class StageSections:
                     "decider"
                 )
             return None
-        if always:
+        decider = self.declared.refer(f"{handler.where}: deciders.{stage}", name, Role.DECIDER)
+        by_time = decider is not None and decider.type_name == TIME_DECIDER
+        if always and decider is not None and not by_time:
             self.findings.problem(
                 f"{handler.where}: deciders.prefill {name} contradicts stageOrder prefill-first, "
                 "which prefills every request elsewhere: remove one of the two"
             )
             return None
-        decider = self.declared.refer(f"{handler.where}: deciders.{stage}", name, Role.DECIDER)
+        if by_time and stage is Stage.ENCODE:
+            self.findings.problem(
+                f"{handler.where}: deciders.encode {name} is a rule of the prefill stage; expected "
+                "always-disagg-multimodal-decider"
+            )
+            return None
         if decider is not None and not there:
             self.findings.warn(
                 f"{decider.where}: has no effect, because there is no profile of {stage}"

@@ -1,8 +1,9 @@
 """Label selectors of Kubernetes, as plugin parameters."""
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta, field
 
@@ -61,3 +62,43 @@ class Selector(Parameters, frozen=True):
         return self.match_labels.items() <= labels.items() and (
             not expressions or all(each.matches(labels) for each in expressions)
         )
+
+
+_REQUIREMENT: Final = re.compile(
+    r"\s*(?:(?P<missing>!\s*[^\s!=(),]+)"
+    r"|(?P<key>[^\s!=(),]+)\s*(?:(?P<equals>==?|!=)\s*(?P<value>[^\s!=(),]*)"
+    r"|\s(?P<set>in|notin)\s*\((?P<values>[^()]*)\))?)\s*(?:,|\Z)"
+)
+
+
+def parse_selector(text: str) -> Selector:
+    """Return the label selector in `text`, written as for `kubectl --selector`: "a=b,c in (d,e),!f".
+
+    Raises `ValueError`, with one sentence, for any other text.
+    """
+    expressions: list[LabelExpression] = []
+    at = 0
+    while at < len(text):
+        found = _REQUIREMENT.match(text, at)
+        if found is None:
+            raise ValueError(
+                f"{text!r} is not a label selector such as app=vllm or role in (prefill,decode)"
+            )
+        at = found.end()
+        expressions.append(_expression(found))
+    return Selector(match_expressions=tuple(expressions))
+
+
+def _expression(found: re.Match[str]) -> LabelExpression:
+    if found["missing"]:
+        key = found["missing"][1:].strip()
+        return LabelExpression(key=key, operator=LabelOperator.DOES_NOT_EXIST)
+    key = found["key"]
+    if found["equals"]:
+        operator = LabelOperator.NOT_IN if found["equals"] == "!=" else LabelOperator.IN
+        return LabelExpression(key=key, operator=operator, values=(found["value"],))
+    if found["set"]:
+        operator = LabelOperator.IN if found["set"] == "in" else LabelOperator.NOT_IN
+        values = tuple(value.strip() for value in found["values"].split(","))
+        return LabelExpression(key=key, operator=operator, values=values)
+    return LabelExpression(key=key, operator=LabelOperator.EXISTS)

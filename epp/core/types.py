@@ -113,6 +113,14 @@ def pod_of(endpoint: Endpoint) -> tuple[str, str]:
     return endpoint.endpoint_id.rpartition(":")[0], endpoint.host
 
 
+def siblings_of(endpoints: Iterable[Endpoint]) -> frozenset[str]:
+    """Return the identities of the endpoints whose pod has another of `endpoints`."""
+    pods: dict[tuple[str, str], list[str]] = {}
+    for endpoint in endpoints:
+        pods.setdefault(pod_of(endpoint), []).append(endpoint.endpoint_id)
+    return frozenset(one for pod in pods.values() if len(pod) > 1 for one in pod)
+
+
 def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
     """Return the data-parallel rank of each endpoint, by its identity. The ranks of the endpoints
     of one pod ascend with their ports.
@@ -151,6 +159,20 @@ class AdapterReport(Struct, frozen=True, kw_only=True):
     def names(self) -> frozenset[str]:
         """Return the names of all adapters that are active or in GPU or CPU memory."""
         return self.active | self.gpu | self.cpu
+
+
+class KvTransfers(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The KV-cache transfers that an engine counted since it started, between prefill and decode
+    endpoints. NaN means that the page does not report a value.
+    """
+
+    received_tokens: float = math.nan
+    """Number of prompt tokens whose KV cache the engine received from another."""
+    received_bytes: float = math.nan
+    failed: float = math.nan
+    """Number of transfers that failed."""
+    expired: float = math.nan
+    """Number of requests whose KV cache the engine dropped, because no other engine read it in time."""
 
 
 class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -203,6 +225,8 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Values of endpoint attributes that a configuration requests in addition to the load, by
     `attribute_key`. An attribute that the page does not report is missing.
     """
+    transfers: KvTransfers | None = None
+    """KV-cache transfers of the engine, or None if the page reports none of its values."""
     asleep: bool = False
     """True if the engine is in vLLM's sleep mode: every rank has its weights off the GPU and serves
     no request.
@@ -215,6 +239,8 @@ class RefusalReason(StrEnum):
     NO_ENDPOINTS = "rejected-no-endpoints"
     NO_PREFILL_ENDPOINTS = "rejected-no-prefill-endpoints"
     NO_ENCODE_ENDPOINTS = "rejected-no-encode-endpoints"
+    NOT_CACHED = "rejected-not-cached"
+    """The request is for a cached prompt only (`Prefer: if-available`), and its prompt is not."""
     OVERLOADED = "rejected-overloaded"
     """The picker itself is overloaded, so it refused the request without considering the endpoints.
     """
@@ -233,7 +259,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
 
     reason: RefusalReason
     status: int
-    """HTTP status of the response to the client: 400, 408, 413, 429 or 503."""
+    """HTTP status of the response to the client: 400, 408, 412, 413, 429 or 503."""
     message: str
     """One sentence for the client: what happened, where, and what was expected instead."""
     param: str | None = None

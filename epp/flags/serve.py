@@ -184,6 +184,16 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
             kubernetes=True,
         ),
     ] = ""
+    node_labels: Annotated[
+        str,
+        Row(
+            ENDPOINTS,
+            "labels of nodes that the endpoints on them also have, separated by commas, such as "
+            "topology.kubernetes.io/zone; needs the right to list and watch nodes",
+            chart="pool.nodeLabels",
+            kubernetes=True,
+        ),
+    ] = ""
     endpoint_target_ports: Annotated[
         tuple[Port, ...],
         Meta(max_length=8),

@@ -15,6 +15,9 @@ from epp.plugins.added_time import AddedTime
 from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
 from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
+from epp.plugins.header_labels import HeaderLabelAffinity
+from epp.plugins.stage_time import DecodeTime, PrefillTime
+from epp.plugins.topology import TopologyAffinityFilter, TopologyAffinityScorer
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -29,6 +32,7 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
     "session-affinity-filter": session_affinity.SessionAffinityFilter,
     "utilization-filter": filters.Utilization,
     "endpoint-attribute-filter": EndpointAttributeFilter,
+    "topology-affinity-filter": TopologyAffinityFilter,
     "header-based-testing-filter": conformance.HeaderBasedTesting,
     "utilization-detector": UtilizationDetector,
     "concurrency-detector": ConcurrencyDetector,
@@ -36,6 +40,8 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
 
 SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "added-time-scorer": AddedTime,
+    "decode-time-scorer": DecodeTime,
+    "prefill-time-scorer": PrefillTime,
     "prefix-cache-scorer": scorers.PrefixCache,
     "queue-scorer": scorers.Queue,
     "kv-cache-utilization-scorer": scorers.KVCacheUtilization,
@@ -49,6 +55,8 @@ SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "mm-embeddings-cache-scorer": EncoderCacheAffinity,
     "endpoint-attribute-scorer": EndpointAttributeScorer,
     "context-length-aware": ContextLengthAware,
+    "topology-affinity-scorer": TopologyAffinityScorer,
+    "header-label-affinity-scorer": HeaderLabelAffinity,
 }
 
 PICKERS: Final[Mapping[str, type[Picker]]] = {

@@ -18,7 +18,9 @@ from msgspec import Meta
 
 from epp.plugins.agreement import agreement_key
 from epp.plugins.contract import (
+    ATTENTION_TOKENS,
     REPORTED_S_MAX,
+    STEP_TOKENS,
     Abilities,
     Bools,
     Candidates,
@@ -30,21 +32,10 @@ from epp.plugins.contract import (
     scores_of_cost,
 )
 
-ATTENTION_TOKENS: Final = 40_000.0
-"""Mean context in tokens at which attention takes as much time per prefilled token as all other
-computation.
-
-The simulator's built-in profiles, which are fitted to measured kernels, have 31k (8B), 40k (32B)
-and 97k (70B).
-"""
 DECODE_SHARE: Final = 1e-3
 """Number of prefill tokens computed in the time that one context token adds to each decode step.
 
 The simulator's built-in profiles have 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3 (70B).
-"""
-STEP_TOKENS: Final = 200.0
-"""Number of prefill tokens computed in the time of a decode step without any context: 220 (8B), 230
-(32B), 180 (70B).
 """
 HELD_UP_MAX: Final = 10.0
 """Maximum number of waiting requests at an endpoint that count as delayed by a request's memory. In

@@ -18,6 +18,14 @@ from epp.core.decision.plugin import (
     TellsCost,
 )
 from epp.core.decision.profile import highest
+from epp.core.decision.stages import (
+    KV_BYTES_PER_TOKEN,
+    LINK_BYTES_PER_S,
+    PREFILL_DELAY,
+    REMOTE_OVERHEAD_S,
+    REMOTE_OVERHEAD_S_PER_TOKEN,
+    ByTime,
+)
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.affinity import SessionSources
 from epp.core.knowledge.candidates import (
@@ -43,6 +51,7 @@ from epp.core.knowledge.index import (
     MeasuresItself,
     SharedIndex,
 )
+from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
 from epp.core.moment import Moment
@@ -56,11 +65,18 @@ from epp.plugins.held_blocks import HeldBlocks, block_lists
 from epp.plugins.strategy import Step, Strategy, config_of, named, producer, step
 
 __all__ = [
+    "ATTENTION_TOKENS",
     "BYTES_PER_TOKEN",
     "EXACT",
     "HASH_BYTES",
     "HOST_BLOCKS",
+    "KV_BYTES_PER_TOKEN",
+    "LINK_BYTES_PER_S",
+    "PREFILL_DELAY",
+    "REMOTE_OVERHEAD_S",
+    "REMOTE_OVERHEAD_S_PER_TOKEN",
     "REPORTED_S_MAX",
+    "STEP_TOKENS",
     "Abilities",
     "AdapterColumns",
     "Affinity",
@@ -68,6 +84,7 @@ __all__ = [
     "AffinityIndexSettings",
     "ApiKind",
     "Bools",
+    "ByTime",
     "Candidates",
     "ChoosesRanks",
     "CorrectedIndex",

@@ -31,7 +31,8 @@ class DataParallelRank(Parameters, frozen=True):
     soon have the prompt.
 
     The picker names only a rank that each fallback endpoint of the request has too, because an
-    engine refuses a request for a rank that it does not have.
+    engine refuses a request for a rank that it does not have. The picker names no rank if another
+    endpoint prefills, because that endpoint would receive the same header.
 
     Declaring `data-parallel-rank-producer` in the document enables it; no scheduling profile needs
     to name it. A picker without this plugin does not receive the events of engines with several

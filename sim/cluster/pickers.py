@@ -121,6 +121,8 @@ class Pickers:
         rule = self._prefill_rule
         if rule is not None and isinstance(routed, Route):
             routed.prefill = rule.choose(asked, routed.endpoint, self._prefill)
+        elif self._settings.kv_transfer is not None and isinstance(routed, Route):
+            routed.prefill = None if routed.decision is None else routed.decision.prefiller
         assert request.replica is not None
         self.peering.touched(request.replica)
         return routed

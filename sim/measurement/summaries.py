@@ -173,6 +173,37 @@ class PodLoadSummary(Summary, frozen=True, kw_only=True):
     hit_rate: float | None
 
 
+class StageSummary(Summary, frozen=True, kw_only=True):
+    """The stages of a run in which several pods can serve a request: routes, legs and KV transfers.
+
+    Times are of completed requests with a prefill leg that arrived after the warm-up. The four
+    times of a request add up to its TTFT, except if both legs were sent at once.
+    """
+
+    routes: dict[str, int]
+    """Number of placed requests by route, such as `prefill-decode`."""
+    refusals: dict[str, int]
+    """Number of refused requests by the stage that had no pod, or only saturated ones."""
+    prefill_legs: int
+    """Number of prefill legs that ended."""
+    prefill_s: Distribution
+    """Seconds from the arrival at the picker to the end of the prefill leg."""
+    reservation_s: Distribution
+    """Seconds from the arrival at the decode engine to the reservation of its KV blocks."""
+    transfer_s: Distribution
+    """Seconds from that reservation to the end of the KV transfer."""
+    other_s: Distribution
+    """Seconds of the TTFT besides: front ends, messages and the first decode step."""
+    transfers: int
+    transferred_tokens: int
+    """Number of prompt tokens whose KV blocks were transferred."""
+    transferred_bytes: int
+    leases_expired: int
+    """Number of prefill legs whose KV blocks no decode engine read before their lease ended."""
+    prefill_pods: dict[str, PodLoadSummary]
+    """Load of each pod by prefill legs; `pods` of the run has decode legs and whole requests."""
+
+
 class PoolSummary(Summary, frozen=True, kw_only=True):
     """Minimum, maximum and mean number of pods over a run."""
 
@@ -255,6 +286,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     """
     peers: PeerSummary | UnsetType = UNSET
     """Traffic between pickers; set only if pickers share decisions."""
+    stages: StageSummary | UnsetType = UNSET
+    """Stages of the requests; set only if pods have roles."""
     retries: int | UnsetType = UNSET
     rescheduled: int | UnsetType = UNSET
     """Number of requests that were served by another pod than the first one that the picker named;
@@ -650,6 +683,10 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     counts: list[CountSummary]
     """Results of all numbers of pods that were tried, in ascending order."""
     runs: int
+    prefill_share: float | UnsetType = UNSET
+    """Share of the pods that prefill and do not decode; set only if the pool is split."""
+    prefill_pods: int | UnsetType | None = UNSET
+    """Number of prefill pods among `pods`; set only if the pool is split."""
     every_count: EveryCountSummary | UnsetType = UNSET
     """Results of running every number of pods; set only if the user requested them."""
 
@@ -664,6 +701,21 @@ class HeadroomSummary(Summary, frozen=True, kw_only=True):
     pods: int | None
     cost_per_hour: float | None
     counts: list[CountSummary]
+
+
+class LoadSummary(Summary, frozen=True, kw_only=True):
+    """One run of a sizing that compares a split pool with one that is not split, at one load."""
+
+    option: int
+    """Position of the option in `SizeSummary.options`."""
+    pods: int
+    load: float
+    """Request rate as a multiple of that of the trace."""
+    used: float | None
+    """Highest used share among all bounds (1 is at the limit)."""
+    ttft_p90_s: float | None
+    itl_mean_s: float | None
+    e2e_mean_s: float | None
 
 
 class DemandSummary(Summary, frozen=True, kw_only=True):
@@ -745,6 +797,8 @@ class SizeSummary(SearchSummary, frozen=True, kw_only=True):
     """Position of the chosen option in `options`, or None if no option meets the bounds."""
     why_none: str
     headroom: list[HeadroomSummary]
+    loads: list[LoadSummary] | UnsetType = UNSET
+    """Runs of the best pool without and with a split at several loads; set only with a split."""
     autoscaling: AutoscalingSummary | None
     runs: list[NamedRun]
     """Runs of the chosen option with the number of pods that it needs."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from sim.engine.features import add_feature_flag
 from sim.engine.profiles import DEFAULT_PROFILE
+from sim.pods.roles import ROLES, roles_named
 
 _PODS_MAX: Final = 1000
 
@@ -24,8 +25,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("Pods").add_argument
-    add("--pods", type=_between(1, _PODS_MAX), default=1, metavar="N", help="number of pods")
+    group = parser.add_argument_group("Pods")
+    number = group.add_mutually_exclusive_group()
+    number.add_argument(
+        "--pods", type=_between(1, _PODS_MAX), default=1, metavar="N", help="number of pods"
+    )
+    number.add_argument(
+        "--roles",
+        type=_roles,
+        default=(),
+        metavar="ROLE=N,...",
+        help=f"number of pods of each role: {', '.join(ROLES)}; pods that decode have a sidecar "
+        "(default: pods without a role)",
+    )
+    add = group.add_argument
     add("--host", default="127.0.0.1", help="IP address to listen on")
     add(
         "--port",
@@ -81,6 +94,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="number of unfinished requests at which a pod rejects further ones with 503; 0 for no limit",
     )
+    add("--kv-bandwidth", type=_positive, default=40.0, metavar="GB/S",
+        help="bandwidth at which a pod with a role reads the KV blocks of another")  # fmt: skip
     add("--stream-interval", type=_between(1, 10_000), default=1, metavar="TOKENS",
         help="tokens in each chunk of a streamed answer, as in vLLM; the first token is a chunk of its own")  # fmt: skip
     add(
@@ -96,7 +111,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add = parser.add_argument_group("Simulation and output").add_argument
     add(
         "--speed",
-        type=_speed,
+        type=_positive,
         default=1.0,
         metavar="X",
         help="factor by which simulated time runs faster than real time",
@@ -137,11 +152,18 @@ class _between:  # noqa: N801 - argparse shows the name of the converter
         return number
 
 
-def _speed(text: str) -> float:
+def _positive(text: str) -> float:
     try:
-        speed = float(text)
+        number = float(text)
     except ValueError:
-        speed = 0.0
-    if not 0 < speed <= 10_000:
+        number = 0.0
+    if not 0 < number <= 10_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 10000")
-    return speed
+    return number
+
+
+def _roles(text: str) -> tuple[str, ...]:
+    try:
+        return roles_named(text, pods_max=_PODS_MAX)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None

@@ -244,8 +244,8 @@ class MetricsPage:
     def finish(self, request: EngineRequest, reason: str, tokens_max: int) -> None:
         """Count a request that has left the engine.
 
-        `reason` is `stop`, `length` or `abort`; `tokens_max` is the request's limit of answer
-        tokens.
+        `reason` is `stop`, `length`, `abort` or `error`; `tokens_max` is the request's limit of
+        answer tokens.
         """
         self._rendered = None
         self._add("request_success", 1, finished_reason=reason)

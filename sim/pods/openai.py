@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from sim.pods.kv_transfers import KVTransferParams
 from sim.pods.tokens import encode_ids, encode_text, render_chat
 
 Json: TypeAlias = dict[str, Any]
@@ -61,6 +62,7 @@ class _Body(Struct, kw_only=True):
     ignore_eos: bool = False
     cache_salt: str = ""
     n: int = 1
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class CompletionBody(_Body, kw_only=True):

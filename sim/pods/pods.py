@@ -21,7 +21,15 @@ from sim.engine.ranks import RankedEngine
 from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
 from sim.pods.kv_events import KVEvents, TokenChain
-from sim.pods.openai import AdapterBody, ApiError, Body
+from sim.pods.kv_transfers import (
+    BlockReader,
+    HeldBlocks,
+    KVLink,
+    KVTransferParams,
+    Leg,
+    described,
+)
+from sim.pods.openai import AdapterBody, ApiError, Body, Json
 from sim.pods.tokens import TOKEN_BYTES, Answer, chain_seed, hash_chain
 
 
@@ -45,6 +53,8 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     """True if pods publish the changes of their caches as KV events."""
     stream_interval_tokens: int = 1
     """Tokens in each chunk of a streamed answer, as with vLLM's `--stream-interval`."""
+    kv_link: KVLink = KVLink()
+    """Link over which engines with a `KVConnector` read KV blocks."""
 
     @property
     def ranks(self) -> int:
@@ -65,12 +75,22 @@ class Generation:
     The pod's task updates `produced`, and the HTTP handler reads the text with `parts`.
     """
 
-    __slots__ = ("answer", "produced", "progress", "request", "tokens_max")
+    __slots__ = ("answer", "failure", "produced", "progress", "request", "source", "tokens_max")
 
-    def __init__(self, request: EngineRequest, answer: Answer, tokens_max: int) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        answer: Answer,
+        tokens_max: int,
+        source: KVTransferParams | None = None,
+    ) -> None:
         self.request = request
         self.answer = answer
         self.tokens_max = tokens_max
+        self.source = source
+        """Description of the KV blocks that the request fetches; None if it fetches none."""
+        self.failure: ApiError | None = None
+        """Error that ended the answer, or None."""
         self.produced = 0
         self.progress = asyncio.Event()
 
@@ -86,12 +106,15 @@ class Generation:
         """Yield the text of the answer as it is generated, in parts of at least `tokens` tokens.
 
         The first part and the last one may be shorter: the first token is never held back. Text
-        that is generated while the reader is busy comes as one part.
+        that is generated while the reader is busy comes as one part. Raises `ApiError` if the
+        answer failed.
         """
         sent = 0
         while not self.done or sent < self.produced:
             await self.progress.wait()
             self.progress.clear()
+            if self.failure is not None:
+                raise self.failure
             until = self.produced
             if until > sent and (not sent or self.done or until - sent >= tokens):
                 yield self.answer.part(sent, until)
@@ -129,6 +152,21 @@ class Pod:
         """Path of each loaded LoRA adapter by its name, in the order of loading; "" for adapters
         from the command line.
         """
+        self.side_channel = ("127.0.0.1", 0)
+        """Host and port at which decode engines reach this engine. The server sets it."""
+        self.held: HeldBlocks | None = None
+        """Blocks held for decode engines; None without a connector."""
+        self._reader: BlockReader | None = None
+        connector = settings.engine.kv_connector
+        if connector is not None:
+            self.held = HeldBlocks(self, connector, settings.speed)
+            self._reader = BlockReader(
+                self,
+                connector,
+                settings.kv_link,
+                size_bytes=settings.profile.kv_bytes,
+                speed=settings.speed,
+            )
         self._generations: dict[str, Generation] = {}
         self._started_at = time.monotonic()
         self._requests = 0
@@ -148,7 +186,14 @@ class Pod:
 
     async def run(self) -> None:
         """Run the engines' steps whenever there are requests, until the task is cancelled."""
-        await asyncio.gather(*map(self._run, self._ranks))
+        running = [self._run(rank) for rank in self._ranks]
+        if self._reader is not None:
+            running.append(self._reader.run())
+        try:
+            await asyncio.gather(*running)
+        finally:
+            if self.held is not None:
+                self.held.close()
 
     async def _run(self, rank: _Rank) -> None:
         ended_at = 0.0
@@ -157,13 +202,23 @@ class Pod:
             rank.work.clear()
             ended_at = max(ended_at, self.clock())
             # A step never begins before the requests that it may admit were submitted.
-            while (step := rank.engine.step(max(ended_at, rank.submitted_at))) is not None:
+            while (step := self._step(rank, max(ended_at, rank.submitted_at))) is not None:
                 ended_at = step.ends_at
                 await self._sleep_until(ended_at)
                 if rank.kv_events is not None:
                     rank.kv_events.end_step(self.wall_clock())
                 self._publish(step)
             self.page.show(self.engines.snapshot(), self.wall_clock())
+
+    def _step(self, rank: _Rank, at: Seconds) -> Step | None:
+        """Do one pass of an engine that starts at `at`; return None if there is none to do."""
+        step = rank.engine.step(at)
+        legs = rank.engine.legs
+        if legs is not None and self._reader is not None:
+            for request in legs.reserved:
+                self._reader.reserved(request)
+            legs.reserved.clear()
+        return step
 
     def check_room(self) -> None:
         """Raise `ApiError` 503 if the pod has its maximum number of unfinished requests."""
@@ -222,7 +277,32 @@ class Pod:
             chain=self._chain(prompt + answer.text.encode(), adapter, body.cache_salt),
             adapter=adapter,
         )
-        return Generation(request, answer, tokens_max)
+        params = body.kv_transfer_params
+        if params is None or self._reader is None:
+            return Generation(request, answer, tokens_max)
+        # As in vLLM, only a leg that its limit ends hands its blocks over.
+        limited = answer.tokens == 1 and not answer.stopped
+        request.hands_over = params.do_remote_decode and limited
+        request.fetches = params.complete
+        return Generation(request, answer, tokens_max, params if request.fetches else None)
+
+    def transfer_params(self, generations: Sequence[Generation]) -> Json | None:
+        """Return the member `kv_transfer_params` of the answer to a prefill leg; None for other
+        requests.
+        """
+        held, settings = self.held, self.settings
+        request = generations[0].request
+        if held is None or request.request_id not in held or len(generations) > 1:
+            return None
+        connector = settings.engine.kv_connector
+        assert connector is not None, "a pod that holds blocks has one"
+        return described(
+            request,
+            held,
+            address=self.side_channel,
+            block_size_tokens=settings.engine.block_size_tokens,
+            expires_at_s=self.wall_clock() + connector.lease_s / settings.speed,
+        )
 
     def reset_cache(self) -> None:
         """Clear the prefix cache of each data-parallel rank. Raises `ApiError` 503 if a cache is in
@@ -251,8 +331,10 @@ class Pod:
                 request = generation.request
                 del self._generations[request.request_id]
                 reason = generation.finish_reason if generation.done else "abort"
+                if generation.failure is not None:
+                    reason = "error"
                 if not generation.done:
-                    self.engines.abort(request.request_id)
+                    self._abort(request)
                 self.page.finish(request, reason, generation.tokens_max)
 
     async def submit(self, generations: Sequence[Generation], rank: int | None) -> None:
@@ -266,9 +348,61 @@ class Pod:
         for generation in generations:
             generation.request.arrived_at = arrived_at
             chosen = self._ranks[self.engines.least_loaded if rank is None else rank]
+            if generation.source is not None and self._reader is not None:
+                self._reader.begin(generation)
             chosen.submitted_at = now
             chosen.engine.submit(generation.request, now)
             chosen.work.set()
+
+    # Calls from the transfers of KV blocks.
+
+    def release(self, request: EngineRequest) -> None:
+        """Release the held blocks of a prefill leg."""
+        for rank in self._ranks:
+            if rank.engine.legs is not None and request in rank.engine.legs.held:
+                rank.engine.release(request, self._now(rank))
+
+    def lease_expired(self, request: EngineRequest) -> None:
+        """Release the held blocks of a prefill leg that no decode engine has read."""
+        if self.page.transfers is not None:
+            self.page.transfers.lease_expired()
+        self.release(request)
+
+    def received(self, leg: Leg, size_bytes: float, transfer_s: Seconds) -> None:
+        """Let a decode leg continue, because its blocks have arrived."""
+        if self.page.transfers is not None:
+            self.page.transfers.transferred(size_bytes, transfer_s)
+        for rank in self._ranks:
+            if rank.engine.legs is not None and leg.request in rank.engine.legs.fetching:
+                rank.engine.received(leg.request, self._now(rank))
+
+    def unread(self, leg: Leg, reason: str) -> None:
+        """Fail a decode leg, because its blocks do not arrive: `kv_load_failure_policy` is `fail`,
+        which is vLLM's default.
+        """
+        if self.page.transfers is not None:
+            self.page.transfers.transfer_failed()
+        for rank in self._ranks:
+            if rank.engine.legs is not None and leg.request in rank.engine.legs.fetching:
+                rank.engine.give_up(leg.request, self._now(rank))
+        generation = self._generations.get(leg.request.request_id)
+        if generation is not None:
+            generation.failure = ApiError(500, reason, kind="InternalServerError")
+            generation.progress.set()
+
+    def _now(self, rank: _Rank) -> Seconds:
+        """Return the present time of a rank whose engine changes now, and let it make a pass."""
+        rank.submitted_at = self.clock()
+        rank.work.set()
+        return rank.submitted_at
+
+    def _abort(self, request: EngineRequest) -> None:
+        """Remove an unfinished request from its engine."""
+        self.engines.abort(request.request_id)
+        if self._reader is not None:
+            self._reader.abandon(request.request_id)
+            for rank in self._ranks:
+                rank.work.set()  # the request may have kept others waiting
 
     def load_adapter(self, body: AdapterBody) -> str:
         """Serve the adapter `lora_name` from now on; return a message.
@@ -312,6 +446,8 @@ class Pod:
             if generation is not None:
                 generation.produced = request.generated_tokens
                 generation.progress.set()
+            if self.held is not None and request.hands_over and request.finished:
+                self.held.hold(request)
 
     async def _sleep_until(self, at: Seconds) -> None:
         # Even after the deadline, the sleep lets the other pods and handlers run.

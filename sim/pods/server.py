@@ -16,10 +16,13 @@ from typing import Final
 import msgspec
 import structlog
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from epp import __version__
+from epp.plugins.filters import ROLE_LABEL
+from sim.engine.legs import KVConnector
 from sim.pods.kv_event_sockets import KVEventSource, publishing
+from sim.pods.kv_transfers import ROUTE
 from sim.pods.openai import (
     ApiError,
     Body,
@@ -34,6 +37,8 @@ from sim.pods.openai import (
     usage_of,
 )
 from sim.pods.pods import Generation, Pod, PodSettings
+from sim.pods.roles import decodes, names_of, transfers
+from sim.pods.sidecar import Sidecar
 from sim.pods.tokens import TOKEN_BYTES, decode_ids
 
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -82,6 +87,8 @@ class PodServer:
         )
         if self._sources:
             application.router.add_get("/kv_event_sources", self.kv_event_sources)
+        if self.pod.held is not None:
+            application.router.add_post(ROUTE, self.transfer)
         return application
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -118,6 +125,23 @@ class PodServer:
     async def kv_event_sources(self, request: web.Request) -> web.Response:
         sources = enumerate(self._sources)
         return _json({str(rank): source.config() for rank, source in sources})
+
+    async def transfer(self, request: web.Request) -> web.Response:
+        """Answer a decode engine that renews the lease of held KV blocks, reads or releases
+        them.
+        """
+        asked = request.match_info
+        held = self.pod.held
+        if held is None or not held.answer(
+            asked["engine_id"], asked["request_id"], asked["action"]
+        ):
+            raise ApiError(
+                404,
+                f"The engine holds no KV blocks of request {asked['request_id']}, or cannot "
+                f"{asked['action']} them.",
+                kind="NotFoundError",
+            )
+        return web.Response()
 
     async def models(self, request: web.Request) -> web.Response:
         pod = self.pod
@@ -216,7 +240,9 @@ class PodServer:
                 ("".join([part async for part in generation.parts()]), generation.finish_reason)
                 for generation in generations
             ]
-        return _json(dialect.whole(answers, _usage(generations)))
+        answer = dialect.whole(answers, _usage(generations))
+        params = pod.transfer_params(generations)
+        return _json(answer if params is None else answer | {"kv_transfer_params": params})
 
     async def _stream(
         self,
@@ -235,10 +261,13 @@ class PodServer:
         with contextlib.suppress(ConnectionResetError), self.pod.following(generations):
             await response.prepare(request)
             await self.pod.submit(generations, rank)
-            for index, generation in enumerate(generations):
-                await _write_parts(
-                    response, dialect, index, generation, self.pod.settings.stream_interval_tokens
-                )
+            try:
+                for index, generation in enumerate(generations):
+                    interval_tokens = self.pod.settings.stream_interval_tokens
+                    await _write_parts(response, dialect, index, generation, interval_tokens)
+            except ApiError as problem:
+                # The status has been sent, so the error is an event, as in vLLM.
+                await response.write(_event(problem.body))
             if body.stream_options is not None and body.stream_options.include_usage:
                 await response.write(_event(dialect.usage_chunk(_usage(generations))))
             await response.write(b"data: [DONE]\n\n")
@@ -262,13 +291,22 @@ async def _write_parts(
         await response.write(_event(dialect.chunk(index, part, finish_reason)))
 
 
-class PodAddress(Struct, frozen=True, kw_only=True):
+class PodAddress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Name, IP address and port of one simulated pod."""
 
     name: str
     address: str
     """IP address without brackets; the loopback address if the pod listens on all addresses."""
     port: int
+    labels: dict[str, str] = {}
+    """Labels of the pod: its role, if it has one."""
+
+    @classmethod
+    def of(cls, listener: socket.socket, name: str = "", role: str = "") -> "PodAddress":
+        """Return the address at which this machine reaches the pod that listens at `listener`."""
+        host, port = _reached_at(listener)
+        labels = {ROLE_LABEL: role} if role else {}
+        return cls(name=name, address=host, port=port, labels=labels)
 
     @property
     def url(self) -> str:
@@ -323,12 +361,46 @@ async def serving(
     """Serve one pod at the socket `listener`, and run its engines as one of `tasks`, until the
     context ends.
     """
+    server.pod.side_channel = _reached_at(listener)
     pump = tasks.create_task(server.pod.run(), name=server.pod.name)
+    try:
+        async with listening(server.application(), listener):
+            yield
+    finally:
+        pump.cancel()
+
+
+@contextlib.asynccontextmanager
+async def serving_role(
+    server: PodServer,
+    listener: socket.socket,
+    tasks: asyncio.TaskGroup,
+    role: str,
+    ranks: dict[str, str],
+) -> AsyncIterator[None]:
+    """Serve one pod of a role as `serving` does. A pod that decodes has a sidecar at `listener`,
+    and its engine listens on a free port of loopback.
+
+    The engine is added to `ranks`, from which all sidecars of a process choose (see `Sidecar`).
+    """
+    async with contextlib.AsyncExitStack() as opened:
+        if decodes(role):
+            (own,) = listen("127.0.0.1", 0, 1)
+            await opened.enter_async_context(serving(server, own, tasks))
+            engine = PodAddress.of(own).url
+            ranks[PodAddress.of(listener).url.removeprefix("http://")] = engine
+            sidecar = await opened.enter_async_context(Sidecar.opened(engine, ranks))
+            await opened.enter_async_context(listening(sidecar.application(), listener))
+        else:
+            await opened.enter_async_context(serving(server, listener, tasks))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def listening(application: web.Application, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve `application` at the socket `listener` until the context ends."""
     runner = web.AppRunner(
-        server.application(),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=_STOP_S,
+        application, access_log=None, handler_cancellation=True, shutdown_timeout=_STOP_S
     )
     try:
         await runner.setup()
@@ -336,7 +408,6 @@ async def serving(
         yield
     finally:
         await runner.cleanup()
-        pump.cancel()
 
 
 async def serve(
@@ -344,22 +415,31 @@ async def serve(
     sockets: Sequence[socket.socket],
     ready: Callable[[Sequence[PodAddress]], None],
     event_sockets: Sequence[socket.socket] = (),
+    roles: tuple[str, ...] = (),
 ) -> None:
     """Serve one pod for each socket until SIGINT or SIGTERM. `ready` is called with the addresses
     once all pods listen.
 
     `event_sockets` has one socket for the KV events of each rank, followed by as many sockets for
-    replays of old events.
+    replays of old events. `roles` has the role of each pod, or is empty if pods have none.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    pods = [Pod(f"pod-{index}", settings) for index in range(len(sockets))]
+    if roles:
+        pods = [
+            Pod(name, with_role(settings, role))
+            for name, role in zip(names_of(roles), roles, strict=True)
+        ]
+    else:
+        pods = [Pod(f"pod-{index}", settings) for index in range(len(sockets))]
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as open_servers:
         addresses = []
+        ranks: dict[str, str] = {}
         for place, (pod, listener) in enumerate(zip(pods, sockets, strict=True)):
-            address = _address(pod.name, listener)
+            role = roles[place] if roles else ""
+            address = PodAddress.of(listener, pod.name, role)
             topic = f"kv@{address.address}:{address.port}@{settings.model}"
             sources = []
             for rank, events in enumerate(pod.kv_events, place * settings.ranks):
@@ -367,7 +447,9 @@ async def serve(
                 publisher = publishing(events, live, replay, topic)
                 sources.append(await open_servers.enter_async_context(publisher))
             server = PodServer(pod, sources)
-            await open_servers.enter_async_context(serving(server, listener, tasks))
+            await open_servers.enter_async_context(
+                serving_role(server, listener, tasks, role, ranks)
+            )
             addresses.append(address)
         ready(addresses)
         log.info("simulated pods are listening", pods=len(pods), first=addresses[0].url)
@@ -375,10 +457,19 @@ async def serve(
         log.info("simulated pods are stopping")
 
 
-def _address(name: str, listener: socket.socket) -> PodAddress:
+def with_role(settings: PodSettings, role: str) -> PodSettings:
+    """Return `settings` for a pod of a role, whose engine has a KV connector if it needs one."""
+    if not transfers(role):
+        return settings
+    engine = structs.replace(settings.engine, kv_connector=KVConnector())
+    return structs.replace(settings, engine=engine)
+
+
+def _reached_at(listener: socket.socket) -> tuple[str, int]:
+    """Return the address and port at which this machine reaches `listener`."""
     host, port = listener.getsockname()[:2]
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
-    return PodAddress(name=name, address=everywhere.get(host, host), port=port)
+    return everywhere.get(host, host), port
 
 
 @web.middleware
@@ -399,7 +490,7 @@ def _usage(generations: Sequence[Generation]) -> Json:
     return usage_of(
         sum(request.prompt_tokens for request in requests),
         sum(request.output_tokens for request in requests),
-        sum(request.cached_tokens for request in requests),
+        sum(request.cached_tokens + request.fetched_tokens for request in requests),
     )
 
 

@@ -6,11 +6,14 @@ import json
 import sys
 from collections.abc import Sequence
 
+import msgspec
 import structlog
 
+from epp.plugins.filters import ROLE_LABEL
 from sim.engine.engine import EngineSettings
-from sim.engine.features import WholePrompts, batched_tokens, features_named
+from sim.engine.features import Speculative, WholePrompts, batched_tokens, features_named
 from sim.engine.profiles import find_profile
+from sim.pods.kv_transfers import KVLink
 from sim.pods.pods import PodSettings
 from sim.pods.server import PodAddress, listen, serve, write_endpoints
 from sim.sentences import failed
@@ -48,11 +51,18 @@ def run(options: argparse.Namespace) -> int:
         max_num_queued_reqs=options.max_num_queued_reqs,
         kv_events=options.kv_events is not None,
         stream_interval_tokens=options.stream_interval,
+        kv_link=KVLink(bytes_per_s=options.kv_bandwidth * 1e9),
     )
     if settings.ranks > 1 and profile.expert_s:
         return failed(
             f"--engine ranks does not work with {options.profile}: ranks that share expert layers are "
             "not simulated.",
+            code=2,
+        )
+    if options.roles and any(isinstance(feature, Speculative) for feature in features):
+        return failed(
+            "--roles does not work with --engine speculative: KV transfers to engines with "
+            "speculative decoding are not simulated.",
             code=2,
         )
     if settings.model in settings.adapters:
@@ -67,13 +77,14 @@ def run(options: argparse.Namespace) -> int:
             write_endpoints(options.endpoints_out, addresses)
         print(_announcement(settings.model, addresses, as_json=options.json), flush=True)
 
+    pods = len(options.roles) or options.pods
     try:
-        sockets = listen(options.host, options.port, options.pods)
+        sockets = listen(options.host, options.port, pods)
         events = []
         if options.kv_events is not None:
-            ranks = options.pods * settings.ranks
+            ranks = pods * settings.ranks
             events = listen(options.host, options.kv_events, 2 * ranks)
-        asyncio.run(serve(settings, sockets, ready, events))
+        asyncio.run(serve(settings, sockets, ready, events, options.roles))
     except* OSError as problems:
         code = failed(str(problems.exceptions[0]), code=1)
     return code
@@ -81,12 +92,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _announcement(model: str, addresses: Sequence[PodAddress], *, as_json: bool) -> str:
     if as_json:
-        pods = [
-            {"name": pod.name, "address": pod.address, "port": pod.port, "url": pod.url}
-            for pod in addresses
-        ]
+        pods = [{**msgspec.to_builtins(pod), "url": pod.url} for pod in addresses]
         return json.dumps({"model": model, "pods": pods})
-    return f"{model} on " + " ".join(pod.url for pod in addresses)
+    return f"{model} on " + " ".join(
+        f"{pod.url} ({role})" if (role := pod.labels.get(ROLE_LABEL)) else pod.url
+        for pod in addresses
+    )
 
 
 def _configure_logs(log_format: str) -> None:

@@ -694,6 +694,41 @@ async def test_replicas_that_share_nothing_send_a_chat_to_one_endpoint(tmp_path)
     assert len(set(await destinations())) == 3
 
 
+async def test_without_a_configuration_the_roles_of_endpoints_choose_the_default(tmp_path):
+    """The change is logged with its reason, and the prefix index keeps its content."""
+    prefill = {
+        "name": "p",
+        "address": "10.0.0.3",
+        "port": 8000,
+        "metrics": None,
+        "labels": {"llm-d.ai/role": "prefill"},
+    }
+    async with serving(tmp_path, TWO) as running:
+        assert running.scheduler.settings.stages.alone
+        running.observe(a=0, b=0)
+        await running.pick()
+        entries = [index.entries for index in running.scheduler.indexes.values()]
+        live = running.picker.live
+        before = live.hash
+
+        write_endpoints(tmp_path, [*TWO, prefill])
+        chosen = "default configuration chosen by roles of endpoints"
+        await until(lambda: running.logged("endpoints replaced"), "the prefill endpoint")
+        (line,) = running.logged(chosen)
+        assert line["config"] == "built-in default by role"
+        assert line["roles"] == {"no role": 2, "prefill": 1}
+        assert not running.scheduler.settings.stages.alone
+        assert [index.entries for index in running.scheduler.indexes.values()] == entries
+        changes = running.picker._changes.applied.changes
+        assert changes[0] == "roles of endpoints: 2 no role, 1 prefill"
+        assert running.metric("config_info", hash=live.hash, generation="2") == 1
+        assert await running.pick() in {"10.0.0.1:8000", "10.0.0.2:8000"}
+
+        write_endpoints(tmp_path, TWO)
+        await until(lambda: len(running.logged(chosen)) == 2, "the usual default")
+        assert live.hash == before
+
+
 async def test_the_endpoints_file_adds_removes_and_gives_priorities(tmp_path):
     """Who stays keeps what is known of it; a bad file changes nothing."""
     async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:

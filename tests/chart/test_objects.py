@@ -179,10 +179,14 @@ NAMED = {("", "configmaps"), ("inference.networking.k8s.io", "inferencepools")}
 
 @each
 def test_rights_are_the_least(golden):
-    """A Role, no ClusterRole; no wildcard; nothing that can be written but Events and the Lease."""
-    kinds = {document["kind"] for document in documents(golden)}
-    assert not kinds & {"ClusterRole", "ClusterRoleBinding"}
+    """A Role, and a ClusterRole only to read nodes whose labels are wanted; no wildcard; nothing that
+    can be written but Events and the Lease.
+    """
     arguments = next(containers(golden))["args"]
+    reads_nodes = any(argument.startswith("--node-labels=") for argument in arguments)
+    cluster = [one["rules"] for one in documents(golden) if one["kind"] == "ClusterRole"]
+    nodes = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]}
+    assert cluster == ([[nodes]] if reads_nodes else [])
     for document in documents(golden):
         if document["kind"] != "Role":
             continue

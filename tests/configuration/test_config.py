@@ -34,6 +34,8 @@ NEEDED = {
     },
     "max-saturation-detector": {"detectors": ["utilization-detector"]},
     "priority-holdback-policy": {"minCeiling": 0.5},
+    "header-label-affinity-scorer": {"headerName": "x-zone", "labelKey": "zone"},
+    "disaggregatedset-rollout-screener": {"revisionGating": {"mode": "disabled"}},
 }
 """Parameters of types that do not do without."""
 
@@ -226,7 +228,7 @@ def test_json_is_read_like_yaml():
         ),
         (
             {"type": "data-parallel-profile-handler"},
-            "plugins[0] (data-parallel-profile-handler): has no effect, because data-parallel ranks with a port each are separate endpoints; for ranks behind one address use data-parallel-rank-producer",
+            "plugins[0] (data-parallel-profile-handler): has no effect without primaryPort, because data-parallel ranks with a port each are separate endpoints; for ranks behind one address use data-parallel-rank-producer",
         ),
         (
             {

@@ -1,7 +1,7 @@
 """The picker in the event loop of the test: real session, codec and gRPC pump, visible state."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import ClassVar
@@ -55,6 +55,8 @@ class Witness:
         self.declined = 0
         self.connections_cut = 0
         self.stream_codes: list[str] = []
+        self.excluded: list[str] = []
+        """Names of the endpoints that requests made the picker exclude, one for each time."""
 
     def decided(self, exchange: Exchange) -> None:
         self.decisions.append(exchange)
@@ -72,7 +74,7 @@ class Witness:
         self.outcomes.append(outcome)
 
     def set_aside(self, endpoint: Endpoint) -> None:
-        pass
+        self.excluded.append(endpoint.name)
 
     def unknown_body_mode(self, mode: int) -> None:
         self.violations.append(("any", f"body mode {mode}"))
@@ -171,15 +173,21 @@ class Picker:
 
     def serve(self, pods: Sequence[Pod]) -> None:
         """Replace the pool by `pods`; all are ready and none is scraped."""
-        self.serve_addresses({pod.name: pod.address for pod in pods})
+        self.replace(
+            Endpoint(endpoint_id=pod.name, name=pod.name, address=pod.address, labels=pod.labels)
+            for pod in pods
+        )
 
     def serve_addresses(self, addresses: dict[str, str]) -> None:
         """Replace the pool by endpoints at these addresses, "ip:port" by name."""
-        endpoints = [
+        self.replace(
             Endpoint(endpoint_id=name, name=name, address=address)
             for name, address in addresses.items()
-        ]
-        self.scheduler.take(PoolReplaced(endpoints), time.monotonic())
+        )
+
+    def replace(self, endpoints: Iterable[Endpoint]) -> None:
+        """Replace the pool by these endpoints."""
+        self.scheduler.take(PoolReplaced(list(endpoints)), time.monotonic())
 
     def saturate(self) -> None:
         """Report a long queue and a full cache for every endpoint."""

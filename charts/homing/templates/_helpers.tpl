@@ -13,6 +13,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Name of the objects without a namespace. */}}
+{{- define "homing.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "homing.fullname" .) -}}
+{{- end -}}
+
 {{- define "homing.envoyName" -}}
 {{- printf "%s-envoy" (include "homing.fullname" . | trunc 57 | trimSuffix "-") -}}
 {{- end -}}
@@ -127,6 +132,9 @@ labels:
 {{- else }}
 - --endpoint-selector={{ include "homing.labelSelector" . }}
 - --endpoint-target-ports={{ range $index, $port := .Values.pool.targetPorts }}{{ if $index }},{{ end }}{{ int $port.number }}{{ end }}
+{{- end }}
+{{- with .Values.pool.nodeLabels }}
+- --node-labels={{ join "," . }}
 {{- end }}
 - --config-file=/config/{{ .Values.configMapKey }}
 {{- if .Values.configMapWatch.enabled }}

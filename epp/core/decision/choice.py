@@ -117,7 +117,7 @@ def choose(
         kept = profile.filter(request, candidates, failures)
         ranked, dropped = kept.candidates, kept.dropped
         if not len(ranked):
-            return _nobody_left(kept, len(candidates))
+            return nobody_left(kept, len(candidates))
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
     if state.own_cold:
@@ -170,6 +170,20 @@ def nobody_ready(request: InferenceRequest, members: int) -> Refusal:
     )
 
 
+def reached(choice: Choice | Refusal, staleness: Staleness | None) -> Choice | Refusal:
+    """Return `choice`, or a refusal (status 503) if its endpoint is unreachable.
+
+    A profile only chooses an unreachable endpoint if its filters left no other.
+    """
+    if isinstance(choice, Refusal) or staleness is None or not staleness.unreachable[choice.slot]:
+        return choice
+    return Refusal(
+        reason=RefusalReason.NO_ENDPOINTS,
+        status=503,
+        message=f"none of {len(choice.ranked)} endpoints can be reached",
+    )
+
+
 def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:
     """Return the refusal (status 429) of a request that the endpoints are too busy to serve.
     `eliminated` is the number of endpoints that each filter dropped.
@@ -179,7 +193,10 @@ def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refu
     )
 
 
-def _nobody_left(kept: FilterResult, ready: int) -> Refusal:
+def nobody_left(kept: FilterResult, ready: int) -> Refusal:
+    """Return the refusal of a request for which the filters left none of `ready` endpoints: status
+    429 if load is the reason, else 503.
+    """
     dropped = ", ".join(f"{count} by {name}" for name, count in kept.eliminated.items())
     message = f"no endpoint is left: 0 of {ready} after dropping {dropped}"
     if kept.shed_by:

@@ -25,6 +25,10 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     """Candidates of the decision before filtering, or None if no plugin sets headers on requests."""
     earlier: tuple[Leg, ...] = ()
     """Legs of the prefill and encode stages; () if one endpoint serves the whole request."""
+    primary_port: int = 0
+    """Port of the endpoint's pod to which the gateway sends the request, with a header that names the
+    endpoint; 0 if it sends the request to the endpoint itself.
+    """
     rank_chooser: RankChooser | None = None
     """Plugin that selects a data-parallel rank, or None if none is configured."""
 

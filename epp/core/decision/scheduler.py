@@ -16,10 +16,11 @@ If there are peers, `core/peers` reads `sent` and `indexes.shared`.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Final, Protocol
 
+import numpy as np
 from msgspec import Struct, structs
 
 from epp.core.decision.account import Account, Leg, Route, costs_to_keep, predicted_tokens
@@ -28,10 +29,13 @@ from epp.core.decision.choice import (
     ProfileState,
     Staleness,
     choose,
+    nobody_left,
     nobody_ready,
+    reached,
     saturated,
 )
 from epp.core.decision.decision import Decision
+from epp.core.decision.if_available import PREFER_HEADER
 from epp.core.decision.inputs import (
     NO_EFFECTS,
     BlocksChanged,
@@ -55,11 +59,16 @@ from epp.core.decision.inputs import (
     Tick,
 )
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.profile import SchedulingProfile
+from epp.core.decision.profile import FilterResult, SchedulingProfile
 from epp.core.decision.rank_choice import RankChoice
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Shadow, ShadowTotals
-from epp.core.decision.staged_choice import StagedChoice, decode_first, prefill_first
+from epp.core.decision.staged_choice import (
+    StagedChoice,
+    decode_first,
+    one_request,
+    prefill_first,
+)
 from epp.core.decision.stages import Order, PrefillEnd, rotation_of
 from epp.core.failures import PluginFailures
 from epp.core.flow.gate import Gate
@@ -73,9 +82,11 @@ from epp.core.knowledge.indexes import Indexes
 from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.outliers import Outlier, Outliers
+from epp.core.knowledge.overdue_prefills import OverduePrefills, prefill_of
 from epp.core.knowledge.pair_failures import PairFailures
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
+from epp.core.knowledge.refused_pairs import RefusedPairs
 from epp.core.knowledge.sessions import SessionReturns
 from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
@@ -84,6 +95,7 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds, Stage
 
 __all__ = ["Decision", "Scheduler", "Sent", "Witness"]
 
+_FALLBACK: Final = "fallback"
 SENT_MAX: Final = 16_384
 """Maximum number of decisions queued for peers; the oldest are dropped when the queue is full."""
 
@@ -137,6 +149,9 @@ class Scheduler:
         """Failures of requests that several endpoints served, from which the endpoint at fault is
         found.
         """
+        self._refused_pairs = RefusedPairs()
+        self.overdue_prefills = OverduePrefills()
+        """Prefill stages that neither ended nor failed in time."""
         self.full = FullEndpoints()
         """Endpoints that are full because they refused requests for lack of capacity; they receive
         fewer requests for a while.
@@ -360,6 +375,7 @@ class Scheduler:
             markers=self._markers,
             request_markers=self._request_markers,
             offered=candidates if self._request_markers else None,
+            primary_port=settings.primary_port,
             rank_chooser=self._rank_chooser,
         )
 
@@ -393,44 +409,56 @@ class Scheduler:
         staleness = None
         if not self.pool.all_observed_since(now - settings.metrics_staleness_s):
             staleness = Staleness(settings.metrics_staleness_s, self.pool.columns.unreachable)
+        screened: dict[str, Ints] = {}
+        if stages.screen is not None:
+            in_service = self._candidates(offered.in_service, affinities, request, now)
+            kept = stages.screen.filter(request, in_service, self.failures)
+            if not len(kept.candidates):
+                return nobody_left(kept, len(in_service))
+            offered, screened = _screened(offered, kept), kept.dropped
+            candidates = self._candidates(offered.with_room, affinities, request, now)
 
-        def choose_for(
-            stage: Stage, peer: int, fallback: SchedulingProfile | None = None
-        ) -> Choice | Refusal:
-            profile, state = self._stages[stage if fallback is None else None]
+        def choose_for(stage: Stage, peer: int, named: str = "") -> Choice | Refusal:
+            profile, state = self._stages[named or stage]
             turn = rotation if stage is Stage.DECODE else rotation_of(stage, rotation)
             near = candidates if peer < 0 else candidates.near(peer)
             choice = choose(profile, request, near, state, turn, staleness)
             if isinstance(choice, Refusal) and offered.with_room is not offered.in_service:
                 wider = self._candidates(offered.in_service, affinities, request, now).near(peer)
                 choice = choose(profile, request, wider, state, turn, staleness)
-            return choice
+            if stages.fallback is None or stage is Stage.DECODE:
+                return choice
+            return reached(choice, staleness)
 
         def cached_at(choice: Choice) -> int:
             matched, _ = choice.ranked.prefix_match(choice.picked[0])
             return predicted_tokens(matched, settings.block_tokens, request.prompt_tokens)
 
         order = prefill_first if stages.order is Order.PREFILL_FIRST else decode_first
+        if stages.named or PREFER_HEADER in request.headers:
+            order = one_request
         chosen = order(stages, request, choose_for, cached_at)
         decode, route = stages.decode, None
         if isinstance(chosen, Refusal):
             if stages.fallback is None or chosen.stage in {None, Stage.DECODE}:
                 return chosen
-            alone = choose_for(Stage.DECODE, -1, stages.fallback)
+            alone = choose_for(Stage.DECODE, -1, _FALLBACK)
             if isinstance(alone, Refusal):
                 return alone
             decode, route = stages.fallback, Route.AGGREGATED_FALLBACK
             chosen = StagedChoice(alone, cached_tokens=cached_at(alone))
+        if chosen.profile:
+            decode = stages.named[chosen.profile]
         if request.priority < 0 and self.gate is None:
             refusal = self._saturated_stage(request, chosen, decode)
             if refusal is not None:
                 return refusal
         verdict = None
-        # The shadow borrows from the decode profile, which does not act if the fallback does.
-        if self.shadow is not None and route is None:
+        # The shadow borrows from the decode profile, which does not act if another profile does.
+        if self.shadow is not None and decode is stages.decode:
             endpoint_in = self.pool.endpoint_in
             verdict = self.shadow.judge(request, chosen.decode, rotation, staleness, endpoint_in)
-        legs = self._assume_stages(request, chosen, decode, offered, now)
+        legs = self._assume_stages(request, chosen, decode, offered, screened, now)
         self.decisions = number = rotation + 1
         leg, *earlier = legs
         account = Account(
@@ -444,10 +472,11 @@ class Scheduler:
         return Decision(
             account=account,
             leg=leg,
-            markers=self._markers,
+            markers=self._markers_by_name.get(chosen.profile, self._markers),
             request_markers=self._request_markers,
             offered=chosen.decode.offered if self._request_markers else None,
             earlier=tuple(earlier),
+            primary_port=settings.primary_port,
             rank_chooser=self._rank_chooser,
         )
 
@@ -477,10 +506,13 @@ class Scheduler:
         chosen: StagedChoice,
         decode: SchedulingProfile,
         offered: Available,
+        screened: dict[str, Ints],
         now: Seconds,
     ) -> tuple[Leg, ...]:
         """Count the request of a decision at the endpoints chosen for its stages, under one lease.
         Return the legs, decode first.
+
+        `screened` are the slots that were dropped before any stage, by name of the filter.
         """
         stages = self.settings.stages
         legs: list[Leg] = []
@@ -494,8 +526,10 @@ class Scheduler:
                 continue
             dropped = choice.dropped
             if choice.offered.slot is not offered.ready:
-                left_out = offered.left_out(choice.offered.slot, self.pool.columns)
+                left_out = offered.left_out(choice.offered.slot, self.pool.columns) | screened
                 choice = structs.replace(choice, dropped=left_out | dropped)  # noqa: PLW2901
+            work = chosen.work if stage is Stage.DECODE else stage
+            encodes = chosen.encode is not None or Stage.ENCODE in stages.named
             leg = self._assume(
                 choice.request,
                 choice,
@@ -503,9 +537,9 @@ class Scheduler:
                 len(offered.ready),
                 now,
                 stage=stage,
-                prefills=stage is not Stage.ENCODE
-                and (stage is Stage.PREFILL or chosen.prefill is None),
-                left_out=self._not_recorded[stage, chosen.encode is not None],
+                prefills=work is not Stage.ENCODE
+                and (work is Stage.PREFILL or not (chosen.prefill is not None or chosen.prefilled)),
+                left_out=self._not_recorded[work, encodes],
             )
             legs.append(leg)
             leases.append(leg.lease)
@@ -518,6 +552,9 @@ class Scheduler:
                 self.ledger.join(one)
             counted.add(one.slot)
         lease.earlier = tuple(earlier)
+        prefill = prefill_of(lease)
+        if prefill is not None:
+            self.overdue_prefills.watch(prefill, lease)
         return (legs[-1], *legs[:-1])
 
     def _also_encode(self, lease: Lease, slot: int, now: Seconds) -> Lease:
@@ -629,7 +666,8 @@ class Scheduler:
         elif stage is Stage.ENCODE:
             fallbacks = tuple(map(pool.endpoint_in, choice.others))
         rank = None
-        if self._rank_chooser is not None and stage is Stage.DECODE:
+        # The sidecar passes the header on to an endpoint that prefills, whose ranks are others.
+        if self._rank_chooser is not None and stage is Stage.DECODE and prefills:
             rank = self._rank_chooser.place(
                 lease, others, self.indexes, self.ledger, self.rank_choices, now
             )
@@ -791,7 +829,7 @@ class Scheduler:
                 self.accuracy.withdrawn(one.slot, one.expected, one.opened_at_s)
                 self.indexes.undo(one, one.slot, now, self.settings.beliefs)
         if (failed or outcome.full) and not outcome.by_gateway:
-            return self._blame(present, lease, now) if failed else None
+            return self._blame(present, lease, status, now) if failed else None
         for one in earlier:
             self.outliers.left(one)
         if not self.ledger.is_live(lease):
@@ -801,20 +839,33 @@ class Scheduler:
             return self.pool.endpoint_in(lease.slot)
         return None
 
-    def _blame(self, present: list[Lease], lease: Lease, now: Seconds) -> Endpoint | None:
+    def _blame(
+        self, present: list[Lease], lease: Lease, status: int | None, now: Seconds
+    ) -> Endpoint | None:
         """Find the endpoint that explains the failure of the request of `lease`, and eject it.
         `present` are the leases of the request whose endpoints are in the pool. Return the endpoint
         that is set aside, or None.
         """
         for one in present:
             self.outliers.left(one)
-        set_aside = None
         # The partner may be to blame that has left.
-        if len(present) > len(lease.earlier):
-            for slot in self.pairs.failed([one.slot for one in present]):
-                self.outliers.blame(slot, now)
-                if self.pool.set_aside(slot, now):
-                    set_aside = self.pool.endpoint_in(slot)
+        if len(present) <= len(lease.earlier):
+            return None
+        slots = [one.slot for one in present]
+        count_of, sent_at_s = self.outliers.rejections_of, lease.opened_at_s
+        if status == 503 and self._refused_pairs.wait(slots, count_of, sent_at_s, now):
+            return None
+        return self._blame_pair(slots, now)
+
+    def _blame_pair(self, slots: Sequence[int], now: Seconds) -> Endpoint | None:
+        """Eject the endpoint of `slots` that explains their failures, if any. Return the endpoint
+        that is set aside, or None.
+        """
+        set_aside = None
+        for slot in self.pairs.failed(slots):
+            self.outliers.blame(slot, now)
+            if self.pool.set_aside(slot, now):
+                set_aside = self.pool.endpoint_in(slot)
         return set_aside
 
     def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
@@ -854,6 +905,8 @@ class Scheduler:
         self.ledger.forget(slot)
         self.outliers.forget(slot)
         self.pairs.forget(slot)
+        self._refused_pairs.forget(slot)
+        self.overdue_prefills.forget(slot)
         self.full.forget(slot)
         if self.gate is not None:
             self.gate.forget(slot)
@@ -873,6 +926,12 @@ class Scheduler:
 
     def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
+        for refused in self._refused_pairs.due(self.outliers.rejections_of, now):
+            for slot in refused.full:
+                self.full.refused(slot, refused.sent_at_s, None, now)
+            if not refused.full:
+                self._blame_pair(refused.slots, now)
+        self.overdue_prefills.tick(self.ledger, self.settings.stages.prefill_deadline_s, now)
         self.outliers.tick(now)
         self.full.tick(now)
         self.answer_lengths.tick()
@@ -897,6 +956,7 @@ class Scheduler:
         """
         settings, profile, failures = self.settings, self.settings.profile, self.failures
         self.pool.columns.prefill_alike = not settings.labelled_speeds
+        self.pool.columns.topology = settings.topology
         prefix = settings.indexes.get(settings.prefix)
         self._counts_ids = prefix is not None and prefix.abilities.reads_token_ids
         self._decode, self._alone = profile, settings.stages.alone
@@ -926,7 +986,8 @@ class Scheduler:
             (Stage.DECODE, stages.decode),
             (Stage.PREFILL, stages.prefill),
             (Stage.ENCODE, stages.encode),
-            (None, stages.fallback),
+            (_FALLBACK, stages.fallback),
+            *stages.named.items(),
         )
         self._stages = {
             stage: (
@@ -937,6 +998,9 @@ class Scheduler:
             )
             for stage, profile in named
             if profile is not None and not self._alone
+        }
+        self._markers_by_name = {
+            name: profile.markers(self.failures) for name, profile in stages.named.items()
         }
         abilities = {name: index.abilities for name, index in settings.indexes.items()}
         of_media = tuple(name for name, of in abilities.items() if of.caches_media)
@@ -949,11 +1013,21 @@ class Scheduler:
             (Stage.DECODE, True): of_media,
             (Stage.PREFILL, False): of_sessions,
             (Stage.PREFILL, True): of_media + of_sessions,
+            (Stage.ENCODE, False): self._not_of_media,
             (Stage.ENCODE, True): self._not_of_media,
         }
         """Names of the indexes that do not record the endpoint of a stage, by (stage, whether
         another endpoint encodes).
         """
+
+
+def _screened(offered: Available, kept: FilterResult) -> Available:
+    """Return `offered` without the endpoints that the filters before all stages dropped."""
+    in_service = kept.candidates.slot
+    if offered.with_room is offered.in_service:
+        return Available(offered.ready, in_service, in_service)
+    with_room = in_service[np.isin(in_service, offered.with_room)]
+    return Available(offered.ready, in_service, with_room if len(with_room) else in_service)
 
 
 _HANDLERS: Final[Mapping[type[Input], Callable[[Scheduler, Any, Seconds], Effects | None]]] = {

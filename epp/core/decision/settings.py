@@ -12,6 +12,7 @@ from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.indexes import IndexesSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, LabelledSpeed, speed_by_labels
 from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import Endpoint, Seconds
 
@@ -52,6 +53,12 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """
     labelled_speeds: tuple[LabelledSpeed, ...] = ()
     """Prefill speeds of endpoints by their labels; if several match an endpoint, the first applies."""
+    topology: TopologyLabels = DEFAULT_TOPOLOGY
+    """Labels that name the places of endpoints."""
+    primary_port: int = 0
+    """Port to which the gateway sends the requests for all data-parallel ranks of a pod, or 0 if it
+    sends them to the port of the rank.
+    """
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
     session_tokens: SessionTokens = NO_TOKENS

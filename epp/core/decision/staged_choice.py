@@ -2,24 +2,38 @@
 
 Each stage chooses among the same candidates with its own profile. Two things pass from one stage to
 another: the endpoint that was chosen before (`Candidates.peer`), and the number of prompt tokens
-that the decode endpoint has cached, which the prefill rule reads.
+that the decode endpoint has cached, which the prefill rule reads. A rule by time is applied after
+both endpoints were chosen.
 """
 
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
 from msgspec import Struct, structs
 
 from epp.core.decision.account import Route
 from epp.core.decision.choice import Choice
-from epp.core.decision.stages import Stages, may_encode_elsewhere, may_prefill_elsewhere
+from epp.core.decision.if_available import if_available, not_cached
+from epp.core.decision.stages import (
+    ByTime,
+    Order,
+    PrefillWork,
+    Stages,
+    may_encode_elsewhere,
+    may_prefill_elsewhere,
+)
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Stage
 
-StageChoice: TypeAlias = Callable[[Stage, int], Choice | Refusal]
-"""Function that returns the choice of an endpoint for a stage. Its arguments are the stage and the
-slot of the peer, or -1 if there is no peer.
-"""
+
+class StageChoice(Protocol):
+    """A function that returns the choice of an endpoint for a stage. Its arguments are the stage,
+    the slot of the peer, or -1 if there is no peer, and the name of a profile other than that of the
+    stage, or "".
+    """
+
+    def __call__(self, stage: Stage, peer: int, named: str = "", /) -> Choice | Refusal: ...
+
 
 _NO_ENDPOINTS: Final = {
     Stage.PREFILL: RefusalReason.NO_PREFILL_ENDPOINTS,
@@ -39,6 +53,12 @@ class StagedChoice(Struct, frozen=True):
     """Choice of the encode endpoints, or None if the endpoint that prefills encodes."""
     cached_tokens: int = 0
     """Number of prompt tokens that the decode endpoint is estimated to have cached."""
+    work: Stage = Stage.DECODE
+    """Stage that the request itself asks for. The choice `decode` is that of an endpoint for it."""
+    prefilled: bool = False
+    """True if another request prefilled the prompt of this one elsewhere."""
+    profile: str = ""
+    """Name in `Stages.named` of the profile that chose, or "" if those of the stages chose."""
 
     @property
     def route(self) -> Route:
@@ -64,17 +84,18 @@ def decode_first(
     encode = _encode(stages, request, choose, cached_tokens)
     if isinstance(encode, Refusal):
         return encode
-    prefill = None
+    prefill, rule = None, stages.prefill_if
     if (
         stages.prefill is not None
-        and stages.prefill_if.applies(request, cached_tokens)
+        and (isinstance(rule, ByTime) or rule.applies(request, cached_tokens))
         and may_prefill_elsewhere(request)
     ):
-        remote = choose(Stage.PREFILL, decode.slot)
+        remote = _prefill(stages, choose, decode.slot)
         if isinstance(remote, Refusal):
-            return _named(Stage.PREFILL, remote)
+            return remote
         prefill = remote
-    return _without_detours(StagedChoice(decode, prefill, encode, cached_tokens))
+    chosen = StagedChoice(decode, prefill, encode, cached_tokens)
+    return _without_detours(_within_time(chosen, stages, request))
 
 
 def prefill_first(
@@ -88,9 +109,9 @@ def prefill_first(
     """
     prefill = None
     if stages.prefill is not None and may_prefill_elsewhere(request):
-        remote = choose(Stage.PREFILL, -1)
+        remote = _prefill(stages, choose, -1)
         if isinstance(remote, Refusal):
-            return _named(Stage.PREFILL, remote)
+            return remote
         prefill = remote
     encode = _encode(stages, request, choose, 0)
     if isinstance(encode, Refusal):
@@ -99,7 +120,89 @@ def prefill_first(
     decode = choose(Stage.DECODE, peer)
     if isinstance(decode, Refusal):
         return _named(Stage.DECODE, decode)
-    return _without_detours(StagedChoice(decode, prefill, encode, cached_at(decode)))
+    chosen = StagedChoice(decode, prefill, encode, cached_at(decode))
+    return _without_detours(_within_time(chosen, stages, request))
+
+
+def _prefill(stages: Stages, choose: StageChoice, peer: int) -> Choice | Refusal | None:
+    """Return the choice of the prefill endpoint, or None if there is none and the prefill is not
+    required to run elsewhere, because its rule is by time.
+    """
+    chosen = choose(Stage.PREFILL, peer)
+    if isinstance(chosen, Refusal):
+        by_time = isinstance(stages.prefill_if, ByTime)
+        return None if by_time else _named(Stage.PREFILL, chosen)
+    return chosen
+
+
+def _within_time(chosen: StagedChoice, stages: Stages, request: InferenceRequest) -> StagedChoice:
+    """Return `chosen` without its prefill endpoint if the rule is by time and a remote prefill
+    saves none.
+    """
+    rule, prefill = stages.prefill_if, chosen.prefill
+    if prefill is None or not isinstance(rule, ByTime):
+        return chosen
+    local = _work(chosen.decode, chosen.decode)
+    if rule.saves_time(request.prompt_tokens, local, _work(prefill, chosen.decode)):
+        return chosen
+    return structs.replace(chosen, prefill=None)
+
+
+def _work(choice: Choice, decode: Choice) -> PrefillWork:
+    """Return the work of the endpoint of `choice` if it computes the prompt.
+
+    Its prefill delays decoding only if it is among the candidates of the decode stage.
+    """
+    numbers = choice.ranked.prefill_numbers_of(choice.picked[0])
+    uncached, pending, tokens_per_s, running, waiting, arriving = numbers
+    decodes = choice is decode or bool((decode.ranked.slot == choice.slot).any())
+    return PrefillWork(
+        uncached_tokens=uncached,
+        pending_tokens=pending,
+        tokens_per_s=tokens_per_s,
+        decoding_requests=running if decodes else 0.0,
+        waiting_requests=waiting,
+        arriving_requests=arriving,
+    )
+
+
+def one_request(
+    stages: Stages,
+    request: InferenceRequest,
+    choose: StageChoice,
+    cached_at: Callable[[Choice], int],
+) -> StagedChoice | Refusal:
+    """Choose one endpoint for a request that the picker must not split into stages: its client
+    sends one request for each stage, or wants a cached prompt only. Split any other request.
+
+    A profile with the name of a stage does the work of that stage. A request that asks for decode
+    was prefilled by an earlier one, unless the client wants a cached prompt only.
+    """
+    name = stages.named_by(request) if stages.named else ""
+    if isinstance(name, Refusal):
+        return name
+    available_only = if_available(request.headers)
+    if not (name or available_only):
+        order = prefill_first if stages.order is Order.PREFILL_FIRST else decode_first
+        return order(stages, request, choose, cached_at)
+    choice = choose(Stage.DECODE, -1, name)
+    if isinstance(choice, Refusal):
+        return choice
+    cached_tokens = cached_at(choice)
+    if available_only and not stages.enough_cached(request, cached_tokens):
+        where = choice.ranked.name_of(choice.picked[0])
+        return not_cached(where, request.prompt_tokens, cached_tokens)
+    work = Stage(name) if name in set(Stage) else Stage.DECODE
+    return StagedChoice(
+        choice,
+        cached_tokens=cached_tokens,
+        work=work,
+        prefilled=work is Stage.DECODE
+        and Stage.PREFILL in stages.named
+        and stages.header in request.headers
+        and not available_only,
+        profile=name,
+    )
 
 
 def _encode(

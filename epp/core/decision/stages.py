@@ -3,21 +3,24 @@
 A request always has a decode stage, whose endpoint the gateway sends it to. A pool can serve the
 other two elsewhere: one endpoint encodes the media of the prompt, and one computes its KV cache
 (prefill). A rule is a pure value. It sees the request and the number of prompt tokens that the
-decode endpoint has cached; it sees no clock, no candidates and no random numbers.
+decode endpoint has cached, or the work that the prefill is for each of two endpoints (`ByTime`). It
+sees no clock, no candidates and no random numbers.
 
 Source of the orders, of the rules and of their edge cases: llm-d/llm-d-router,
 `scheduling/profilehandler/disagg`.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from epp.core.decision.profile import SchedulingProfile
+from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import ApiKind, Stage
+from epp.core.types import ApiKind, Refusal, RefusalReason, Seconds, Stage
 
 ROTATION_SHIFT: Final = 32
 ROTATION_FACTORS: Final = {
@@ -31,6 +34,27 @@ The golden ratio and the square root of 2 are irrational and independent. Ties i
 therefore combined in all ways equally often (Weyl's equidistribution theorem). The same rotation
 would pair endpoint i of one role with endpoint i of the other for ever.
 """
+
+PREFILL_DELAY: Final = 1.0
+"""Share of a prefill by which it delays each decoding request.
+
+With chunked prefill, a step computes a chunk of thousands of tokens and decodes one token of each
+request, so each request waits for the whole prefill. `python -m docs.stage_rule` compares values.
+"""
+KV_BYTES_PER_TOKEN: Final = 262_144.0
+"""Assumed size of the KV cache of one token: Qwen3-32B in BF16 (64 layers, 8 heads of 128), the
+model of the default prefill speed.
+"""
+LINK_BYTES_PER_S: Final = 20e9
+"""Assumed speed of KV transfers: RoCE with 200 Gbit/s, in the latency profiles of
+llm-d/llm-d-inference-sim.
+"""
+REMOTE_OVERHEAD_S: Final[Seconds] = 0.012
+"""Assumed additional time of a remote prefill: two messages between sidecar and prefill endpoint,
+and a second server that reads the request. The simulator's profiles have 10 ms for the latter.
+"""
+REMOTE_OVERHEAD_S_PER_TOKEN: Final[Seconds] = 10e-6
+"""Assumed time in which the second server tokenizes one token, as in the simulator's profiles."""
 
 _ENCODE_PATHS: Final = ("/v1/chat/completions",)
 _PREFILL_PATHS: Final = (
@@ -104,6 +128,101 @@ class Multimodal(Struct, frozen=True):
 Rule: TypeAlias = Never | Always | Uncached | Multimodal
 
 
+class PrefillWork(Struct, frozen=True, kw_only=True):
+    """The work of one endpoint that would compute the prompt of a request."""
+
+    uncached_tokens: float
+    """Number of prompt tokens that the endpoint has not cached."""
+    pending_tokens: float
+    """Number of uncached prompt tokens of earlier requests that it has not computed yet."""
+    tokens_per_s: float
+    """Prefill speed of the endpoint, above 0."""
+    decoding_requests: float = 0.0
+    """Number of requests that the endpoint decodes and that its prefill delays."""
+    waiting_requests: float = 0.0
+    """Number of requests in the queue of the endpoint, which includes those that receive KV blocks."""
+    arriving_requests: float = 0.0
+    """Number of requests in flight at the endpoint that it does not decode yet, which includes those
+    that are computed elsewhere.
+    """
+
+
+class ByTime(Struct, frozen=True, kw_only=True):
+    """The rule of a prefill stage that runs if it saves time: remote prefill is compared with a
+    prefill at the decode endpoint.
+
+    With x uncached tokens of T prompt tokens at an endpoint, the prefill has the work of
+    p = x (1 + (T - x/2) / `ATTENTION_TOKENS`) tokens. Let b be the pending tokens, s the speed, n the
+    decoding and w the waiting requests of an endpoint D that decodes or P that prefills:
+
+        time(endpoint) = (b + p + a n max(p - `STEP_TOKENS`, 0)) / s         a = `prefill_delay`
+        local  = time(D)
+        remote = max(time(P) + overhead_s + T overhead_s_per_token, b_D / s_D, i_D m) + (1 + w_D) m
+        m      = x_D kv_bytes_per_token / link_bytes_per_s
+
+    A step that decodes has room for `STEP_TOKENS` prompt tokens, so these delay no request. The
+    maximum is there because the request also queues at D, behind earlier prefills and behind the
+    transfers of the i requests in flight that D does not decode yet. Transfers to one endpoint share
+    its network: if w others are halfway through transfers of the same size, this one and its delay of
+    the others take 1 + w times as long as alone. The answer is decoded at the same endpoint in both cases, so its time is the same. The
+    prefill does not run elsewhere if the decode endpoint has cached the whole prompt.
+    """
+
+    prefill_delay: float = PREFILL_DELAY
+    """Share of a prefill by which it delays every request that decodes at the endpoint."""
+    kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
+    """Size in bytes of the KV cache of one token."""
+    link_bytes_per_s: float = LINK_BYTES_PER_S
+    """Speed in bytes per second at which KV blocks move between two endpoints; 0 if they cannot."""
+    overhead_s: Seconds = REMOTE_OVERHEAD_S
+    """Time that a remote prefill takes in addition, for any prompt."""
+    overhead_s_per_token: Seconds = REMOTE_OVERHEAD_S_PER_TOKEN
+    """Time that a remote prefill takes in addition for each prompt token."""
+
+    @property
+    def transfer_s_per_token(self) -> Seconds:
+        """Return the time in seconds in which the KV cache of one token moves; infinite without a
+        link.
+        """
+        if not self.link_bytes_per_s:
+            return math.inf
+        return self.kv_bytes_per_token / self.link_bytes_per_s
+
+    def prefill_s(self, work: PrefillWork, prompt_tokens: int) -> Seconds:
+        """Return the time in seconds until the endpoint of `work` has computed the prompt, with the
+        time that this takes from the requests that it decodes.
+        """
+        tokens = work.uncached_tokens
+        prefill = tokens * (1.0 + (prompt_tokens - tokens / 2) / ATTENTION_TOKENS)
+        delay = self.prefill_delay * max(0.0, prefill - STEP_TOKENS)
+        prefill += work.decoding_requests * delay
+        return (work.pending_tokens + prefill) / work.tokens_per_s
+
+    def remote_s(self, prompt_tokens: int, local: PrefillWork, remote: PrefillWork) -> Seconds:
+        """Return the time in seconds until the decode endpoint has the KV cache of the prompt, if
+        the endpoint of `remote` computes it. `local` is the work of the decode endpoint without it.
+        """
+        overhead_s = self.overhead_s + prompt_tokens * self.overhead_s_per_token
+        computed_s = self.prefill_s(remote, prompt_tokens) + overhead_s
+        queued_s = local.pending_tokens / local.tokens_per_s
+        moved_s = local.uncached_tokens * self.transfer_s_per_token
+        queued_s = max(queued_s, local.arriving_requests * moved_s)
+        return max(computed_s, queued_s) + (1.0 + local.waiting_requests) * moved_s
+
+    def saves_time(self, prompt_tokens: int, local: PrefillWork, remote: PrefillWork) -> bool:
+        """Return whether the prefill should run at the endpoint of `remote`, and not at the decode
+        endpoint, whose work is `local`.
+        """
+        if not local.uncached_tokens or not self.link_bytes_per_s:
+            return False
+        remote_s = self.remote_s(prompt_tokens, local, remote)
+        return remote_s < self.prefill_s(local, prompt_tokens)
+
+
+PrefillRule: TypeAlias = Rule | ByTime
+"""The rule of a prefill stage. `ByTime` needs both endpoints, so it has no `applies`."""
+
+
 class Stages(Struct, frozen=True, kw_only=True):
     """The profiles that choose the endpoints of a request, and the rules by which stages run."""
 
@@ -117,13 +236,14 @@ class Stages(Struct, frozen=True, kw_only=True):
     """Profile that chooses the endpoints that encode media, or None if every endpoint encodes its
     own.
     """
-    prefill_if: Rule = Never()
+    prefill_if: PrefillRule = Never()
     """Rule by which the prefill stage runs."""
     encode_if: Rule = Never()
     """Rule by which the encode stage runs."""
     order: Order = Order.DECODE_FIRST
     """Order in which the endpoints are chosen. With `PREFILL_FIRST`, the prefill stage runs for every
-    request that may be prefilled elsewhere, and `prefill_if` has no effect.
+    request that may be prefilled elsewhere, unless `prefill_if` is `ByTime`; other rules have no
+    effect.
     """
     fallback: SchedulingProfile | None = None
     """Profile that chooses one endpoint for the whole request if a stage that must run has no
@@ -131,25 +251,64 @@ class Stages(Struct, frozen=True, kw_only=True):
     """
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
     """Event at which the prefill and encode endpoints stop counting the request."""
+    prefill_deadline_s: Seconds = 60.0
+    """Time in seconds after which a prefill stage that has not ended counts as overdue."""
+    screen: SchedulingProfile | None = None
+    """Profile whose filters drop candidates before any stage chooses, or None if there are none."""
+    named: Mapping[str, SchedulingProfile] = field(default_factory=dict)
+    """Profiles among which the header `header` of a request chooses, by name; empty if each request
+    uses the profiles of the stages. `decode` is the profile of requests without the header.
+    """
+    header: str = ""
+    """Lower-case name of the request header that names one of `named`."""
 
     @property
     def alone(self) -> bool:
-        """Return whether one endpoint serves the whole of every request."""
-        return self.prefill is None and self.encode is None
+        """Return whether one endpoint serves the whole of every request, and one profile chooses it
+        among all candidates.
+        """
+        return not (self.prefill or self.encode or self.screen or self.named)
+
+    def named_by(self, request: InferenceRequest) -> str | Refusal:
+        """Return the name in `named` of the profile that chooses an endpoint for `request`, or a
+        refusal if its header names another.
+        """
+        told = request.headers.get(self.header, "")
+        if not told or len(self.named) == 1:
+            return next(name for name, one in self.named.items() if one is self.decode)
+        if told in self.named:
+            return told
+        return Refusal(
+            reason=RefusalReason.BAD_REQUEST,
+            status=400,
+            message=f"header {self.header} is {told!r:.80}; expected {' or '.join(self.named)}",
+        )
+
+    def enough_cached(self, request: InferenceRequest, cached_tokens: int) -> bool:
+        """Return whether an endpoint with this many cached tokens of `request` may serve it if the
+        client wants a cached prompt only.
+        """
+        if isinstance(self.prefill_if, Uncached):
+            return not self.prefill_if.applies(request, cached_tokens)
+        return cached_tokens > 0
 
     def profiles(self) -> Iterator[tuple[str, SchedulingProfile]]:
-        """Yield (name, profile) for each profile, where the name is that of its stage or
-        `fallback`, decode first.
+        """Yield (name, profile) for each profile, decode first. The name is that of its stage,
+        `fallback`, `screen`, or the request header and the value that select it.
         """
         named = {
             Stage.DECODE.value: self.decode,
             Stage.PREFILL.value: self.prefill,
             Stage.ENCODE.value: self.encode,
             "fallback": self.fallback,
+            "screen": self.screen,
         }
         for name, profile in named.items():
             if profile is not None:
                 yield name, profile
+        for name, profile in self.named.items():
+            if profile is not self.decode:
+                yield f"{self.header} {name}", profile
 
 
 def rotation_of(stage: Stage, rotation: int) -> int:

@@ -32,7 +32,7 @@ from epp.core.types import (
 JOURNAL_FORMAT: Final = "homing-journal"
 JOURNAL_VERSION: Final = 1
 _PROMPT_TOKENS_MAX: Final = 10_000_000
-_UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens"})
+_UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens", "transfers"})
 """Names of scraped values that no decision depends on, which the journal omits."""
 
 
@@ -91,6 +91,8 @@ class Member(Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: Mapping[str, str] = field(default_factory=dict)
     scraped: bool = True
     ready_after_s: float = 0.0
+    node: str = ""
+    """IP address of the endpoint's Kubernetes node, or "" if unknown."""
 
 
 class Replaced(_Event, frozen=True, kw_only=True):
@@ -523,6 +525,7 @@ def member_of(slot: int, endpoint: Endpoint) -> Member:
         labels=endpoint.labels,
         scraped=endpoint.metrics is not None,
         ready_after_s=endpoint.ready_after_s,
+        node=endpoint.node_address,
     )
 
 
@@ -538,6 +541,7 @@ def endpoint_of(member: Member) -> Endpoint:
         labels=member.labels,
         metrics=MetricsTarget(port=1) if member.scraped else None,
         ready_after_s=member.ready_after_s,
+        node_address=member.node,
     )
 
 

@@ -31,7 +31,10 @@ class Available(Struct, frozen=True, gc=False):
         """
         found: dict[str, Ints] = {}
         if len(self.in_service) < len(self.ready):
-            found[OutlierEjection.type_name] = self.ready[columns.ejected[self.ready]]
+            ejected = self.ready[columns.ejected[self.ready]]
+            # A filter before all stages may have dropped the others.
+            if len(ejected):
+                found[OutlierEjection.type_name] = ejected
         if slots is not self.in_service:
             found[FULL] = self.in_service[~np.isin(self.in_service, slots)]
         return found

@@ -18,6 +18,7 @@ from msgspec import Struct
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
+from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels, nearness_to, places_of
 from epp.core.types import NO_ATTRIBUTES, AdapterReport, Endpoint, EndpointMetrics, Seconds
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -179,6 +180,10 @@ class Columns:
         """Column of each attribute by the attribute's key; NaN where an endpoint does not report
         it. A key that no endpoint reports has no column.
         """
+        self.topology = DEFAULT_TOPOLOGY
+        """Labels that name the places of endpoints."""
+        self._places: tuple[TopologyLabels, int, Ints] | None = None
+        """The result of `places_of`, after the labels and the version for which it was computed."""
         self.version = 0
         """Total number of changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
@@ -210,6 +215,14 @@ class Columns:
         for name in names:
             self.versions[name] += 1
         self.version += len(names)
+
+    def places(self) -> Ints:
+        """Return int64[4, slots]: the place of each endpoint on each level (`places_of`)."""
+        version, known = self.versions["labels"], self._places
+        if known is None or known[0] is not self.topology or known[1] != version:
+            known = self.topology, version, places_of(self.endpoints, self.topology)
+            self._places = known
+        return known[2]
 
     def clear(self, slot: int) -> None:
         """Reset all columns at `slot`, those of its scrapes and those of its requests in flight."""
@@ -734,6 +747,15 @@ class Candidates:
         """Return the labels of each candidate's endpoint."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
 
+    @property
+    def nearness(self) -> Ints:
+        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`;
+        all 0 if there is no peer.
+        """
+        if self.peer < 0:
+            return np.zeros(len(self._slot), dtype=np.int64)
+        return nearness_to(self._columns.places(), self._slot, self.peer)
+
     def rendezvous(self, key: int) -> Hashes:
         """Return uint64[n]: the weight of each candidate for `key`, a number of 64 bits. The
         highest wins.
@@ -793,6 +815,42 @@ class Candidates:
             prefill_tokens,
             speed,
             0 if known is None else known.matched.item(slot),
+        )
+
+    def prefill_numbers_of(self, position: int) -> tuple[float, ...]:
+        """Return what determines the time of a prefill at the candidate at `position`.
+
+        These are the prompt tokens that it has not cached, the pending prefill tokens, its measured
+        prefill speed in tokens per second, and its running and waiting requests. If it does not
+        report the latter, or not lately, its requests in flight run and none wait.
+        """
+        waiting, running, _, _, age_s, inflight, _, pending, _, matched = self.numbers_of(position)
+        uncached = max(0.0, self.prompt_tokens - matched * self.block_tokens)
+        speed = self._columns.prefill_drain_tokens_per_s.item(self._slot.item(position))
+        if age_s > REPORTED_S_MAX or isnan(running) or isnan(waiting):
+            running, waiting = inflight, 0.0
+        return uncached, pending, speed, running, waiting, max(0.0, inflight - running)
+
+    @property
+    def prefill_measured_tokens_per_s(self) -> Floats:
+        """Return float64[n], above 0: the measured prefill speed of each candidate in tokens per
+        second, which begins with the configured one.
+        """
+        return self._columns.prefill_drain_tokens_per_s[self._slot]
+
+    @property
+    def peer_candidates(self) -> "Candidates | None":
+        """Return the peer as the only candidate, or None if there is no peer."""
+        if self.peer < 0:
+            return None
+        return Candidates(
+            self._columns,
+            np.array([self.peer], dtype=np.int64),
+            self._now,
+            affinities=self._affinities,
+            prefix=self._prefix,
+            block_tokens=self.block_tokens,
+            prompt_tokens=self.prompt_tokens,
         )
 
     def affinity(self, name: str) -> Affinity:

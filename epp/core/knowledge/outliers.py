@@ -309,6 +309,11 @@ class Outliers:
                     self._count_failure(record, now)
                 self._judge(slot, record, now)
 
+    def rejections_of(self, slot: int) -> float | None:
+        """Return the engine's counter of refusals on the last page of `slot`, or None if unknown."""
+        record = self._records.get(slot)
+        return None if record is None else record.rejections
+
     def tick(self, now: Seconds) -> None:
         """Start probes of endpoints that were ejected long enough, and compare the speed of all
         endpoints every `EVALUATE_EVERY_S`.

@@ -14,7 +14,7 @@ from epp.core.address import host_of
 from epp.core.knowledge.candidates import LISTED, Columns, Ints, kv_capacity_tokens
 from epp.core.knowledge.load_report import LoadReport
 from epp.core.knowledge.rendezvous import identity_hash
-from epp.core.types import Endpoint, EndpointMetrics, Seconds
+from epp.core.types import Endpoint, EndpointMetrics, KvTransfers, Seconds, siblings_of
 
 FAILURES_BEFORE_SET_ASIDE: Final = 2
 """Number of responses 502, 503 or 504 in a row, without a good scrape in between, after which an
@@ -57,6 +57,7 @@ class _Member:
     """The state of one endpoint of the pool that is not in the columns."""
 
     __slots__ = (
+        "answered",
         "asleep",
         "failures",
         "joined_at_s",
@@ -64,6 +65,7 @@ class _Member:
         "process_started_at_s",
         "requests_total",
         "set_aside_at_s",
+        "transfers",
         "unanswered",
     )
 
@@ -72,9 +74,12 @@ class _Member:
         self.failures = 0
         self.unanswered = 0
         """Number of scrapes of the endpoint in a row without an answer."""
+        self.answered = False
+        """True if any scrape of the endpoint got an answer, even one without metrics."""
         self.set_aside_at_s: Seconds | None = None
         self.process_started_at_s: float | None = None
         self.requests_total: float | None = None
+        self.transfers: KvTransfers | None = None
         self.asleep = False
         self.kv_size: tuple[float | None, float | None] = (None, None)
         """Reported number of KV-cache blocks, and number of tokens in each; None if not reported."""
@@ -87,6 +92,9 @@ class EndpointPool:
     joined. It is not ready while it is *set aside* (excluded): after two upstream failures in a row
     without a good scrape in between, it receives no requests until its next good scrape, or for 10
     s if it serves no metrics. At most half the pool is set aside at a time.
+
+    A pod can have several ports, of which some have no server. A port whose scrapes never got an
+    answer is not ready while any other endpoint of the pool answers.
 
     An endpoint stays ready if its scrapes get no answer or its metrics are stale, because there may
     be no other one. It ranks below the others, and its *standing* gives the reason.
@@ -110,6 +118,8 @@ class EndpointPool:
         self._ready: Ints = np.empty(0, dtype=np.int64)
         self._ready_until_s: Seconds = -math.inf
         self._unreachable: set[int] = set()
+        self._with_siblings: frozenset[str] = frozenset()
+        """Identities of the endpoints whose pod has other endpoints of the pool."""
 
     def __len__(self) -> int:
         return len(self._slot_by_id)
@@ -167,6 +177,7 @@ class EndpointPool:
                 self._restart(slot, now)
             self.columns.endpoints[slot] = endpoint
         self._index_addresses()
+        self._with_siblings = siblings_of(wanted.values())
         self.columns.changed(*LISTED)
         self._ready_until_s = -math.inf
         return forgotten
@@ -188,6 +199,7 @@ class EndpointPool:
             member = self._member(slot)
         member.process_started_at_s = started_at_s
         member.requests_total = requests_total
+        member.transfers = metrics.transfers
         columns = self.columns
         kv_size = (metrics.blocks_total, metrics.block_size_tokens)
         # Every scrape reports the size, so only a change matters.
@@ -196,10 +208,12 @@ class EndpointPool:
             columns.set_kv_capacity(slot, kv_capacity_tokens(*kv_size))
         if (
             columns.observed_at_s.item(slot) == -math.inf
+            or not member.answered
             or member.set_aside_at_s is not None
             or member.asleep is not metrics.asleep
         ):
             self._ready_until_s = -math.inf
+        member.answered = True
         member.asleep = metrics.asleep
         member.failures = 0
         member.set_aside_at_s = None
@@ -210,6 +224,10 @@ class EndpointPool:
         columns.unreported_requests[slot] = 0
         columns.set_scraped(slot, metrics)
         return restarted
+
+    def transfers(self, slot: int) -> KvTransfers | None:
+        """Return the KV-cache transfers that the engine in `slot` reported last, or None."""
+        return self._member(slot).transfers
 
     def report(self, slot: int, report: LoadReport) -> bool:
         """Store the load that the engine in `slot` reported in a response. Return False, without a
@@ -240,6 +258,9 @@ class EndpointPool:
         """
         member = self._member(slot)
         if answered:
+            if not member.answered:
+                member.answered = True
+                self._ready_until_s = -math.inf
             self._mark_answered(slot, member)
             return
         member.unanswered += 1
@@ -372,11 +393,19 @@ class EndpointPool:
         """
         ready: list[int] = []
         until_s = math.inf
+        any_answered = any(member is not None and member.answered for member in self._members)
         for slot, member in enumerate(self._members):
             if member is None or member.asleep:
                 continue
             endpoint = self.columns.endpoints[slot]
             assert endpoint is not None
+            if (
+                any_answered
+                and not member.answered
+                and endpoint.metrics is not None
+                and endpoint.endpoint_id in self._with_siblings
+            ):
+                continue
             observed = self.columns.observed_at_s[slot] != -math.inf
             if member.set_aside_at_s is not None:
                 back_at_s = member.set_aside_at_s + SET_ASIDE_UNSCRAPED_S

@@ -12,6 +12,17 @@ PREFILL_TOKENS_PER_S: Final = 15_928.0
 """Prefill speed in tokens per second that is assumed if none is configured: the default of
 llm-d-router's `peakPrefillThroughput`, which was measured with Qwen3-32B on two H100s.
 """
+ATTENTION_TOKENS: Final = 40_000.0
+"""Mean context in tokens at which attention takes as much time per prefilled token as all other
+computation.
+
+The simulator's built-in profiles, which are fitted to measured kernels, have 31k (8B), 40k (32B)
+and 97k (70B).
+"""
+STEP_TOKENS: Final = 200.0
+"""Number of prefill tokens computed in the time of a decode step without any context: 220 (8B), 230
+(32B), 180 (70B).
+"""
 BELIEVED_S: Final = 1.0
 """Weight of the configured prefill speed in the measured one, in seconds of prefill work."""
 BUSY_REMEMBERED_S: Final = 20.0

@@ -35,6 +35,10 @@ endpoint.
 """
 ENCODE_HEADER: Final = "x-encoder-hosts-ports"
 """Request header that names the endpoints that encode media, as a list of "ip:port"."""
+RANK_ADDRESS_HEADER: Final = "x-data-parallel-host-port"
+"""Request header with the address "ip:port" of the data-parallel rank that must serve the request,
+for the sidecar that listens on the port that all ranks of the pod share.
+"""
 CONTROL_HEADERS: Final = frozenset(
     {
         *OBJECTIVE_HEADERS,
@@ -47,7 +51,7 @@ CONTROL_HEADERS: Final = frozenset(
         "x-gateway-destination-endpoint-fallback",
         PREFILL_HEADER,
         ENCODE_HEADER,
-        "x-data-parallel-host-port",
+        RANK_ADDRESS_HEADER,
         "x-kv-cache-source-host-port",
     }
 )

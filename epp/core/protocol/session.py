@@ -91,6 +91,7 @@ from epp.core.protocol.messages import (
     ENCODE_HEADER,
     OBJECTIVE_HEADERS,
     PREFILL_HEADER,
+    RANK_ADDRESS_HEADER,
     REQUEST_ID_HEADER,
     REWRITE_HEADERS,
     UPGRADE_HEADER,
@@ -749,7 +750,8 @@ class Session:
         set_headers: dict[str, str] = {}
         exchange.served = event.served
         if decision is not None:
-            if event.served:
+            # With a primary port, the gateway knows the pod, but not the rank that serves.
+            if event.served and not decision.primary_port:
                 self._scheduler.take(ServedBy(decision.lease, event.served), now)
                 exchange.endpoint = self._scheduler.endpoint_of(decision.lease)
             if decision.earlier and (exchange.status or 200) < 400:
@@ -1183,6 +1185,9 @@ class Session:
             stage_headers = _stage_headers(decision)
             set_headers += stage_headers.items()
             not_clients = not_clients - stage_headers.keys()
+        if decision.primary_port:
+            set_headers.append((RANK_ADDRESS_HEADER, decision.endpoint.address))
+            not_clients = not_clients - {RANK_ADDRESS_HEADER}
         if not not_clients.isdisjoint(headers):
             remove_headers = tuple([name for name in headers if name in not_clients])
         if changed_body is not None and self._recoded:
@@ -1191,9 +1196,12 @@ class Session:
         if trace is not None:
             remove_headers += trace.remove_headers
         leg = decision.leg
-        fallbacks = [endpoint.address for endpoint in leg.fallbacks]
+        addresses = leg.endpoint.address, *[endpoint.address for endpoint in leg.fallbacks]
+        if decision.primary_port:
+            # Another pod's sidecar does not know the rank that the header names.
+            addresses = (f"{leg.endpoint.host}:{decision.primary_port}",)
         return Destination(
-            endpoints=(leg.endpoint.address, *fallbacks),
+            endpoints=addresses,
             set_headers=tuple(set_headers),
             remove_headers=remove_headers,
             own_header=None if trace is None else trace.own_header,

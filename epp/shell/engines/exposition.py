@@ -23,7 +23,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from epp.configuration.compatibility import ENGINE_LABELS
-from epp.core.types import AdapterReport, EndpointMetrics
+from epp.core.types import AdapterReport, EndpointMetrics, KvTransfers
+from epp.plugins.filters import ROLE_LABEL, DecodeRole
 from epp.shell.engines.page_layout import PAGES_MAX, PageLayout, headings_of, layout_of
 
 _SAMPLE: Final = re.compile(
@@ -94,6 +95,10 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """
 
     waiting: tuple[Selector, ...] = ()
+    waiting_to_decode: tuple[Selector, ...] = ()
+    """Gauge of waiting requests without those that receive their KV cache, which endpoints with the
+    role decode use instead of `waiting`.
+    """
     running: tuple[Selector, ...] = ()
     kv_cache_usage: tuple[Selector, ...] = ()
     """Gauge of the used share of the KV cache, from 0 to 1; a slightly greater value counts as
@@ -139,6 +144,14 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """Name of vLLM's series `max_gpu_lora_adapters`, which is always present together with
     `adapter_loaded`.
     """
+    received_tokens: tuple[Selector, ...] = ()
+    """Counter of prompt tokens whose KV cache came from another engine."""
+    received_bytes: tuple[Selector, ...] = ()
+    """Counter of bytes of KV cache that came from other engines."""
+    failed_transfers: tuple[Selector, ...] = ()
+    """Counter of KV-cache transfers that failed."""
+    expired_transfers: tuple[Selector, ...] = ()
+    """Counter of requests whose KV cache was dropped before another engine read it."""
     awake: tuple[Selector, ...] = ()
     """Gauge that is 0 in every rank while the engine is in sleep mode."""
     attributes: tuple[tuple[str, Selector], ...] = ()
@@ -195,6 +208,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
     # KV usage. The gauges of adapter residency are those of vllm-project/vllm#54830.
     "vllm": MetricNames(
         waiting=_selectors("vllm:num_requests_waiting"),
+        waiting_to_decode=_selectors('vllm:num_requests_waiting_by_reason{reason="capacity"}'),
         running=_selectors("vllm:num_requests_running"),
         kv_cache_usage=_selectors("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         rejections_total=_selectors("vllm:admission_rejections_total"),
@@ -216,6 +230,12 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         adapter_requests=b"vllm:lora_requests_info",
         adapter_loaded=b"vllm:lora_adapter_loaded",
         adapter_slots=b"vllm:max_gpu_lora_adapters",
+        received_tokens=_selectors(
+            'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}'
+        ),
+        received_bytes=_selectors("vllm:nixl_bytes_transferred_sum"),
+        failed_transfers=_selectors("vllm:nixl_num_failed_transfers_total"),
+        expired_transfers=_selectors("vllm:nixl_num_kv_expired_reqs_total"),
         awake=_selectors('vllm:engine_sleep_state{sleep_state="awake"}'),
     ),
     # `page_size` and `num_pages` are gauges since 0.5.11 and were labels before.
@@ -298,11 +318,18 @@ class _Engine:
         self.ttft_sum = (Selector(names.ttft + b"_sum"),) if names.ttft else ()
         self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
         answers = (*names.answers, *names.answer_tokens)
-        self.alone = frozenset(each.name for each in (*self.ttft_sum, *self.ttft_count, *answers))
+        self.alone = frozenset(
+            each.name
+            for each in (*self.ttft_sum, *self.ttft_count, *answers, *names.received_bytes)
+        )
         """Names of the sums and counts of histograms, whose lines stand among those of the
         buckets.
         """
-        caches = (*names.cache_queried, *names.cache_hit)
+        self.transfers = (
+            *(*names.received_tokens, *names.received_bytes),
+            *(*names.failed_transfers, *names.expired_transfers),
+        )
+        caches = (*names.cache_queried, *names.cache_hit, *self.transfers)
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
             *(*names.rejections_total, *names.first_outputs),
@@ -487,6 +514,8 @@ class PageReader:
             for engine, names in sorted(engines.items(), key=lambda row: row[0] != default_engine)
         }
         self._every = tuple(engine for (engine,) in self._engines.values())
+        self._decoding = {name: (_decoding(engine),) for name, (engine,) in self._engines.items()}
+        self._every_decoding = tuple(engine for (engine,) in self._decoding.values())
 
     def read(
         self, page: bytes, labels: Mapping[str, str], memory: PageMemory | None = None
@@ -531,11 +560,14 @@ class PageReader:
 
     def _engines_of(self, labels: Mapping[str, str]) -> tuple[_Engine, ...]:
         """Return the engine that the endpoint's labels name, or all engines if they name none."""
+        # An endpoint without a role receives no KV cache.
+        decodes = ROLE_LABEL in labels and labels[ROLE_LABEL] in DecodeRole.roles
+        engines = self._decoding if decodes else self._engines
         for label in self._labels:
-            engine = self._engines.get(labels.get(label, ""))
+            engine = engines.get(labels.get(label, ""))
             if engine is not None:
                 return engine
-        return self._every
+        return self._every_decoding if decodes else self._every
 
 
 class SeriesReader:
@@ -558,6 +590,14 @@ class SeriesReader:
         found = _Allowance().take(b"\n" + page, self._engine)
         rows = found.get(self._name, ())
         return [(_labels(labels), value) for labels, value in rows if not math.isnan(value)]
+
+
+def _decoding(engine: _Engine) -> _Engine:
+    """Return `engine` with the queue of an endpoint that decodes what others prefilled."""
+    names = engine.names
+    if not names.waiting_to_decode:
+        return engine
+    return _Engine(replace(names, waiting=(*names.waiting_to_decode, *names.waiting)))
 
 
 def _alternatives(names: Sequence[bytes]) -> bytes:
@@ -616,6 +656,20 @@ def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> Endpoin
         first_outputs_total=_summed(found, names.first_outputs),
         answers_total=_summed(found, names.answers),
         answer_tokens_total=_summed(found, names.answer_tokens),
+        transfers=_transfers(engine, found),
+    )
+
+
+def _transfers(engine: _Engine, found: _Found) -> KvTransfers | None:
+    """Return the KV-cache transfers on a page, or None if it has none of their series."""
+    if not any(one.name in found for one in engine.transfers):
+        return None
+    names = engine.names
+    return KvTransfers(
+        received_tokens=_summed(found, names.received_tokens),
+        received_bytes=_summed(found, names.received_bytes),
+        failed=_summed(found, names.failed_transfers),
+        expired=_summed(found, names.expired_transfers),
     )
 
 

@@ -185,12 +185,13 @@ class KubeClient:
         path: str,
         query: Mapping[str, str] | None = None,
         body: object = None,
+        accept: str = "",
     ) -> bytes:
         """Send a request to the API server and return the body of its answer. `body` is sent as
-        JSON. Raises `ApiError`.
+        JSON. `accept` are the requested media types if not JSON. Raises `ApiError`.
         """
         async with self.stream(
-            method, path, query, body=body, silence_s_max=self._timeout_s
+            method, path, query, body=body, accept=accept, silence_s_max=self._timeout_s
         ) as chunks:
             parts: list[bytes] = []
             total = 0
@@ -212,6 +213,7 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         *,
         body: object = None,
+        accept: str = "",
         silence_s_max: Seconds,
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Yield the body of the API server's answer in chunks of any size as they arrive; no chunk
@@ -227,6 +229,8 @@ class KubeClient:
         if body is not None:
             data = msgspec.json.encode(body)
             headers["content-type"] = "application/json"
+        if accept:
+            headers["accept"] = accept
         what = f"{method} {path}"
         try:
             async with self._session.request(

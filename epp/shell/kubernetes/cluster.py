@@ -251,6 +251,7 @@ def _scope(flags: ServeFlags) -> Scope:
         pool_group=flags.pool_group,
         label_selector=flags.endpoint_selector,
         target_ports=tuple(flags.endpoint_target_ports),
+        node_labels=tuple(dict.fromkeys(name for name in flags.node_labels.split(",") if name)),
     )
 
 

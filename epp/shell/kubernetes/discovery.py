@@ -24,6 +24,7 @@ from epp.shell.kubernetes.objects import (
     Pool,
     endpoints_of,
     model_rewrites,
+    node_reader,
     objective_reader,
     read_pod,
     read_pool,
@@ -48,6 +49,8 @@ class Scope(Struct, frozen=True, kw_only=True):
     pool_group: str = "inference.networking.k8s.io"
     label_selector: str = ""
     target_ports: tuple[int, ...] = ()
+    node_labels: tuple[str, ...] = ()
+    """Names of labels of nodes that endpoints also have; () to watch no nodes."""
 
 
 class Discovery:
@@ -83,6 +86,7 @@ class Discovery:
         self._selector = ""
         self._objectives = self._extension("inferenceobjectives", objective_reader)
         self._rewrites = self._extension("inferencemodelrewrites", rewrite_reader)
+        self._nodes = self._node_reflector() if scope.node_labels else None
         self.found = Found()
         self.synced = False
         """True if the InferencePool exists (or none is configured) and its pods were listed
@@ -102,6 +106,7 @@ class Discovery:
             "pods": self._coming or self._pods,
             "inferenceobjectives": self._objectives,
             "inferencemodelrewrites": self._rewrites,
+            "nodes": self._nodes,
         }
         return {name: kept.reflection() for name, kept in reflectors.items() if kept is not None}
 
@@ -115,6 +120,7 @@ class Discovery:
                 ("pool", self._pool),
                 ("objectives", self._objectives),
                 ("rewrites", self._rewrites),
+                ("nodes", self._nodes),
             ):
                 if reflector is not None:
                     self._start(f"watch {name}", reflector.run)
@@ -149,6 +155,16 @@ class Discovery:
             read_pool,
             self._pool_changed,
             random=self._random("pool"),
+            timing=self._timing,
+        )
+
+    def _node_reflector(self) -> Reflector[dict[str, str]]:
+        return Reflector(
+            self._client,
+            (Collection(resource="nodes", namespace="", metadata_only=True),),
+            node_reader(self._scope.node_labels),
+            self._update,
+            random=self._random("nodes"),
             timing=self._timing,
         )
 
@@ -242,7 +258,7 @@ class Discovery:
         pods = self._pods.objects.values() if self._pods and there else ()
         before = self.found, self.synced
         self.found = Found(
-            endpoints=endpoints_of(pods, ports),
+            endpoints=endpoints_of(pods, ports, self._nodes.objects if self._nodes else {}),
             objectives=self._objectives.objects if self._objectives else {},
             rewrites=model_rewrites(self._rewrites.objects if self._rewrites else {}),
         )

@@ -5,8 +5,9 @@ wrong type raises `msgspec.ValidationError`, which contains its path. This modul
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ipaddress import ip_address
+from types import MappingProxyType
 from typing import Annotated, Final
 
 import msgspec
@@ -29,8 +30,8 @@ Port = Annotated[int, Meta(ge=1, le=65_535)]
 
 
 class Collection(Struct, frozen=True, kw_only=True):
-    """The objects of one kind in one namespace of the API server, optionally restricted by
-    selectors.
+    """The objects of one kind in one namespace of the API server, or of the whole cluster,
+    optionally restricted by selectors.
     """
 
     group: str = ""
@@ -39,12 +40,17 @@ class Collection(Struct, frozen=True, kw_only=True):
     resource: str
     """Plural name of the kind as in a Role, such as "pods"."""
     namespace: str
+    """Namespace of the objects; "" for a kind without namespaces, such as nodes."""
     label_selector: str = ""
     field_selector: str = ""
+    metadata_only: bool = False
+    """True if only names, labels and annotations of the objects are needed."""
 
     @property
     def path(self) -> str:
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        if not self.namespace:
+            return f"{root}/{self.resource}"
         return f"{root}/namespaces/{self.namespace}/{self.resource}"
 
     @property
@@ -55,7 +61,15 @@ class Collection(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         group = f".{self.group}" if self.group else ""
-        return f"{self.resource}{group} in namespace {self.namespace}"
+        where = f"namespace {self.namespace}" if self.namespace else "the cluster"
+        return f"{self.resource}{group} in {where}"
+
+    def accept(self, verb: str) -> str:
+        """Return the media types to request for `verb`, "list" or "watch"; "" for whole objects."""
+        if not self.metadata_only:
+            return ""
+        kind = "PartialObjectMetadataList" if verb == "list" else "PartialObjectMetadata"
+        return f"application/json;as={kind};v=v1;g=meta.k8s.io,application/json"
 
 
 # EndpointSlice
@@ -168,6 +182,11 @@ class Pod(Struct, frozen=True, kw_only=True):
     """
     node: str = ""
     """IP address of the pod's node, with IPv6 in brackets; "" if it is unknown."""
+    node_name: str = ""
+    """Name of the pod's node, or "" if it is unknown."""
+
+
+_NO_NODES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType({})
 
 
 class _Condition(Struct, frozen=True):
@@ -202,6 +221,7 @@ class _Container(Struct, frozen=True):
 
 class _PodSpec(Struct, frozen=True):
     containers: list[_Container] | None = None
+    node_name: str | None = field(default=None, name="nodeName")
 
 
 class _PodObject(Struct, frozen=True):
@@ -229,6 +249,7 @@ def read_pod(raw: bytes) -> Pod | None:
         name=f"{metadata.namespace}/{metadata.name}",
         host=_host(status.pod_ip),
         node=_node(status.host_ip or ""),
+        node_name=pod.spec.node_name or "",
         labels=metadata.labels or {},
         active_ports=_active_ports(metadata.annotations or {}),
         incarnations=_incarnations(pod.spec.containers or (), status.container_statuses or ()),
@@ -274,11 +295,33 @@ def _incarnations(
     return {**by_port, 0: " ".join(lives[name] for name in sorted(lives))}
 
 
-def endpoints_of(pods: Iterable[Pod], target_ports: tuple[int, ...]) -> tuple[Endpoint, ...]:
+class _NodeObject(Struct, frozen=True):
+    metadata: _Metadata
+
+
+_decode_node = msgspec.json.Decoder(_NodeObject).decode
+
+
+def node_reader(names: Sequence[str]) -> Callable[[bytes], dict[str, str]]:
+    """Return a function that parses a Node and returns those of its labels that `names` lists."""
+
+    def read(raw: bytes) -> dict[str, str]:
+        labels = _decode_node(raw).metadata.labels or {}
+        return {name: labels[name] for name in names if name in labels}
+
+    return read
+
+
+def endpoints_of(
+    pods: Iterable[Pod],
+    target_ports: tuple[int, ...],
+    node_labels: Mapping[str, Mapping[str, str]] = _NO_NODES,
+) -> tuple[Endpoint, ...]:
     """Return one endpoint for each active target port of each pod.
 
     If there are several target ports, an endpoint's name contains its rank, the position of its
-    port.
+    port. `node_labels` are labels of nodes by name. An endpoint has those of its node that its pod
+    does not have.
     """
     return tuple(
         Endpoint(
@@ -286,7 +329,9 @@ def endpoints_of(pods: Iterable[Pod], target_ports: tuple[int, ...]) -> tuple[En
             name=pod.name if len(target_ports) == 1 else f"{pod.name}-rank-{rank}",
             address=f"{pod.host}:{port}",
             incarnation=pod.incarnations.get(port, pod.incarnations[0]),
-            labels=pod.labels,
+            labels={**node_labels.get(pod.node_name, {}), **pod.labels}
+            if node_labels
+            else pod.labels,
             node_address=pod.node,
             metrics=MetricsTarget(port=port),
             ready_after_s=READY_AFTER_S,

@@ -143,7 +143,7 @@ class Reflector(Generic[T]):
         query = {"limit": str(step.objects_max), **source.selectors}
         if step.continue_token:
             query["continue"] = step.continue_token
-        body = await self._client.request("GET", source.path, query)
+        body = await self._client.request("GET", source.path, query, accept=source.accept("list"))
         changed = self._driver.page(body, time.monotonic())
         if not step.continue_token:
             self._log_listed(source)
@@ -162,7 +162,9 @@ class Reflector(Generic[T]):
             async with (
                 asyncio.timeout(step.timeout_s),
                 self._client.stream(
-                    "GET", source.path, query, silence_s_max=step.timeout_s
+                    *("GET", source.path, query),
+                    accept=source.accept("watch"),
+                    silence_s_max=step.timeout_s,
                 ) as chunks,
             ):
                 async for chunk in chunks:
@@ -198,7 +200,9 @@ class Reflector(Generic[T]):
             async with (
                 asyncio.timeout(step.timeout_s),
                 self._client.stream(
-                    "GET", source.path, query, silence_s_max=step.silence_s_max
+                    *("GET", source.path, query),
+                    accept=source.accept("watch"),
+                    silence_s_max=step.silence_s_max,
                 ) as chunks,
             ):
                 opened = True
@@ -279,8 +283,9 @@ _OURS_TO_MEND: Final = frozenset({ApiFailure.FORBIDDEN, ApiFailure.ABSENT, ApiFa
 
 def _sentence(error: ApiError, verb: str, source: Collection) -> str:
     if error.kind is ApiFailure.FORBIDDEN:
+        role = "Role" if source.namespace else "ClusterRole"
         return (
-            f"forbidden to {verb} {source}: the Role of the picker's ServiceAccount needs the "
+            f"forbidden to {verb} {source}: the {role} of the picker's ServiceAccount needs the "
             f"verbs get, list and watch on resource {source.resource} of apiGroup {source.group!r} "
             f"({error})"
         )

@@ -327,7 +327,8 @@ class Moody(Parameters, frozen=True):
 NEEDED = {
     "endpoint-attribute-scorer": (
         "{attributeKey: load, producer: me, algorithm: {type: linear_lower_is_better}}"
-    )
+    ),
+    "header-label-affinity-scorer": "{headerName: x-zone, labelKey: zone}",
 }
 CONFIG = (
     "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n"

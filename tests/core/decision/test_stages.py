@@ -17,6 +17,7 @@ from epp.core.decision.inputs import (
     PoolReplaced,
     RequestEnded,
     ResponseStarted,
+    ScrapeFailed,
     ServedBy,
     Tick,
 )
@@ -572,6 +573,26 @@ def test_a_fallback_serves_what_a_missing_stage_would_refuse():
     assert isinstance(made.schedule(chat(), 0.1), Refusal)
 
 
+def test_a_fallback_serves_what_only_unreachable_endpoints_would_prefill():
+    """Without a fallback they are tried, because the picker may be cut off, not they."""
+    for fallback, route in ((DECODE, Route.AGGREGATED_FALLBACK), (None, Route.PREFILL_DECODE)):
+        made = pool_of(["prefill", "decode"], structs.replace(BOTH, fallback=fallback))
+        for at in (0.1, 0.2):
+            made.take(ScrapeFailed(slot=0, answered=False), at)
+        assert made.schedule(chat(), 0.3).account.route is route
+        scrape(made, 0.4)
+        assert made.schedule(chat(), 0.5).account.route is Route.PREFILL_DECODE
+
+
+def test_a_fallback_does_not_replace_an_endpoint_that_is_reached():
+    made = pool_of(["prefill", "prefill", "decode"], structs.replace(BOTH, fallback=DECODE))
+    for at in (0.1, 0.2):
+        made.take(ScrapeFailed(slot=0, answered=False), at)
+    for number in range(4):
+        decision = made.schedule(chat(text=bytes([65 + number])), 0.3)
+        assert [leg.lease.slot for leg in decision.earlier] == [1]
+
+
 def test_a_stage_emptied_by_load_is_refused_as_saturated():
     shedding = structs.replace(PREFILL, filters=(*PREFILL.filters, *profile("x", Sheds()).filters))
     made = pool_of(["prefill", "decode"], structs.replace(BOTH, prefill=shedding))
@@ -632,6 +653,51 @@ def test_the_endpoint_that_fails_with_two_partners_is_set_aside():
         else:
             made.take(ResponseStarted(decision.lease), now)
             made.take(RequestEnded(decision.lease, OK), now)
+    assert set(made.outliers.ejection.away) == {0}
+
+
+def refusing(counts):
+    """Let a prefill endpoint answer 503 for two partners, while its counter of refusals goes through
+    `counts`; return the scheduler 3 s later.
+    """
+    made = pool_of(["prefill", "decode", "decode", "prefill"], PLAIN, indexes={})
+    first, then = counts
+
+    def page(slot, count, now):
+        made.take(PageScraped(slot, EndpointMetrics(rejections_total=count)), now)
+
+    for slot in range(4):
+        page(slot, first, 0.01)
+    now = 0.02
+    for _ in range(40):
+        now += 0.01
+        decision = made.schedule(chat(1), now)
+        if decision.prefiller.name == "pod-0":
+            failing(made, decision, now)
+        else:
+            made.take(RequestEnded(decision.lease, OK), now)
+    page(0, then, now)
+    for step in range(1, 4):
+        made.take(Tick(), now + step)
+    return made
+
+
+def test_a_503_while_the_engine_counts_refusals_means_full():
+    """With two partners, and none of them is ejected or set aside."""
+    made = refusing((5.0, 25.0))
+    assert not made.outliers.ejection.away
+    assert made.pool.set_aside_count() == 0
+    assert set(made.full.by_slot) == {0}
+
+
+def test_a_503_without_a_counted_refusal_is_a_failure():
+    made = refusing((5.0, 5.0))
+    assert set(made.outliers.ejection.away) == {0}
+    assert not made.full.by_slot
+
+
+def test_a_503_of_engines_that_count_no_refusals_is_judged_at_once():
+    made = refusing((None, None))
     assert set(made.outliers.ejection.away) == {0}
 
 

@@ -91,7 +91,7 @@ def test_a_whole_scrape_tells_every_field():
     unknown = msgspec.structs.asdict(EndpointMetrics())
     told = msgspec.structs.asdict(WHOLE)
     left_out = {name for name, value in told.items() if value is unknown[name]}
-    assert left_out == {"adapters", "ttft_sum_s", "tier_hit_tokens"}
+    assert left_out == {"adapters", "ttft_sum_s", "tier_hit_tokens", "transfers"}
 
 
 def test_adapters_are_named_as_requests_name_them():

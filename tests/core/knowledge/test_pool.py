@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.load_report import LoadReport
 from epp.core.knowledge.pool import UNUSUAL_SPELLINGS_FREE, EndpointPool, canonical_address
-from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
+from epp.core.types import AdapterReport, EndpointMetrics, KvTransfers, MetricsTarget
 from tests.builders import endpoint
 
 
@@ -379,3 +379,64 @@ def test_the_kv_cache_is_as_large_as_the_last_page_tells(blocks_total, block_siz
     assert capacity[0] == pytest.approx(tokens, nan_ok=True)
     pool.replace([endpoint(0, incarnation="restarted")], 3.0)
     assert math.isnan(capacity[0])
+
+
+def ranks(*ports, pod="pod", host="10.0.0.1"):
+    """Return an endpoint for each of `ports` of one pod."""
+    return [
+        endpoint(
+            endpoint_id=f"{pod}:{port}",
+            name=f"{pod}-{port}",
+            address=f"{host}:{port}",
+            metrics=MetricsTarget(port=port),
+            ready_after_s=5.0,
+        )
+        for port in ports
+    ]
+
+
+def test_a_port_without_a_server_is_never_ready_while_others_answer():
+    """Decode pods listen on two ports, the prefill pod only on the first."""
+    pool = pool_of(*ranks(1, 2, pod="d"), *ranks(1, 2, pod="p", host="10.0.0.2"))
+    for slot in (0, 1, 2):
+        pool.observe(slot, scraped(), 0.1)
+    for _ in range(3):
+        pool.observe_failure(3, answered=False)
+    for now in (0.2, 5.0, 1_000.0):
+        assert ready(pool, now) == ["d-1", "d-2", "p-1"]
+    pool.observe(3, scraped(), 1_001.0)
+    assert ready(pool, 1_001.0) == ["d-1", "d-2", "p-1", "p-2"]
+    pool.observe_failure(3, answered=False)
+    assert ready(pool, 1_002.0) == ["d-1", "d-2", "p-1", "p-2"]
+
+
+def test_a_port_without_metrics_but_with_a_server_is_ready_after_its_time():
+    """An answer such as 404 shows that something listens."""
+    pool = pool_of(*ranks(1, 2))
+    pool.observe(0, scraped(), 0.1)
+    assert ready(pool, 6.0) == ["pod-1"]
+    pool.observe_failure(1, answered=True)
+    assert ready(pool, 6.0) == ["pod-1", "pod-2"]
+
+
+def test_ports_are_ready_after_their_time_if_the_picker_reaches_no_endpoint():
+    """A network policy may keep it from all of them."""
+    pool = pool_of(*ranks(1, 2))
+    for slot in (0, 1):
+        pool.observe_failure(slot, answered=False)
+    assert ready(pool, 1.0) == []
+    assert ready(pool, 5.0) == ["pod-1", "pod-2"]
+
+
+def test_a_pod_with_one_port_is_ready_after_its_time_without_an_answer():
+    pool = pool_of(*ranks(1), *ranks(1, pod="other", host="10.0.0.2"))
+    pool.observe(0, scraped(), 0.1)
+    assert ready(pool, 5.0) == ["pod-1", "other-1"]
+
+
+def test_the_last_transfers_of_an_engine_are_known():
+    pool = pool_of(endpoint(0))
+    assert pool.transfers(0) is None
+    told = KvTransfers(received_tokens=5.0)
+    pool.observe(0, scraped(transfers=told), 0.1)
+    assert pool.transfers(0) == told

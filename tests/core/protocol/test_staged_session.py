@@ -3,11 +3,14 @@
 import pytest
 from msgspec import structs
 
-from epp.core.decision.inputs import PoolReplaced
-from epp.core.decision.stages import Always, Multimodal
+from epp.core.decision.inputs import PageScraped, PoolReplaced
+from epp.core.decision.stages import Always, Multimodal, Stages
 from epp.core.protocol.session import SessionSettings
+from epp.core.types import EndpointMetrics
+from epp.plugins.scorers import Queue
 from tests import gateway as gw
-from tests.core.decision.staged import BOTH, ENCODE, of_role, pool_of, scrape
+from tests.builders import endpoint
+from tests.core.decision.staged import BOTH, ENCODE, of_role, pool_of, profile, scrape
 
 PREFILL = "x-prefiller-host-port"
 ENCODE_HEADER = "x-encoder-hosts-ports"
@@ -119,3 +122,50 @@ def test_clients_are_told_both_endpoints_where_that_is_wanted():
     stream, _ = answered(made, CHAT, settings=SessionSettings(explain_headers=True))
     (answer,) = stream.send(gw.response_headers(200))
     assert "prefill at pod-0" in gw.set_headers(answer)["x-homing-reason"]
+
+
+RANK_ADDRESS = "x-data-parallel-host-port"
+
+
+def ranks(**settings):
+    """Return a scheduler of one pod with two ranks, of which the second has the shorter queue."""
+    made = pool_of([], Stages(decode=profile("decode", scorers=[Queue()])), **settings)
+    members = [
+        endpoint(at, endpoint_id=f"pod:{8000 + at}", address=f"10.0.0.1:{8000 + at}")
+        for at in range(2)
+    ]
+    made.take(PoolReplaced(members), 0.0)
+    for slot, waiting in enumerate((9.0, 0.0)):
+        made.take(PageScraped(slot, EndpointMetrics(waiting_requests=waiting)), 0.0)
+    return made
+
+
+def test_the_sidecar_is_told_the_rank_and_the_gateway_the_port_of_the_pod():
+    made = ranks(primary_port=7000, fallback_endpoints_max=1)
+    _, answers = answered(made, CHAT | FORGED)
+    assert gw.destination(answers[0]) == "10.0.0.1:7000"
+    assert gw.set_headers(answers[0])[RANK_ADDRESS] == "10.0.0.1:8001"
+    assert gw.removed_headers(answers[0]) == FORGED.keys() - {RANK_ADDRESS}
+
+
+def test_the_request_stays_counted_at_its_rank_whatever_port_served_it():
+    """The gateway reports the port that it knows, here that of the other rank."""
+    made = ranks(primary_port=8000)
+    stream, _ = answered(made, CHAT)
+    stream.send(gw.response_headers(200, by="10.0.0.1:8000"))
+    assert made.pool.columns.inflight_requests[:2].tolist() == [0, 1]
+    stream.close()
+    assert made.pool.columns.inflight_requests[:2].tolist() == [0, 0]
+
+
+def test_without_a_primary_port_the_gateway_addresses_the_rank():
+    _, answers = answered(ranks(), CHAT | FORGED)
+    assert gw.destination(answers[0]) == "10.0.0.1:8001"
+    assert RANK_ADDRESS not in gw.set_headers(answers[0])
+    assert gw.removed_headers(answers[0]) == set(FORGED)
+
+
+def test_a_prompt_that_is_not_cached_is_answered_with_412():
+    _, answers = answered(pool_of(["prefill", "decode"]), CHAT | {"prefer": "if-available"})
+    status, error = gw.refusal(answers[0])
+    assert (status, error["code"]) == (412, "rejected-not-cached")

@@ -583,3 +583,64 @@ def test_no_page_breaks_the_reader(page):
     """Any bytes give metrics or an `ExpositionError`, nothing else."""
     with contextlib.suppress(ExpositionError):
         read(page)
+
+
+QUEUES = (
+    'vllm:num_requests_waiting{engine="0"} 7\n'
+    'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2\n'
+    'vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 5\n'
+    'vllm:num_requests_running{engine="0"} 1\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "waiting"),
+    [
+        (None, 7.0),
+        ("prefill", 7.0),
+        ("encode", 7.0),
+        ("decode", 2.0),
+        ("prefill-decode", 2.0),
+        ("encode-prefill-decode", 2.0),
+    ],
+)
+def test_requests_that_receive_their_kv_cache_do_not_wait_to_decode(role, waiting):
+    """Only those that wait for capacity are the queue of an endpoint that decodes."""
+    labels = {} if role is None else {"llm-d.ai/role": role}
+    assert read(QUEUES, labels).waiting_requests == waiting
+    assert read(QUEUES, labels | {ENGINE_LABELS[0]: "vllm"}).waiting_requests == waiting
+
+
+def test_an_older_engine_that_decodes_has_one_queue():
+    page = QUEUES.splitlines(keepends=True)[0]
+    assert read(page, {"llm-d.ai/role": "decode"}).waiting_requests == 7.0
+
+
+def test_a_page_keeps_its_queue_if_the_role_is_changed():
+    """The memory of the last page belongs to one role."""
+    memory = exposition.PageMemory()
+    page = b"# TYPE vllm:num_requests_waiting gauge\n" + QUEUES.encode()
+    for role, waiting in (("decode", 2.0), ("prefill", 7.0), ("decode", 2.0)):
+        metrics = READER.read(page, {"llm-d.ai/role": role}, memory)
+        assert metrics.waiting_requests == waiting
+
+
+def test_transfers_of_kv_caches_are_read():
+    transfers = read(
+        QUEUES
+        + 'vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 9\n'
+        + 'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 512\n'
+        + 'vllm:prompt_tokens_by_source_total{engine="1",source="external_kv_transfer"} 64\n'
+        + "# TYPE vllm:nixl_bytes_transferred histogram\n"
+        + 'vllm:nixl_bytes_transferred_bucket{engine="0",le="1e6"} 3\n'
+        + 'vllm:nixl_bytes_transferred_sum{engine="0"} 4096\n'
+        + 'vllm:nixl_bytes_transferred_count{engine="0"} 3\n'
+        + 'vllm:nixl_num_failed_transfers_total{engine="0"} 1\n'
+    ).transfers
+    assert (transfers.received_tokens, transfers.received_bytes) == (576.0, 4096.0)
+    assert transfers.failed == 1.0
+    assert math.isnan(transfers.expired)
+
+
+def test_an_engine_without_a_connector_has_no_transfers():
+    assert read(QUEUES).transfers is None

@@ -192,3 +192,53 @@ async def test_an_api_server_that_goes_away_leaves_everything_as_it_was(tmp_path
             server.put(PODS, pod("c"))
             await server.start()
             await eventually(lambda: names(discovery) == ["llm/b", "llm/c"])
+
+
+NODES = "/api/v1/nodes"
+ZONE = "topology.kubernetes.io/zone"
+WITH_ZONES = Scope(namespace="llm", pool_name="llama-pool", node_labels=(ZONE,))
+
+
+def zones(discovery):
+    return [endpoint.labels.get(ZONE) for endpoint in discovery.found.endpoints]
+
+
+def node(name, zone):
+    return {"metadata": {"name": name, "uid": name, "labels": {ZONE: zone, "other": "x"}}}
+
+
+async def test_endpoints_have_the_wanted_labels_of_their_nodes(tmp_path):
+    """They follow the node; other labels of it are not read."""
+    async with FakeApiServer() as server:
+        server.put(POOLS, pool())
+        item = pod("a")
+        server.put(PODS, item | {"spec": item["spec"] | {"nodeName": "n1"}})
+        server.put(NODES, node("n1", "a"))
+        async with discovering(server, tmp_path, WITH_ZONES) as discovery:
+            await eventually(lambda: zones(discovery) == ["a"])
+            assert discovery.found.endpoints[0].labels == {"app": "llama", ZONE: "a"}
+            server.put(NODES, node("n1", "b"))
+            await eventually(lambda: zones(discovery) == ["b"])
+            server.delete(NODES, "n1")
+            await eventually(lambda: zones(discovery) == [None])
+
+
+async def test_without_the_right_to_read_nodes_endpoints_serve_and_a_sentence_says_so(tmp_path):
+    async with FakeApiServer() as server:
+        server.put(POOLS, pool())
+        server.put(PODS, pod("a"))
+        server.fail("LIST", NODES, *[403] * 100)
+        with capture_logs() as logs:
+            async with discovering(server, tmp_path, WITH_ZONES) as discovery:
+                await eventually(lambda: discovery.synced and names(discovery) == ["llm/a"])
+                await eventually(lambda: any("forbidden" in line["event"] for line in logs))
+        (said, *_) = [line["event"] for line in logs if "forbidden" in line["event"]]
+        assert said.startswith("forbidden to list nodes in the cluster: the ClusterRole of")
+
+
+async def test_nodes_are_not_read_unless_their_labels_are_wanted(tmp_path):
+    async with FakeApiServer() as server:
+        server.put(POOLS, pool())
+        async with discovering(server, tmp_path) as discovery:
+            await eventually(lambda: discovery.synced)
+        assert not any(path == NODES for _, _, path, _ in server.requests)

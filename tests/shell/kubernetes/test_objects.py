@@ -12,6 +12,7 @@ from epp.shell.kubernetes.objects import (
     config_map_reader,
     endpoints_of,
     model_rewrites,
+    node_reader,
     objective_reader,
     read_pod,
     read_pool,
@@ -249,3 +250,35 @@ def test_every_member_that_we_read_is_in_the_published_schema(shared_data: Path,
         assert field.encode_name in schema["properties"]
         if field.required:
             assert field.encode_name in schema["required"]
+
+
+ZONE = "topology.kubernetes.io/zone"
+
+
+def node(name, **labels):
+    return {"metadata": {"name": name, "labels": labels}}
+
+
+def test_only_the_wanted_labels_of_a_node_are_read():
+    read = node_reader((ZONE, "rack"))
+    assert read(raw(node("n", **{ZONE: "a", "other": "x"}))) == {ZONE: "a"}
+    assert read(raw({"metadata": {"name": "n"}})) == {}
+
+
+def test_an_endpoint_has_the_labels_of_its_node_that_its_pod_lacks():
+    item = pod("a", labels={"app": "llama", "rack": "of-the-pod"})
+    item["spec"]["nodeName"] = "n1"
+    nodes = {"n1": {ZONE: "a", "rack": "of-the-node"}, "n2": {ZONE: "b"}}
+    (found,) = endpoints_of([read_pod(raw(item))], (8000,), nodes)
+    assert found.labels == {"app": "llama", "rack": "of-the-pod", ZONE: "a"}
+    (alone,) = endpoints_of([read_pod(raw(pod("b")))], (8000,), nodes)
+    assert alone.labels == {"app": "llama"}
+
+
+def test_nodes_have_no_namespace_and_only_their_metadata_are_read():
+    nodes = Collection(resource="nodes", namespace="", metadata_only=True)
+    assert nodes.path == "/api/v1/nodes"
+    assert str(nodes) == "nodes in the cluster"
+    assert "as=PartialObjectMetadataList;" in nodes.accept("list")
+    assert "as=PartialObjectMetadata;" in nodes.accept("watch")
+    assert Collection(resource="pods", namespace="llm").accept("list") == ""

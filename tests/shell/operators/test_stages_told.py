@@ -4,25 +4,30 @@ import asyncio
 
 import msgspec
 import structlog
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from epp.commands.decisions import _text
-from epp.core.decision.inputs import ResponseStarted
+from epp.core.decision.inputs import PageScraped, ResponseStarted, Tick
 from epp.core.decision.stages import Always, Stages
 from epp.core.journal.events import Responding
 from epp.core.journal.witness import CaptureWitness, Sample
 from epp.core.protocol.session import Exchange
+from epp.core.types import EndpointMetrics, KvTransfers
 from epp.journal.decision_record import PACKED_FROM, Decided, unpack_decided
 from epp.journal.past import NO_SETTING, PastDecision
 from epp.plugins.filters import PrefillRole
 from epp.plugins.scorers import ActiveRequests
 from epp.shell.operators.decisions.decision_sums import Stretch
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
 from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
+from epp.shell.operators.pages.debug_pages import DebugPages
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from epp.shell.operators.traces.tracing import _destination
 from tests.core.decision.staged import BOTH, DECODE, chat, pool_of, profile
 
@@ -193,3 +198,50 @@ def test_recorded_decisions_are_listed_with_both_endpoints():
 async def first_record(recorded):
     records = [record async for record in recorded.recent._newest_first()]
     return unpack_decided(records[0][PACKED_FROM:])
+
+
+class Pages:
+    """The debug pages of a pool with a prefill and a decode endpoint."""
+
+    def __init__(self):
+        self.recorded = Recorded()
+        scheduler = self.scheduler = self.recorded.scheduler
+        self.states = EndpointStates(scheduler)
+        self.pages = DebugPages(scheduler, self.recorded.recent, lambda: (None, 1), self.states)
+
+    def explained(self, request_id):
+        """Return the text of /debug/explain."""
+        query = f"/debug/explain?request_id={request_id}"
+        answer = asyncio.run(self.pages._explain_page(make_mocked_request("GET", query)))
+        return answer.text
+
+    def rows(self, now=1.0):
+        return endpoint_rows(self.scheduler, self.states, now)
+
+
+def test_explain_names_the_pair_whose_prefills_hang():
+    """Also for another request of that pair, and only for pairs."""
+    made = Pages()
+    made.recorded.decide(request_id="first")
+    assert "overdue" not in made.explained("first")
+    made.scheduler.take(Tick(), 60.1)
+    made.recorded.decide(request_id="second")
+    for request_id in ("first", "second"):
+        assert (
+            "overdue: 1 prefills at pod-0 for pod-1 neither ended nor failed within 60 s"
+            in made.explained(request_id)
+        )
+    assert [row["overdue_prefills"] for row in made.rows(60.2)] == [1, 1]
+
+
+def test_the_page_of_endpoints_has_the_transfers_of_kv_caches():
+    """Only if an engine reports any."""
+    made = Pages()
+    assert "kv_received_tokens" not in made.rows()[0]
+    assert "overdue_prefills" not in made.rows()[0]
+    told = KvTransfers(received_tokens=512.0, failed=1.0)
+    made.scheduler.take(PageScraped(1, EndpointMetrics(waiting_requests=0.0, transfers=told)), 1.0)
+    prefill, decode = made.rows()
+    assert (decode["kv_received_tokens"], decode["kv_transfers_failed"]) == (512.0, 1.0)
+    assert decode["kv_transfers_expired"] is None
+    assert prefill["kv_received_tokens"] is None

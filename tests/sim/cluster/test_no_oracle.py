@@ -67,6 +67,7 @@ SEEN_OF_CANDIDATES = {
     "unreported_requests": "own decisions since the last scrape",
     "inflight_prefill_tokens": "own decisions, first tokens counted on the metrics page, drained between pages",
     "prefill_tokens_per_s": "configuration",
+    "prefill_measured_tokens_per_s": "configuration, first tokens counted on the metrics page",
     "matched_blocks": "own decisions",
     "total_blocks": "body",
     "uncached_tokens": "own decisions",
@@ -75,8 +76,10 @@ SEEN_OF_CANDIDATES = {
     "prefill_alike": "configuration",
     "endpoints": "discovery",
     "labels": "discovery",
+    "nearness": "discovery",
     "slot": "own",
     "peer": "own choice for an earlier stage of the request",
+    "peer_candidates": "own choice for an earlier stage of the request",
     "version": "own",
     "block_tokens": "configuration",
     "prompt_tokens": "body",
@@ -84,13 +87,13 @@ SEEN_OF_CANDIDATES = {
 METHODS = {
     "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "attribute", "named",
     "name_of", "numbers_of", "inflight_requests_of", "all_observed_within", "engine_load",
-    "matched_most", "near",
+    "matched_most", "near", "prefill_numbers_of",
 }  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
     "rejections_total", "attributes", "asleep", "ttft_sum_s", "ttft_count", "first_outputs_total",
-    "tier_hit_tokens", "answers_total", "answer_tokens_total",
+    "tier_hit_tokens", "answers_total", "answer_tokens_total", "transfers",
 }  # fmt: skip
 """What the pages of engines say."""
 

@@ -1,12 +1,15 @@
 """Simulated pods with roles: the scheduler chooses two of them for each request."""
 
+import pytest
 from msgspec import structs
 
+from epp.configuration.config import STAGED_DEFAULT_CONFIG
+from sim.cluster.links import LINKS, KVTransferSettings
 from sim.cluster.policies import PolicySource, SchedulerPolicy
 from sim.cluster.simulated_request import Fate
 from tests.core.decision.staged import ROLE
 from tests.core.journal.test_staged_reenactment import ALWAYS
-from tests.sim.made import arrivals, cluster, kind
+from tests.sim.made import arrival, arrivals, cluster, kind
 
 ROLES = ("prefill", "decode", "decode")
 SOURCE = PolicySource(name="staged", text=ALWAYS, source="staged")
@@ -53,3 +56,63 @@ def test_without_a_prefill_pod_requests_are_refused():
     cluster(arrivals(3), policy=SOURCE, pods=pods(("decode", "decode")), ended=ended.append).run()
     assert {request.fate for request in ended} == {Fate.REFUSED}
     assert {request.refusal.stage.value for request in ended} == {"prefill"}
+
+
+def served_by_role(given_all, roles, *, text=ALWAYS, open_policy=None, **more):
+    """Serve requests by pods with roles and a network; return them in order of arrival."""
+    ended = []
+    source = PolicySource(name="staged", text=text, source="staged")
+    cluster(
+        given_all,
+        policy=source,
+        pods=tuple(kind().with_role(role) for role in roles),
+        kv_transfer=KVTransferSettings(link=LINKS["roce200"]),
+        ended=ended.append,
+        open_policy=open_policy and open_policy(source),
+        **more,
+    ).run()
+    return sorted(ended, key=lambda request: request.sequence)
+
+
+def test_the_scheduler_chooses_the_prefill_pod_of_a_handover():
+    requests = served_by_role(arrivals(20), ("prefill", "prefill", "decode"))
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    for request in requests:
+        assert request.handover.pod.endpoint == request.route.decision.prefiller
+        assert request.pod.endpoint == request.route.endpoint
+
+
+def test_the_picker_sees_the_headers_when_the_decode_engine_has_the_request():
+    """The prefill leg has ended then, and the transfer has not."""
+    times = {}
+
+    class Timing(SchedulerPolicy):
+        def response_started(self, route, now):
+            super().response_started(route, now)
+            times[route.lease.request.request_id] = now
+            assert [one.slot for one in route.lease.earlier] == [-1]
+
+    def open_policy(source):
+        opened = cluster([], policy=source).settings.opener(source)
+        return lambda seed: Timing(opened(seed).settings, seed=seed)
+
+    requests = served_by_role(arrivals(20), ROLES, open_policy=open_policy)
+    for request in requests:
+        seen_s = times[str(request.arrival.index)]
+        assert seen_s == pytest.approx(request.submitted_at + 0.0005)
+        assert seen_s > request.handover.prefilled_at
+        assert seen_s < request.first_token_at
+    assert len(times) == 20
+
+
+def test_the_default_by_role_prefills_long_prompts_elsewhere_and_short_ones_not():
+    busy = [arrival(at, output_tokens=400, prompt_tokens=128) for at in range(40)]
+    late = [
+        arrival(40 + at, time_s=2.0 + at, prompt_tokens=tokens)
+        for at, tokens in enumerate((8_000, 64))
+    ]
+    requests = served_by_role([*busy, *late], ("prefill", "decode"), text=STAGED_DEFAULT_CONFIG)
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    by_index = {request.arrival.index: request for request in requests}
+    assert by_index[40].handover is not None
+    assert by_index[41].handover is None

@@ -56,6 +56,12 @@ def _decision(row: _Row) -> list[str]:
     for stage in (Stage.PREFILL, Stage.ENCODE):
         if stage in row:
             lines += _stage(stage, row[stage])
+    if "overdue" in row:
+        overdue = row["overdue"]
+        lines.append(
+            f"overdue: {overdue['prefills']} prefills at {row[Stage.PREFILL]['endpoint']} for "
+            f"{row['endpoint']} neither ended nor failed within {overdue['deadline_s']:g} s"
+        )
     if "why_not" in row:
         lines.append(_why_not(row, row["why_not"]))
     lines += [_cost(row, cost) for cost in row.get("costs", ())]

@@ -65,6 +65,7 @@ class MetricSpec(Struct, frozen=True):
 _REQUEST = ("model_name", "target_model_name", "priority")
 _ENDPOINT = ("endpoint_name", "namespace", "port")
 _RESOURCE = ("resource",)
+_ROLE = ("name", "role")
 
 
 def _sampled(
@@ -218,6 +219,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "requests",
         "Requests refused because a stage had no endpoint; a saturated stage counts too.",
         ("stage",),
+    ),
+    _sampled(
+        "homing_prefills_overdue_total",
+        "requests",
+        "Prefill stages that neither ended nor failed within the deadline; `epp explain` and "
+        "`/debug/endpoints` name their endpoints.",
+        kind="counter",
     ),
     MetricSpec(
         "homing_filter_eliminated_total",
@@ -457,6 +465,44 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "requests",
         "Standard deviation of the number of running requests.",
         ("name",),
+    ),
+    _sampled(
+        "homing_role_endpoints",
+        "endpoints",
+        "Ready endpoints by role, the value of their label `llm-d.ai/role`; like all metrics by "
+        "role only for endpoints with this label.",
+        _ROLE,
+    ),
+    _sampled(
+        "homing_role_average_queue_size",
+        "requests",
+        "Mean number of waiting requests of the ready endpoints that report it, by role.",
+        _ROLE,
+    ),
+    _sampled(
+        "homing_role_average_running_requests",
+        "requests",
+        "Mean number of running requests of the ready endpoints that report it, by role.",
+        _ROLE,
+    ),
+    _sampled(
+        "homing_role_average_kv_cache_utilization",
+        "ratio",
+        "Mean KV-cache usage of the ready endpoints that report it, from 0 to 1, by role.",
+        _ROLE,
+    ),
+    _sampled(
+        "homing_role_inflight_requests",
+        "requests",
+        "Requests in flight at the ready endpoints from this picker and its peers, by role.",
+        _ROLE,
+    ),
+    _sampled(
+        "homing_role_inflight_tokens",
+        "tokens",
+        "Uncached prompt tokens of this picker and its peers that the ready endpoints are "
+        "estimated not to have prefilled yet, by role.",
+        _ROLE,
     ),
     _sampled(
         "homing_per_endpoint_queue_size",

@@ -13,6 +13,7 @@ from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
 from epp.shell.kubernetes.state import ClusterSnapshot
+from epp.shell.operators.metrics.role_loads import role_loads
 from epp.shell.operators.metrics.telemetry import PoolSnapshot
 from epp.shell.process.pressure import MemoryPressure
 
@@ -46,6 +47,12 @@ def pool_snapshot(
         ),
         ready=list(scheduler.standings(now).values()).count(Standing.READY),
         set_aside=pool.set_aside_count(),
+        roles=role_loads(
+            Candidates(pool.columns, scheduler.pool.ready(None, now), now, affinities={})
+        ),
+        prefills_overdue=None
+        if scheduler.settings.stages.prefill is None
+        else scheduler.overdue_prefills.total,
         indexes=scheduler.indexes.standings(),
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,

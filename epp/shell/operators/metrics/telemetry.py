@@ -60,6 +60,7 @@ from epp.shell.operators.metrics.counting import (
 )
 from epp.shell.operators.metrics.endpoint_series import EndpointSeries
 from epp.shell.operators.metrics.metric_table import METRICS
+from epp.shell.operators.metrics.role_loads import RoleLoad
 from epp.shell.peers.state import PeersSnapshot
 from epp.shell.printable import printable
 from epp.shell.process.own_process import ProcessSnapshot
@@ -118,6 +119,10 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """All known endpoints of the pool, ready or not, as candidates."""
     ready: int = 0
     set_aside: int = 0
+    roles: Mapping[str, RoleLoad] = field(default_factory=dict)
+    """Load of the ready endpoints by role, of those that have a label of their role."""
+    prefills_overdue: int | None = None
+    """Number of prefill stages that did not end in time, or None if no stage prefills elsewhere."""
     indexes: Sequence[IndexStanding] = ()
     """State of every index in the configuration."""
     held_body_bytes: int = 0
@@ -994,6 +999,7 @@ class PoolCollector(Collector):
         _add_accuracy(families, snapshot)
         _add_indexes(families, snapshot)
         _add_plugins(families, snapshot)
+        _add_roles(families, snapshot)
         if snapshot.cluster is not None:
             _add_cluster(families, snapshot.cluster)
         for page, unread in snapshot.pages_unread.items():
@@ -1082,6 +1088,24 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
         if len(known):
             families[f"homing_average_{suffix}"].add_metric(name, float(known.mean()))
             families[f"homing_std_dev_{suffix}"].add_metric(name, float(known.std()))
+
+
+def _add_roles(families: _Families, snapshot: PoolSnapshot) -> None:
+    if snapshot.prefills_overdue is not None:
+        families["homing_prefills_overdue_total"].add_metric([], snapshot.prefills_overdue)
+    for role, load in snapshot.roles.items():
+        labels = [_label(snapshot.pool), role]
+        values: Mapping[str, float | None] = {
+            "endpoints": load.endpoints,
+            "average_queue_size": load.waiting_mean,
+            "average_running_requests": load.running_mean,
+            "average_kv_cache_utilization": load.kv_cache_usage_mean,
+            "inflight_requests": load.inflight_requests,
+            "inflight_tokens": load.inflight_prefill_tokens,
+        }
+        for name, value in values.items():
+            if value is not None:
+                families[f"homing_role_{name}"].add_metric(labels, value)
 
 
 def _add_shadow(families: _Families, totals: ShadowTotals, candidates: Candidates) -> None:

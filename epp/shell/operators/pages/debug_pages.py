@@ -160,12 +160,27 @@ class DebugPages:
             raise web.HTTPBadRequest(text=sentence)
         wanted = Wanted(request_id=query["request_id"])
         rows = await self._recent.rows(EXPLAINED_MAX, wanted, query.get("endpoint", ""))
+        for row in rows:
+            self._add_overdue(row)
         status = 200 if rows else 404
         if _wants_json(request):
             return _json({"decisions": rows, "kept_since": self._kept_since()}, status)
         if rows:
             return web.Response(text="\n".join(map(explanation, rows)))
         return web.Response(status=404, text=self._not_kept(query["request_id"]))
+
+    def _add_overdue(self, row: Row) -> None:
+        """Add the number of overdue prefills of the row's pair of endpoints, if there are any."""
+        if Stage.PREFILL not in row:
+            return
+        names = row[Stage.PREFILL]["endpoint"], row["endpoint"]
+        scheduler = self._scheduler
+        for pair, count in scheduler.overdue_prefills.by_pair.items():
+            if tuple(scheduler.pool.endpoint_in(slot).name for slot in pair) == names:
+                row["overdue"] = {
+                    "prefills": count,
+                    "deadline_s": scheduler.settings.stages.prefill_deadline_s,
+                }
 
     def _kept_since(self) -> str | None:
         oldest_s = self._recent.oldest_at_s

@@ -1,5 +1,6 @@
 """Collect the state of each endpoint as rows for pages."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -9,7 +10,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.knowledge.fullness import FULL
 from epp.core.kv_events.stream import StreamState
-from epp.core.types import Endpoint, Seconds
+from epp.core.types import Endpoint, KvTransfers, Seconds
 from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_event_source import SourceRow
@@ -17,6 +18,8 @@ from epp.shell.operators.decisions.decision_rows import iso
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 
 _DIGITS: Final = 3
+_COUNTS: Final = ("failed", "expired")
+"""Names of the values of `KvTransfers` that count transfers."""
 _Row: TypeAlias = dict[str, Any]
 
 
@@ -85,6 +88,15 @@ def endpoint_rows(
         columns["kv_events_source"] = [source and (source.place or None) for source in sources]
         columns["kv_events_lag_s"] = [source and _lag(source) for source in sources]
         columns["kv_events_sequence"] = [source and source.sequence for source in sources]
+    overdue = [sum(scheduler.overdue_prefills.of(slot).values()) for slot in standings]
+    if any(overdue):
+        columns["overdue_prefills"] = overdue
+    transfers = [pool.transfers(slot) for slot in standings]
+    if any(transfers):
+        for name in KvTransfers.__struct_fields__:
+            columns[f"kv_transfers_{name}" if name in _COUNTS else f"kv_{name}"] = [
+                one and _number(getattr(one, name)) for one in transfers
+            ]
     if pool.columns.attributes:
         told_of = {key: _rounded(candidates.attribute(key)) for key in pool.columns.attributes}
         columns["attributes"] = [
@@ -98,6 +110,10 @@ def endpoint_rows(
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, _DIGITS)
 
 
 def _named(shares: Mapping[str, float]) -> dict[str, float] | None:

@@ -1,4 +1,4 @@
-from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
+from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed, Tick
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.hit_accuracy import Verdict
@@ -10,6 +10,7 @@ from epp.core.types import EndpointMetrics
 from epp.shell.operators.metrics.snapshot import pool_snapshot
 from epp.shell.process.pressure import MemoryPressure
 from tests.builders import endpoint
+from tests.core.decision.staged import chat, pool_of
 from tests.test_hermetic import pods
 
 
@@ -110,3 +111,33 @@ def test_a_snapshot_says_what_became_of_every_endpoints_counters():
     assert sum(shown.hit_verdicts.values()) == len(shown.candidates)
     assert (shown.hits, shown.bytes_per_token) == ({}, {})
     assert set(shown.hit_errors) == {"over", "under"}
+
+
+def test_a_snapshot_has_the_load_of_each_role():
+    """Of ready endpoints with a label of their role; an unknown value is one role."""
+    made = pool_of(["prefill", "prefill", "decode", None, "typo"])
+    for slot, waiting in ((0, 2.0), (1, 4.0), (2, 1.0)):
+        page = EndpointMetrics(waiting_requests=waiting, running_requests=1.0, kv_cache_usage=0.5)
+        made.take(PageScraped(slot, page), 0.1)
+    made.schedule(chat(512), 0.1)
+    roles = pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 0.1).roles
+    assert {role: load.endpoints for role, load in roles.items()} == {
+        "prefill": 2,
+        "decode": 1,
+        "other": 1,
+    }
+    assert (roles["prefill"].waiting_mean, roles["decode"].waiting_mean) == (3.0, 1.0)
+    assert roles["prefill"].kv_cache_usage_mean == 0.5
+    assert (roles["prefill"].inflight_requests, roles["decode"].inflight_requests) == (1, 1)
+    assert roles["prefill"].inflight_prefill_tokens == 512.0
+    assert roles["decode"].inflight_prefill_tokens == 0.0
+
+
+def test_a_snapshot_counts_overdue_prefills_only_where_there_are_stages():
+    plain = pool_snapshot(pods((0, 0.1)), "", BodyBudget(1), MemoryPressure(1), None, 0.0)
+    assert (plain.roles, plain.prefills_overdue) == ({}, None)
+    made = pool_of(["prefill", "decode"])
+    made.schedule(chat(), 0.0)
+    made.take(Tick(), 60.0)
+    shown = pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 60.0)
+    assert shown.prefills_overdue == 1

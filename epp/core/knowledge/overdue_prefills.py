@@ -1,0 +1,55 @@
+"""Prefill stages that neither ended nor failed within a deadline, by pair of endpoints.
+
+A prefill endpoint can hang after it accepted a request, or the transfer of the KV cache can. The
+request then has no response, so no status shows the fault. Counting such requests by pair shows
+operators which prefill and decode endpoints to inspect.
+"""
+
+from collections import deque
+from typing import Final
+
+from epp.core.knowledge.inflight import InflightLedger, Lease
+from epp.core.types import Seconds, Stage
+
+WATCHED_MAX: Final = 65_536
+"""Maximum number of watched requests; the oldest are no longer watched when there are more."""
+
+
+class OverduePrefills:
+    """The requests whose prefill runs elsewhere, and the number of overdue ones by pair of slots."""
+
+    def __init__(self) -> None:
+        self.by_pair: dict[tuple[int, int], int] = {}
+        """Number of overdue prefills, by slot of the prefill and of the decode endpoint."""
+        self.total = 0
+        """Number of overdue prefills of all pairs, also of endpoints that left."""
+        self._watched: deque[tuple[Lease, Lease]] = deque(maxlen=WATCHED_MAX)
+        """Lease of the prefill and of the decode endpoint of each request, oldest first."""
+
+    def watch(self, prefill: Lease, decode: Lease) -> None:
+        """Watch the request that the endpoints of both leases serve."""
+        self._watched.append((prefill, decode))
+
+    def tick(self, ledger: InflightLedger, deadline_s: Seconds, now: Seconds) -> None:
+        """Count the prefills that began more than `deadline_s` ago and have not ended."""
+        watched = self._watched
+        while watched and watched[0][0].opened_at_s + deadline_s <= now:
+            prefill, decode = watched.popleft()
+            if ledger.is_live(prefill) and ledger.is_live(decode):
+                pair = prefill.slot, decode.slot
+                self.by_pair[pair] = self.by_pair.get(pair, 0) + 1
+                self.total += 1
+
+    def of(self, slot: int) -> dict[tuple[int, int], int]:
+        """Return the number of overdue prefills of the pairs that the endpoint in `slot` is in."""
+        return {pair: count for pair, count in self.by_pair.items() if slot in pair}
+
+    def forget(self, slot: int) -> None:
+        """Drop the pairs of `slot`, because its endpoint left or restarted."""
+        for pair in self.of(slot):
+            del self.by_pair[pair]
+
+
+def prefill_of(lease: Lease) -> Lease | None:
+    """Return the lease of the endpoint that prefills for the request of `lease`, or None."""
+    return next((one for one in lease.earlier if one.stage is Stage.PREFILL), None)

@@ -1,0 +1,190 @@
+"""The scorers of Homing's own stages: one for endpoints that prefill, one for endpoints that decode.
+
+Both minimise seconds, by the formulas of `added-time-scorer` and of the rule by time (`ByTime`).
+The decider `time-based-pd-decider` then compares the two chosen endpoints by the same formulas.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, ClassVar
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.added_time import HALF_WEIGHT_S, AddedTime
+from epp.plugins.contract import (
+    ATTENTION_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    LINK_BYTES_PER_S,
+    PREFILL_DELAY,
+    REMOTE_OVERHEAD_S,
+    REMOTE_OVERHEAD_S_PER_TOKEN,
+    STEP_TOKENS,
+    Abilities,
+    ByTime,
+    Candidates,
+    Duration,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    scores_of_cost,
+)
+
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_AboveZero = Annotated[float, Meta(gt=0, le=1e15)]
+
+
+class RemotePrefillTimes(Parameters, frozen=True, dict=True):
+    """The parameters of the time that a remote prefill takes."""
+
+    prefill_delay: _Share = PREFILL_DELAY
+    """Share of a prefill by which it delays every request that decodes at the endpoint; 1 with chunked
+    prefill, because each chunk has thousands of tokens.
+    """
+    kv_bytes_per_token: _AboveZero = KV_BYTES_PER_TOKEN
+    """Size in bytes of the KV cache of one token: 2 x layers x KV heads x size of a head x bytes of a
+    number. The default is that of Qwen3-32B in BF16.
+    """
+    link_bytes_per_second: Annotated[float, Meta(ge=0, le=1e15)] = LINK_BYTES_PER_S
+    """Speed in bytes per second at which KV blocks move between two endpoints, over all of their
+    NICs together; 0 if they cannot. The default is RoCE with 200 Gbit/s.
+    """
+    overhead: Duration = Duration(REMOTE_OVERHEAD_S)
+    """Additional time of a remote prefill for any prompt: messages, and a second server that reads
+    the request.
+    """
+    overhead_per_token: Duration = Duration(REMOTE_OVERHEAD_S_PER_TOKEN)
+    """Additional time of a remote prefill for each prompt token, which the second server
+    tokenizes.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("overhead", "overhead_per_token"):
+            if not 0.0 <= getattr(self, name) < 3600.0:
+                raise ValueError(f"{name} must be a duration of 0s or more and less than an hour")
+
+    @cached_property
+    def rule(self) -> ByTime:
+        """Return the rule of the prefill stage."""
+        return ByTime(
+            prefill_delay=self.prefill_delay,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            link_bytes_per_s=self.link_bytes_per_second,
+            overhead_s=float(self.overhead),
+            overhead_s_per_token=float(self.overhead_per_token),
+        )
+
+
+class PrefillTime(Parameters, frozen=True):
+    """Prefer the endpoint that computes the prompt soonest. This scorer is for the prefill stage.
+
+    The cost is (b + (1 + r) p) / s. b are the pending prefill tokens of the endpoint, p is the
+    prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, and s is the measured
+    prefill speed.
+    """
+
+    type_name: ClassVar[str] = "prefill-time-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=(
+            *("matched_blocks", "uncached_tokens", "inflight_prefill_tokens"),
+            *("prefill_measured_tokens_per_s", "prompt_tokens"),
+        ),
+    )
+
+    eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 0.5
+    """Number of tokens that are computed again later, for each token computed now, because new
+    blocks evict others.
+
+    `added-time-scorer` has 2, and gives the time to the first token up to 4 times the weight, so the
+    ratio is the same.
+    """
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        cost = candidates.inflight_prefill_tokens
+        cost += _prefill_tokens(request, candidates) * (1.0 + self.eviction_cost)
+        cost /= candidates.prefill_measured_tokens_per_s
+        return scores_of_cost(cost)
+
+
+class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
+    """Prefer the endpoint where the request is decoded with the least added time. This scorer is
+    for the decode stage.
+
+    The cost has the parts of `added-time-scorer` that concern decoding and memory. In place of the
+    prefill, it has the smaller of two times: that of a prefill at the endpoint itself, with the delay
+    of others, and that of a remote prefill with the KV transfer to this endpoint. The wait for the
+    first token has the additional weight of `added-time-scorer`. Blocks that are evicted count twice
+    the cheaper way to have them again.
+
+    A remote prefill is only considered if the prefill endpoint is chosen first (`stageOrder:
+    prefill-first`).
+    """
+
+    type_name: ClassVar[str] = "decode-time-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=(
+            *(AddedTime.abilities.reads or ()),
+            *("uncached_tokens", "prefill_measured_tokens_per_s", "peer_candidates"),
+        ),
+        reads_index=True,
+        goes_by_sessions=True,
+    )
+    producer_type: ClassVar[str] = AddedTime.producer_type
+
+    @property
+    def producer(self) -> str | None:
+        return ""
+
+    @cached_property
+    def _added(self) -> AddedTime:
+        return AddedTime(prefill_delay=self.prefill_delay)
+
+    def session_of(self, request: InferenceRequest, /) -> str:
+        """Return the session that `request` names, as `added-time-scorer` does."""
+        return self._added.session_of(request)
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        added, rule = self._added, self.rule
+        parts = added.cost_parts(request, candidates)
+        waiting = candidates.engine_load().waiting_requests
+        speed = candidates.prefill_tokens_per_s
+        # A decode step has room for some prompt tokens, which delay nobody.
+        share = np.fmax(0.0, 1.0 - STEP_TOKENS / np.fmax(parts["prefill"] * speed, 1.0))
+        prefill_s = _sum_of(parts, "queue", "prefill", "first token weight")
+        prefill_s += parts["delay of others"] * share
+        again_s = parts["prefill"]
+        peer = candidates.peer_candidates
+        if peer is not None and rule.link_bytes_per_s:
+            moved_s = candidates.uncached_tokens * rule.transfer_s_per_token
+            moved_s *= 1.0 + np.nan_to_num(waiting)
+            remote_s = self._prefill_s(request, peer)
+            remote_s = np.maximum(remote_s, parts["queue"]) + moved_s
+            weight = added.first_token_weight * remote_s**2 / (remote_s + HALF_WEIGHT_S)
+            prefill_s = np.minimum(prefill_s, remote_s + weight)
+            again_s = np.minimum(again_s, moved_s)
+        cost = _sum_of(parts, "decoding", "memory", "adapter") + prefill_s
+        cost += added.eviction_cost * again_s
+        return scores_of_cost(cost)
+
+    def _prefill_s(self, request: InferenceRequest, peer: Candidates) -> Floats:
+        """Return float64[1]: the time in seconds until the prefill endpoint `peer` has computed the
+        prompt, with the additional time of a remote prefill.
+        """
+        tokens = peer.inflight_prefill_tokens + _prefill_tokens(request, peer)
+        overhead_s = self.rule.overhead_s
+        overhead_s += request.prompt_tokens * self.rule.overhead_s_per_token
+        seconds: Floats = tokens / peer.prefill_measured_tokens_per_s + overhead_s
+        return seconds
+
+
+def _prefill_tokens(request: InferenceRequest, candidates: Candidates) -> Floats:
+    """Return float64[n]: the work of computing the prompt of `request`, in prefill tokens."""
+    uncached = candidates.uncached_tokens
+    tokens: Floats = uncached * (1.0 + (request.prompt_tokens - uncached / 2) / ATTENTION_TOKENS)
+    return tokens
+
+
+def _sum_of(parts: Mapping[str, Floats], *names: str) -> Floats:
+    """Return the sum of the parts `names`."""
+    total: Floats = np.sum([parts[name] for name in names], axis=0)
+    return total

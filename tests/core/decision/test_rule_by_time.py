@@ -1,0 +1,195 @@
+"""The rule that compares the time of a prefill at the decode endpoint with that of a remote one."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from epp.core.decision.account import Route
+from epp.core.decision.inputs import PageScraped
+from epp.core.decision.stages import ByTime, Order, PrefillWork, Stages
+from epp.core.types import EndpointMetrics, Refusal
+from epp.plugins.filters import DecodeRole, PrefillRole
+from epp.plugins.stage_time import DecodeTime, PrefillTime
+from tests.core.decision.staged import chat, pool_of, profile
+
+RULE = ByTime()
+SPEED = 16_000.0
+
+tokens = st.integers(0, 40_000).map(float)
+counts = st.integers(0, 200).map(float)
+works = st.builds(
+    PrefillWork,
+    uncached_tokens=tokens,
+    pending_tokens=tokens,
+    tokens_per_s=st.floats(1_000.0, 100_000.0),
+    decoding_requests=counts,
+    waiting_requests=counts,
+    arriving_requests=counts,
+)
+links = st.floats(1e8, 1e12)
+
+
+def work(uncached, pending=0.0, decoding=0.0):
+    return PrefillWork(
+        uncached_tokens=float(uncached),
+        pending_tokens=float(pending),
+        tokens_per_s=SPEED,
+        decoding_requests=float(decoding),
+    )
+
+
+def saves(rule, local, remote, prompt_tokens=40_000):
+    return rule.saves_time(prompt_tokens, local, remote)
+
+
+# --- the formula ---
+
+
+def test_the_times_are_those_of_the_formula():
+    rule = ByTime(
+        prefill_delay=0.5,
+        kv_bytes_per_token=1e5,
+        link_bytes_per_s=1e10,
+        overhead_s=0.01,
+        overhead_s_per_token=1e-5,
+    )
+    local, remote = work(4_000, pending=800, decoding=4), work(2_000, pending=1_600)
+    prefill = 4_000 * (1 + (8_000 - 2_000) / 40_000)
+    delay = 0.5 * 4 * (prefill - 200)
+    assert rule.prefill_s(local, 8_000) == pytest.approx((800 + prefill + delay) / SPEED)
+    computed = 2_000 * (1 + (8_000 - 1_000) / 40_000)
+    remote_s = (1_600 + computed) / SPEED + 0.01 + 0.08 + 4_000 * 1e-5
+    assert rule.remote_s(8_000, local, remote) == pytest.approx(remote_s)
+
+
+def test_a_remote_prefill_waits_for_earlier_prefills_at_the_decode_endpoint():
+    local, idle = work(100, pending=160_000), work(100)
+    assert RULE.remote_s(100, local, idle) >= 10.0
+
+
+def test_a_transfer_shares_the_network_with_those_of_other_requests():
+    alone, beside = work(1_000), structs.replace(work(1_000), waiting_requests=3.0)
+    moved_s = 1_000 * RULE.transfer_s_per_token
+    first_s = RULE.remote_s(1_000, alone, work(0))
+    assert RULE.remote_s(1_000, beside, work(0)) - first_s == pytest.approx(3 * moved_s)
+    behind = structs.replace(work(1_000), arriving_requests=50.0)
+    assert RULE.remote_s(1_000, behind, work(0)) == pytest.approx(51 * moved_s)
+
+
+def test_a_few_prompt_tokens_delay_no_request():
+    assert RULE.prefill_s(work(150, decoding=100), 150) == RULE.prefill_s(work(150), 150)
+
+
+@given(works, works, tokens, st.floats(1.0, 100.0))
+def test_more_uncached_tokens_speak_for_a_remote_prefill_if_the_link_is_faster_than_the_prefill(
+    local, remote, more, times
+):
+    shares = 1.0 + local.waiting_requests + local.arriving_requests
+    link = times * shares * local.tokens_per_s * RULE.kv_bytes_per_token
+    rule = structs.replace(RULE, link_bytes_per_s=link)
+    fewer = structs.replace(local, uncached_tokens=max(0.0, local.uncached_tokens - more))
+    if saves(rule, fewer, remote):
+        assert saves(rule, local, remote)
+
+
+@given(works, works, tokens)
+def test_a_longer_queue_at_the_prefill_endpoint_speaks_against_it(local, remote, more):
+    longer = structs.replace(remote, pending_tokens=remote.pending_tokens + more)
+    if saves(RULE, local, longer):
+        assert saves(RULE, local, remote)
+
+
+@given(works, works, links, st.floats(1.0, 100.0))
+def test_a_faster_link_speaks_for_a_remote_prefill(local, remote, link, times):
+    slow, fast = (structs.replace(RULE, link_bytes_per_s=one) for one in (link, link * times))
+    if saves(slow, local, remote):
+        assert saves(fast, local, remote)
+
+
+@given(works, works, tokens)
+def test_more_decoding_requests_speak_for_a_remote_prefill(local, remote, more):
+    busier = structs.replace(local, decoding_requests=local.decoding_requests + more)
+    if saves(RULE, local, remote):
+        assert saves(RULE, busier, remote)
+
+
+@given(works, works)
+def test_prefill_stays_if_nothing_can_be_transferred_or_nothing_is_missing(local, remote):
+    unlinked = structs.replace(RULE, link_bytes_per_s=0.0)
+    assert unlinked.transfer_s_per_token == math.inf
+    assert not saves(unlinked, local, remote)
+    assert not saves(RULE, structs.replace(local, uncached_tokens=0.0), remote)
+
+
+# --- decisions ---
+
+BY_TIME = Stages(
+    decode=profile("decode", DecodeRole(), scorers=[DecodeTime()]),
+    prefill=profile("prefill", PrefillRole(), scorers=[PrefillTime()]),
+    prefill_if=RULE,
+    order=Order.PREFILL_FIRST,
+)
+ROLES = ("prefill", "decode")
+
+
+def busy_decode(scheduler, running):
+    page = EndpointMetrics(
+        waiting_requests=0.0, running_requests=float(running), kv_cache_usage=0.0
+    )
+    scheduler.take(PageScraped(1, page), 0.0)
+
+
+def route(scheduler, request, now=0.0):
+    return scheduler.schedule(request, now).account.route
+
+
+@pytest.mark.parametrize("order", Order)
+def test_a_prompt_is_computed_elsewhere_only_if_decoding_requests_would_suffer(order):
+    stages = structs.replace(BY_TIME, order=order)
+    idle = pool_of(ROLES, stages)
+    assert route(idle, chat(4_096)) is Route.DECODE_ONLY
+    busy = pool_of(ROLES, stages)
+    busy_decode(busy, 20)
+    assert route(busy, chat(4_096)) is Route.PREFILL_DECODE
+    assert route(busy, chat(64, text=b"b")) is Route.DECODE_ONLY
+
+
+@pytest.mark.parametrize("order", Order)
+def test_without_a_prefill_endpoint_the_decode_endpoint_prefills(order):
+    alone = pool_of(("decode", "decode"), structs.replace(BY_TIME, order=order))
+    busy_decode(alone, 20)
+    assert route(alone, chat(4_096)) is Route.DECODE_ONLY
+
+
+def test_without_a_decode_endpoint_requests_are_refused():
+    refusal = pool_of(("prefill",), BY_TIME).schedule(chat(64), 0.0)
+    assert isinstance(refusal, Refusal)
+    assert refusal.stage == "decode"
+
+
+def test_a_prompt_that_the_decode_endpoint_has_cached_stays_there():
+    scheduler = pool_of(ROLES, BY_TIME)
+    busy_decode(scheduler, 20)
+    assert route(scheduler, chat(4_096)) is Route.PREFILL_DECODE
+    assert route(scheduler, chat(4_096)) is Route.DECODE_ONLY
+
+
+def test_an_endpoint_of_both_roles_counts_what_its_prefill_delays():
+    """The prefill endpoint also decodes, and is as busy as the decode endpoint."""
+    scheduler = pool_of(("both", "decode"), BY_TIME)
+    for slot in (0, 1):
+        page = EndpointMetrics(waiting_requests=0.0, running_requests=20.0, kv_cache_usage=0.0)
+        scheduler.take(PageScraped(slot, page), 0.0)
+    assert route(scheduler, chat(4_096)) is Route.DECODE_ONLY
+
+
+def test_a_queue_at_the_prefill_endpoints_sends_prompts_to_decode_endpoints():
+    scheduler = pool_of(ROLES, BY_TIME)
+    busy_decode(scheduler, 8)
+    texts = [bytes([65 + at]) for at in range(40)]
+    routes = [route(scheduler, chat(4_096, text=text)) for text in texts]
+    assert routes[0] is Route.PREFILL_DECODE
+    assert Route.DECODE_ONLY in routes

@@ -1,0 +1,130 @@
+"""Every configuration of the field's samples and guides serves simulated pods with sidecars.
+
+Real Envoy, `epp serve` with the file, real HTTP. Each request is prefilled, decoded and encoded by
+pods of the roles that its configuration says.
+"""
+
+import contextlib
+
+import pytest
+
+from epp.plugins.filters import ROLE_LABEL
+from epp.shell.gateway.bootstrap import BootstrapOptions
+from tests.configuration.staged_samples import NAMES, path_of, supported
+from tests.envoy.process import EppProcess, write_endpoints
+from tests.envoy.rig import http_client, running_envoy, until
+from tests.envoy.test_replicas import metric
+from tests.sim.pods.role_pods import MODEL, running_roles
+
+pytestmark = pytest.mark.envoy
+
+TEXT = {"type": "text", "text": "What is this? " + "word " * 200}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://images.test/1.png"}}
+PD = ("prefill", "prefill", "decode", "decode")
+EPD = ("encode", *PD)
+ALONE = ("decode",)
+APART = ("prefill", "decode")
+WITH_IMAGE = ("encode", "prefill", "decode")
+ROLES_AND_STAGES = {
+    "data-parallel": (("decode", "decode"), ALONE, ALONE),
+    "prefill-decode": (PD, APART, APART),
+    "prefill-decode-topology": (PD, APART, APART),
+    "prefill-decode-simulated": (PD, APART, APART),
+    "encode-prefill-decode": (EPD, APART, WITH_IMAGE),
+    "encode-decode": (
+        ("encode", "prefill-decode", "prefill-decode"),
+        ("prefill-decode",),
+        ("encode", "prefill-decode"),
+    ),
+    "media-cache": (("decode", "decode"), ALONE, ALONE),
+    "guide-prefill-decode": (PD, APART, APART),
+    "guide-wide-expert-parallel": (PD, APART, APART),
+    "guide-encode-prefill-decode": (EPD, APART, WITH_IMAGE),
+    "guide-context-length": (PD, APART, APART),
+}
+"""By sample: roles of the pods, and the stages of a text and of an image, in order."""
+PAIRED = {"prefill-decode-topology", "guide-wide-expert-parallel", "guide-context-length"}
+"""Samples that serve a request by pods of one node, or of one revision and slice."""
+
+
+def labels_of(name, role):
+    """Labels of a pod; those with the same number share node, revision and slice."""
+    number = name.rsplit("-", 1)[1]
+    return {
+        ROLE_LABEL: role,
+        "kubernetes.io/hostname": f"node-{number}",
+        "disaggregatedset.x-k8s.io/role": role,
+        "disaggregatedset.x-k8s.io/revision": f"revision-{number}",
+        "disaggregatedset.x-k8s.io/slice": f"slice-{number}",
+        "llm-d.ai/context-length-range": "0-8192",
+    }
+
+
+def stages_of(ports):
+    """The roles of the engines at these ports."""
+    return tuple(port.rsplit("-", 1)[0] for port in ports)
+
+
+@contextlib.asynccontextmanager
+async def serving(name, roles, folder):
+    """Yield the pods, the picker and a client of Envoy."""
+    async with running_roles(*roles) as pods:
+        for pod in pods.pods:
+            pod.labels = labels_of(pod.name, pod.role)
+        text = path_of(name).read_text()
+        first = pods.pods[0]
+        values = {
+            "http://localhost:8000": f"http://{first.address}",
+            "hf-repo/model-name": MODEL,
+            "primaryPort: 8000": f"primaryPort: {first.port}",
+        }
+        file = folder / "config.yaml"
+        for written, value in values.items():
+            text = text.replace(written, value)
+        file.write_text(text)
+        picker = EppProcess(
+            folder / "epp.log",
+            *(f"--endpoints-file={write_endpoints(folder, pods.pods)}", f"--config-file={file}"),
+            *("--secure-serving=false", "--drain-grace=0s", "--drain-timeout=1s"),
+        )
+        await picker.start()
+        try:
+
+            async def all_ready():
+                return await metric(picker, "homing_ready_endpoints") == len(roles)
+
+            await until(all_ready, "all pods to be ready")
+            options = BootstrapOptions(picker_address=picker.address, plaintext=True)
+            async with running_envoy(options, folder) as envoy, http_client(envoy) as client:
+                yield pods, picker, client
+        finally:
+            await picker.kill()
+            print(f"--- end of the log of epp serve\n{picker.log_text()[-4000:]}")
+
+
+def test_every_sample_is_served():
+    assert sorted(ROLES_AND_STAGES) == NAMES
+
+
+@pytest.mark.parametrize("name", supported())
+async def test_a_sample_serves_texts_and_images_by_role(name, tmp_path):
+    roles, of_text, of_image = ROLES_AND_STAGES[name]
+    async with serving(name, roles, tmp_path) as (pods, picker, client):
+        for content, stages in (([TEXT], of_text), ([IMAGE, TEXT], of_image)):
+            pods.seen.clear()
+            question = {"type": "text", "text": f"Question {len(stages)} about {len(content)}"}
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": [question, *content]}],
+                "max_tokens": 4,
+            }
+            async with client.post("/v1/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                assert (await response.json())["usage"]["completion_tokens"] > 0
+            engines = [port for port in pods.ports() if port.endswith("engine")]
+            assert stages_of(engines) == stages
+            if name in PAIRED:
+                assert len({engine.split()[0].rsplit("-", 1)[1] for engine in engines}) == 1
+        if of_text is not ALONE:
+            assert await metric(picker, "homing_routes_total") == 2
+        assert await metric(picker, "homing_request_error_total") == 0

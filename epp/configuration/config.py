@@ -203,7 +203,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     queue = _gate_is_on(document.get("featureGates"))
     section = flows.section(document.get("flowControl"))
     reference = section.saturation_detector
-    named = sections.saturation(document, reference and reference.plugin_ref, queue=queue)
+    named = sections.saturation(document, reference.plugin_ref if reference else None, queue=queue)
     flow = flows.settings(document.get("flowControl"), section, named, on=queue)
     detector = sections.utilization(named)
     parsers = sections.parsers(document)

@@ -115,7 +115,7 @@ class OtherSections:
             if isinstance(old, dict) and "pluginRef" not in old:
                 return self.declared.plugin(where, DETECTOR, DETECTOR, old)
             reference = self.findings.convert(old, _Reference, where)
-            named = named or (reference and reference.plugin_ref)
+            named = named or (reference.plugin_ref if reference else None)
         if named is None:
             return None
         plugin = self.declared.refer(where, named, Role.FILTER, Role.DETECTOR)

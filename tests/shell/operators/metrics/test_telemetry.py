@@ -19,6 +19,7 @@ from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
 from epp.core.decision.stages import Stages
+from epp.core.flow.bands import State
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.hit_accuracy import ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexMeasures, IndexStanding
@@ -26,6 +27,7 @@ from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
+from epp.core.protocol.flow_queue import BandSnapshot, FlowTotals, QueueSnapshot
 from epp.core.types import Refusal, RefusalReason, Stage
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_event_source import KVEventsSnapshot
@@ -35,6 +37,7 @@ from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.metrics.metric_table import METRICS, REQUEST_BUCKETS_S
+from epp.shell.operators.metrics.role_loads import RoleLoad
 from epp.shell.operators.metrics.telemetry import (
     EXEMPLARS_MAX,
     LABEL_CHARACTERS_MAX,
@@ -128,6 +131,26 @@ def snapshot(count=4, **fields):
         ],
         ready=3,
         set_aside=1,
+        prefills_overdue=2,
+        queue=QueueSnapshot(
+            totals=FlowTotals(
+                outcomes=Tally({(State.PLACED, 0): 7, (State.EXPIRED, -1): 1}),
+                waits=Tally({(State.PLACED, 0): 3}),
+                waited_s={(State.PLACED, 0): 1.25},
+            ),
+            bands=(BandSnapshot(priority=0, requests=2, bytes=900, flows=1, oldest_wait_s=0.5),),
+            saturation=0.75,
+        ),
+        roles={
+            "decode": RoleLoad(
+                endpoints=2,
+                waiting_mean=1.5,
+                running_mean=3.0,
+                kv_cache_usage_mean=0.25,
+                inflight_requests=4,
+                inflight_prefill_tokens=900.0,
+            )
+        },
         capture=JournalSnapshot(
             requests=5, events=9, dropped={"queue": 2, "disk": 0}, write_errors=1, bytes=4096
         ),

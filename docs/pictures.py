@@ -140,7 +140,7 @@ def _as_usual(scenario: Scenario) -> Scenario:
     """Return the scenario with the same traffic but without failing scrapes and without the
     autoscaler.
     """
-    return replace(scenario, scrape_troubles=(), autoscaler=None)
+    return replace(scenario, scrape_troubles=(), autoscalers=())
 
 
 def _ran(trace: str, scenario: Scenario, config: str) -> Series:

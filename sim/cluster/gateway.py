@@ -7,7 +7,8 @@ the end of a request when the client does. With Homing's own Envoy configuration
 not pass through the picker. It therefore sees first outputs only with `response_chunks`.
 
 A request with a prefill pod reaches the sidecar of its decode pod first, and its prompt is computed
-elsewhere (`sim/cluster/handovers.py`). Without a prefill pod, the sidecar takes no time.
+elsewhere (`sim/cluster/handovers.py`). Without a prefill pod, the sidecar takes no time. The picker
+sees the response headers of such a request when the decode engine has accepted it.
 """
 
 from collections.abc import Callable
@@ -234,6 +235,10 @@ class Gateway:
         if handover is None or handover.engine is not None:
             request.hashes = None
         request.submitted_at = self._loop.now
+        if handover is not None and _several_endpoints(request):
+            # vLLM sends the headers of a streamed answer as soon as it accepts the request. With a
+            # serial connector, the prefill leg has ended then.
+            self._respond(request)
         pod.requests[request.request_id] = request
         pod.submit(request.engine, rank)
 
@@ -330,10 +335,8 @@ class Gateway:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = self._loop.now
-                if _several_endpoints(request):
-                    self._loop.after(
-                        self._settings.network_delay_s, self._response_started, request
-                    )
+                if request.handover is None and _several_endpoints(request):
+                    self._respond(request)
                 if self._settings.response_chunks:
                     self._loop.after(self._settings.network_delay_s, self._first_output, request)
             if engine.finished:
@@ -348,6 +351,12 @@ class Gateway:
         if request.handover is not None:
             self.handovers.decode_failed(request.handover)
         self._fail(request, Failure.POD_DIED, 503 if request.submitted_at is None else 200)
+
+    def _respond(self, request: SimulatedRequest) -> None:
+        """Send the response headers of `request`, which the picker receives after the network
+        delay.
+        """
+        self._loop.after(self._settings.network_delay_s, self._response_started, request)
 
     def _reschedule(self, request: SimulatedRequest, route: Route) -> None:
         if request.fate is None and request.route is route:

@@ -169,6 +169,10 @@ class Handovers:
         """Network interfaces (NICs) of each pod that receive KV blocks, by the pod's number;
         `_sending` has those that send.
         """
+        self._slowness: dict[int, float] = {}
+        """Factor by which the NICs of a pod are slower than usual, by the number of the pod. Pods with
+        usual NICs are missing.
+        """
         self._met: set[tuple[int, int, int, int]] = set()
         """Pairs of processes that have connected to each other for a transfer, each as (number and
         `life` of the sending pod, number and `life` of the receiving pod).
@@ -179,6 +183,14 @@ class Handovers:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def slow_down(self, pod: SimulatedPod, factor: float) -> None:
+        """Divide the usual bandwidth of the NICs of `pod` by `factor` from now on; 1 restores it."""
+        self._slowness[pod.number] = factor
+        for known in (self._sending, self._receiving):
+            nics = known.get(pod.number)
+            if nics is not None:
+                self._network.change(nics, self._bytes_per_s(pod))
 
     # Calls from the gateway.
 
@@ -443,9 +455,13 @@ class Handovers:
     def _nics(self, known: dict[int, Nics], pod: SimulatedPod) -> Nics:
         nics = known.get(pod.number)
         if nics is None:
-            assert self._settings is not None
-            nics = known[pod.number] = Nics(pod.kind.nics * self._settings.link.bytes_per_s)
+            nics = known[pod.number] = Nics(self._bytes_per_s(pod))
         return nics
+
+    def _bytes_per_s(self, pod: SimulatedPod) -> float:
+        assert self._settings is not None
+        usual = pod.kind.nics * self._settings.link.bytes_per_s
+        return usual / self._slowness.get(pod.number, 1.0)
 
     def _setup_s(self, source: SimulatedPod, target: SimulatedPod) -> Seconds:
         settings = self._settings

@@ -1,12 +1,13 @@
 """Incidents of pods and pickers at given times of a simulation run, as a scenario defines them.
 
 Pods are numbered from 0. Pods that join get the next numbers in the order of their joining. An
-incident without pod numbers concerns all pods that exist at its time.
+incident without pod numbers concerns all pods that exist at its time. If an incident names a role,
+it concerns only pods of this role, and its pod numbers count the pods of this role.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -33,6 +34,7 @@ class Leave(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     at_s: Instant
     pods: Numbers = ()
+    role: str = ""
 
 
 class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +44,7 @@ class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     at_s: Instant
     pods: Numbers = ()
+    role: str = ""
     grace_s: Duration = 30.0
 
 
@@ -55,6 +58,7 @@ class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     at_s: Instant
     pods: Numbers = ()
+    role: str = ""
     grace_s: Duration = 0.0
     startup_s: Duration = 30.0
     stagger_s: Duration = 0.0
@@ -69,6 +73,7 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     to_s: Instant
     factor: Annotated[float, Meta(gt=0.0, le=1_000.0)]
     pods: Numbers = ()
+    role: str = ""
 
     def __post_init__(self) -> None:
         check_window(self.from_s, self.to_s)
@@ -82,6 +87,22 @@ class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     from_s: Instant
     to_s: Instant
     pods: Numbers = ()
+    role: str = ""
+
+    def __post_init__(self) -> None:
+        check_window(self.from_s, self.to_s)
+
+
+class SlowLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An incident: from `from_s` to `to_s`, the NICs of the pods have the usual bandwidth divided by
+    `factor`, in both directions.
+    """
+
+    from_s: Instant
+    to_s: Instant
+    factor: Annotated[float, Meta(gt=0.0, le=1e6)]
+    pods: Numbers = ()
+    role: str = ""
 
     def __post_init__(self) -> None:
         check_window(self.from_s, self.to_s)
@@ -99,50 +120,78 @@ class Configure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
 
-Incident: TypeAlias = Join | Leave | Drain | Restart | Slow | Freeze | Configure
+Incident: TypeAlias = Join | Leave | Drain | Restart | Slow | Freeze | SlowLink | Configure
+OfPods: TypeAlias = Leave | Drain | Restart | Slow | Freeze | SlowLink
+"""Incidents of some or all pods."""
+_DURING: Final = (Slow, Freeze, SlowLink)
+"""Incidents that last for a time, after which pods are as before."""
+_SPELT: Final[Mapping[type, str]] = {SlowLink: "slow-link"}
+"""Kinds of incidents whose name in scenario files is not that of their type."""
 
 
 def begins_at_s(incident: Incident) -> Seconds:
     """Return the time in seconds at which an incident begins."""
-    return incident.from_s if isinstance(incident, (Slow, Freeze)) else incident.at_s
+    return incident.from_s if isinstance(incident, _DURING) else incident.at_s
 
 
-def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
-    """Raise `ClusterSettingsError` if an incident names a pod that does not exist at its time, or
-    if two incidents slow down the same pod at the same time, or freeze its page. `pods` is the
-    number of pods at the start.
+def check_incidents(incidents: Sequence[Incident], *, kinds: Sequence[PodKind]) -> None:
+    """Raise `ClusterSettingsError` if an incident names a pod that does not exist at its time, or a
+    role that no pod has, or if two incidents slow down the same pod at the same time, its network
+    or its page. `kinds` are the pods at the start.
     """
-    arrivals_s = [0.0] * pods
+    there = [(0.0, kind) for kind in kinds]
     joins = [one for one in incidents if isinstance(one, Join)]
     for join in sorted(joins, key=lambda one: one.at_s + one.startup_s):
-        arrivals_s += [join.at_s + join.startup_s] * len(join.kinds)
+        there += [(join.at_s + join.startup_s, kind) for kind in join.kinds]
     windows: dict[tuple[type, int], list[tuple[Seconds, Seconds]]] = {}
     for incident in incidents:
         if isinstance(incident, (Join, Configure)):
             continue
-        at_s, kind = begins_at_s(incident), type(incident).__name__.lower()
-        for number in incident.pods:
-            if number >= len(arrivals_s):
-                raise ClusterSettingsError(
-                    f"{kind} at {at_s:g} s: expected a pod from 0 to {len(arrivals_s) - 1}, "
-                    f"got {number}"
-                )
-            if at_s < arrivals_s[number]:
-                raise ClusterSettingsError(
-                    f"{kind} at {at_s:g} s: expected a pod that exists at that time, got "
-                    f"{number}, which joins at {arrivals_s[number]:g} s"
-                )
-        if isinstance(incident, (Slow, Freeze)):
-            for number in incident.pods or range(len(arrivals_s)):
+        what = f"{_spelt(type(incident))} at {begins_at_s(incident):g} s"
+        if isinstance(incident, SlowLink) and not any(kind.transfers for _, kind in there):
+            raise ClusterSettingsError(f"{what}: expected pods with a role, which have a network")
+        numbers = [at for at, (_, kind) in enumerate(there) if incident.role in ("", kind.role)]
+        _check_pods(what, incident, numbers, [arrival_s for arrival_s, _ in there])
+        if isinstance(incident, _DURING):
+            concerned = [numbers[at] for at in incident.pods] if incident.pods else numbers
+            for number in concerned:
                 window = incident.from_s, incident.to_s
                 windows.setdefault((type(incident), number), []).append(window)
     for (kind_of, number), of_one in windows.items():
         for before, after in pairwise(sorted(of_one)):
             if after[0] < before[1]:
                 raise ClusterSettingsError(
-                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected a start after the "
+                    f"{_spelt(kind_of)} at {after[0]:g} s: expected a start after the "
                     f"previous event of this kind for pod {number}, which ends at {before[1]:g} s"
                 )
+
+
+def _spelt(kind_of: type) -> str:
+    return _SPELT.get(kind_of, kind_of.__name__.lower())
+
+
+def _check_pods(
+    what: str, incident: OfPods, numbers: Sequence[int], arrivals_s: Sequence[Seconds]
+) -> None:
+    """Raise `ClusterSettingsError` unless all pods of an incident exist at its time.
+
+    `numbers` are the numbers of the pods that have its role, and `arrivals_s` has the time at which
+    each pod joins. `what` names the incident.
+    """
+    at_s, of_role = begins_at_s(incident), f" {incident.role}" if incident.role else ""
+    if not numbers:
+        raise ClusterSettingsError(f"{what}: expected the role of a pod, got {incident.role!r}")
+    for number in incident.pods:
+        if number >= len(numbers):
+            raise ClusterSettingsError(
+                f"{what}: expected a{of_role} pod from 0 to {len(numbers) - 1}, got {number}"
+            )
+        arrival_s = arrivals_s[numbers[number]]
+        if at_s < arrival_s:
+            raise ClusterSettingsError(
+                f"{what}: expected a{of_role} pod that exists at that time, got {number}, which "
+                f"joins at {arrival_s:g} s"
+            )
 
 
 def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
@@ -159,17 +208,21 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
                 loop.at(incident.from_s, _slow_down, cluster, incident)
             case Freeze():
                 loop.at(incident.from_s, _freeze, cluster, incident)
+            case SlowLink():
+                loop.at(incident.from_s, _slow_link, cluster, incident)
             case Configure():
                 loop.at(incident.at_s, cluster.pickers.configure, incident.policy)
 
 
-def _named(cluster: Cluster, numbers: Numbers) -> list[SimulatedPod]:
-    return [cluster.pods[number] for number in numbers] if numbers else list(cluster.pods)
+def _named(cluster: Cluster, incident: OfPods) -> list[SimulatedPod]:
+    """Return the pods that an incident concerns."""
+    pods = [pod for pod in cluster.pods if incident.role in ("", pod.kind.role)]
+    return [pods[number] for number in incident.pods] if incident.pods else pods
 
 
 def _end_pods(cluster: Cluster, incident: Leave | Drain | Restart) -> None:
     after_s = 0.0
-    for pod in _named(cluster, incident.pods):
+    for pod in _named(cluster, incident):
         if isinstance(incident, Restart):
             cluster.loop.after(after_s, _restart, cluster, pod, incident)
             after_s += incident.stagger_s
@@ -191,13 +244,20 @@ def _restart(cluster: Cluster, pod: SimulatedPod, incident: Restart) -> None:
 
 
 def _slow_down(cluster: Cluster, incident: Slow) -> None:
-    for pod in _named(cluster, incident.pods):
+    for pod in _named(cluster, incident):
         pod.slow_down(incident.factor)
         cluster.loop.at(incident.to_s, pod.slow_down, 1.0)
 
 
 def _freeze(cluster: Cluster, incident: Freeze) -> None:
-    for pod in _named(cluster, incident.pods):
+    for pod in _named(cluster, incident):
         if pod.alive:
             pod.freeze_page(True)
             cluster.loop.at(incident.to_s, pod.freeze_page, False)
+
+
+def _slow_link(cluster: Cluster, incident: SlowLink) -> None:
+    handovers = cluster.gateway.handovers
+    for pod in _named(cluster, incident):
+        handovers.slow_down(pod, incident.factor)
+        cluster.loop.at(incident.to_s, handovers.slow_down, pod, 1.0)

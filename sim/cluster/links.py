@@ -6,7 +6,7 @@ Shares are computed again whenever a transfer with the same source or target sta
 bandwidth is not given to other transfers, so a transfer can be slower than in reality.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -85,6 +85,46 @@ ACROSS_ZONES_S_MAX: Final[Seconds] = 50e-3
 transfer between two zones. The source is `_PUBLISHED`.
 """
 ACROSS_ZONES_S: Final[Seconds] = (ACROSS_ZONES_S_MIN + ACROSS_ZONES_S_MAX) / 2
+
+
+DEFAULT_LINK: Final = "roce200"
+"""Name of the network that KV transfers have if nothing else is said."""
+_GIGABYTES_PER_S_MAX: Final = 100_000.0
+_SETUP_S_MAX: Final[Seconds] = 60.0
+
+
+class LinkError(ValueError):
+    """A text describes no network. The message is a phrase that says what was expected."""
+
+
+def link_of(*, gigabytes_per_s: float, setup_s: Seconds) -> Link:
+    """Return a network with this bandwidth of one NIC in GB/s, and this set-up time in seconds."""
+    return Link(
+        name=f"{gigabytes_per_s:g} GB/s, {setup_s * 1e3:g} ms",
+        bytes_per_s=gigabytes_per_s * 1e9,
+        setup_s_min=setup_s,
+        setup_s_max=setup_s,
+        source="given",
+    )
+
+
+def link_named(text: str) -> Link:
+    """Return the network that a text NAME or GB/S:S describes: a name of `LINKS`, or the bandwidth
+    of one NIC in GB/s and the set-up time in seconds. Raises `LinkError`.
+    """
+    if text in LINKS:
+        return LINKS[text]
+    bandwidth, _, setup = text.partition(":")
+    try:
+        gigabytes_per_s, setup_s = float(bandwidth), float(setup)
+    except ValueError:
+        gigabytes_per_s = setup_s = -1.0
+    if not 0 < gigabytes_per_s <= _GIGABYTES_PER_S_MAX or not 0 <= setup_s <= _SETUP_S_MAX:
+        raise LinkError(
+            f"expected one of {', '.join(LINKS)}, or GB/S:S with a bandwidth of up to "
+            f"{_GIGABYTES_PER_S_MAX:,.0f} GB/s and a set-up time of 0 to {_SETUP_S_MAX:g} s, got {text!r}"
+        )
+    return link_of(gigabytes_per_s=gigabytes_per_s, setup_s=setup_s)
 
 
 class KVTransferSettings(Struct, frozen=True, kw_only=True):
@@ -183,6 +223,11 @@ class Network:
         if transfer in transfer.source.active:
             self._leave(transfer)
 
+    def change(self, nics: Nics, bytes_per_s: float) -> None:
+        """Change the total bandwidth of `nics` to `bytes_per_s`, also for active transfers."""
+        nics.bytes_per_s = bytes_per_s
+        self._share(list(nics.active))
+
     def _flow(self, transfer: Transfer, version: int) -> None:
         """Begin to move the bytes of a transfer, because its set-up has ended. Do nothing if the
         transfer was cancelled.
@@ -192,7 +237,7 @@ class Network:
         transfer.settled_at = self._loop.now
         transfer.source.active[transfer] = None
         transfer.target.active[transfer] = None
-        self._share(transfer)
+        self._share(_neighbours(transfer))
 
     def _end(self, transfer: Transfer, version: int) -> None:
         if version != transfer._version:
@@ -206,13 +251,11 @@ class Network:
         transfer.bytes_per_s = 0.0
         del transfer.source.active[transfer]
         del transfer.target.active[transfer]
-        self._share(transfer)
+        self._share(_neighbours(transfer))
 
-    def _share(self, changed: Transfer) -> None:
-        """Compute the bandwidth of all active transfers again that share a sender or a receiver
-        with `changed`.
-        """
-        for transfer in {**changed.source.active, **changed.target.active}:
+    def _share(self, transfers: Iterable[Transfer]) -> None:
+        """Compute the bandwidth of each of the active `transfers` again."""
+        for transfer in transfers:
             self._settle(transfer)
             transfer.bytes_per_s = min(
                 transfer.source.share_bytes_per_s, transfer.target.share_bytes_per_s
@@ -227,6 +270,11 @@ class Network:
         arrived = transfer.bytes_per_s * (now - transfer.settled_at)
         transfer.bytes_left = max(0.0, transfer.bytes_left - arrived)
         transfer.settled_at = now
+
+
+def _neighbours(transfer: Transfer) -> Mapping[Transfer, None]:
+    """Return the active transfers that share the sender or the receiver of `transfer`."""
+    return {**transfer.source.active, **transfer.target.active}
 
 
 def exposed_share(*, transfer_s: Seconds, overlap_s: Seconds, layers: int) -> float:

@@ -123,6 +123,8 @@ class Pickers:
         if rule is not None and isinstance(routed, Route):
             assert not isinstance(resolution, Refusal)
             routed.prefill = rule.choose(resolution, routed.endpoint, self._prefill)
+        elif self._settings.kv_transfer is not None and isinstance(routed, Route):
+            routed.prefill = None if routed.decision is None else routed.decision.prefiller
         self.peering.touched(replica)
         return routed
 

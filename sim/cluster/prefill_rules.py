@@ -1,6 +1,6 @@
-"""The roles of pods, and rules that choose the prefill pod of a request.
+"""The roles of pods, and rules that choose the prefill pod of a request for policies that do not.
 
-The rules are a stand-in: pickers choose the decode pod only, among the pods with a decode role.
+With such a rule, the picker chooses among the pods with a decode role only. Baselines need one.
 """
 
 from collections.abc import Mapping, Sequence

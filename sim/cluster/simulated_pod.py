@@ -97,6 +97,16 @@ class PodKind(Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def role(self) -> str:
+        """Role of the pod by its label, or "" if it has none."""
+        return self.labels.get(ROLE_LABEL, "")
+
+    @property
+    def transfers(self) -> bool:
+        """True if the engine of the pod sends or receives KV blocks."""
+        return self.engine.kv_connector is not None
+
+    @property
     def request_tokens_max(self) -> int:
         """Maximum number of tokens in prompt and answer of one request for which the KV cache has
         room.

@@ -152,6 +152,7 @@ class DecisionFile:
             "outcome": request.fate,
             "endpoint": route.endpoint.name if route is not None else None,
             "served": request.pod.name if request.passed_over and request.pod else None,
+            **_stages_of(request),
             "refusal": request.refusal.message if request.refusal is not None else None,
             "total_blocks": 0 if decision is None else decision.leg.total_blocks,
             **asked,
@@ -172,6 +173,19 @@ class DecisionFile:
             self._file.write(self._waiting[sequence] + b"\n")
         self._waiting.clear()
         self._file.close()
+
+
+def _stages_of(request: SimulatedRequest) -> dict[str, Any]:
+    """Return the route and the prefill pod of a request as entries of its line; no entries if the
+    policy has no stages.
+    """
+    route = request.route
+    if route is None or (route.decision is None and route.prefill is None):
+        return {}
+    told = None if route.decision is None else route.decision.account.route
+    if told is None and route.prefill is None:
+        return {}
+    return {"route": told, "prefill": None if route.prefill is None else route.prefill.name}
 
 
 def candidates_of(leg: Leg) -> msgspec.Raw:

@@ -20,11 +20,13 @@ from sim.cluster.cluster import Cluster
 from sim.cluster.faults import draw_faults
 from sim.cluster.incidents import Configure, play
 from sim.cluster.policies import PolicySource
+from sim.cluster.prefill_rules import RoundRobinPrefill
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_request import SimulatedRequest
 from sim.engine.profiles import estimate_warnings
 from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Measures, Targets, rounded
+from sim.measurement.stage_measures import StageMeasures
 from sim.measurement.summaries import Ceilings, PeerSummary, PoolSummary, RunSummary
 from sim.measurement.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
@@ -133,7 +135,10 @@ class Run:
             warm_up_s=settings.warm_up_s,
             busiest_s=settings.busiest_s,
         )
-        self._listeners = (self.measures.add, *listeners)
+        self.stages = None if cluster.kv_transfer is None else StageMeasures()
+        """Measurements of the stages of requests; None if no pod has a role."""
+        added = () if self.stages is None else (self.stages.add,)
+        self._listeners = (self.measures.add, *added, *listeners)
         arrivals = self._arrivals()
         arrivals = _refusing_ages(arrivals, settings)
         if settings.through_bytes:
@@ -154,13 +159,16 @@ class Run:
             ended=self._ended,
             stepped=self.measures.gaps.add,
             decided=decided,
+            prefill_rule=None
+            if cluster.kv_transfer is None or settings.policy.text
+            else RoundRobinPrefill(),
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
         if self.cluster.clients.done:
             raise self.trace.without_requests()
         play(scenario.incidents, self.cluster)
-        if scenario.autoscaler is not None:
-            Autoscaler(scenario.autoscaler, self.cluster)
+        for autoscaler in scenario.autoscalers:
+            Autoscaler(autoscaler, self.cluster)
         self.timeline = Timeline(self.cluster, self.measures.pods)
 
     def ceilings(
@@ -257,7 +265,7 @@ class Run:
             ],
             bad_lines=self.trace.bad_lines,
             pool=PoolSummary(
-                autoscaled=scenario is not None and scenario.autoscaler is not None,
+                autoscaled=scenario is not None and bool(scenario.autoscalers),
                 pods_min=pods.pods_min,
                 pods_max=pods.pods_max,
                 pods_mean=rounded(pods.pods_mean),
@@ -266,6 +274,9 @@ class Run:
             tier_hit_tokens=UNSET
             if tiers is None
             else {tier: int(tokens) for tier, tokens in tiers.items()},
+            stages=UNSET
+            if self.stages is None
+            else self.stages.summary(cluster.gateway.handovers.totals, self.measures.warm_up_s),
             peers=UNSET if peers is None else PeerSummary(**peers),
             retries=cluster.clients.retried if settings.clients.retries else UNSET,
             rescheduled=cluster.gateway.rescheduled if settings.fallback_endpoints_max else UNSET,

@@ -14,6 +14,7 @@ from sim.caches.behaviour import CacheBehaviour
 from sim.caches.names import NAMES, CacheNameError, cache_named, cache_spelt, check_cache
 from sim.cluster.assignment import Assignment
 from sim.cluster.kv_events import KVEventSettings
+from sim.cluster.links import DEFAULT_LINK, LINKS, KVTransferSettings, Link, LinkError, link_named
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSettingsError
@@ -26,6 +27,7 @@ from sim.engine.features import (
     features_named,
 )
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
+from sim.experiments.kv_transfer import MODELLED, modelled_roles, roles_spelt, with_role
 from sim.experiments.pickers import (
     PICKERS_MAX,
     PeerPartition,
@@ -97,6 +99,13 @@ def _add_pod_options(parser: argparse.ArgumentParser) -> None:
         help="profile of the pods (model and GPU); if repeated, pods alternate between the profiles "
         f"(default: {DEFAULT_PROFILE})")  # fmt: skip
     add("--pods", type=_pods, metavar="N", help=f"number of pods (default: {PODS})")
+    add("--roles", type=_roles, metavar="ROLE=N,...", help="number of pods of each role, instead of "
+        f"--pods: {', '.join(MODELLED)} (default: pods that serve whole requests)")  # fmt: skip
+    add("--kv-link", type=_link, metavar="NAME|GB/S:S", help="network between pods with roles: "
+        f"{', '.join(LINKS)}, or the bandwidth of one NIC in GB/s and the set-up time of a transfer in "
+        f"seconds (default: {DEFAULT_LINK})")  # fmt: skip
+    add("--kv-nics", type=_nics, metavar="N",
+        help="NICs of each pod with a role, which share its KV transfers (default: 1)")  # fmt: skip
     add("--max-loras", type=_whole, default=0, metavar="N",
         help="number of LoRA adapter slots of each pod (default: 0, no adapters)")  # fmt: skip
     add("--cache", type=_cache, metavar="NAME[:PARAMETER=VALUE,...]",
@@ -226,9 +235,10 @@ def run_settings(
     faults_per_hour = options.faults_per_hour
     scenario = _scenario(options, policy, kinds[0])
     plan = _plan(options, scenario, replicas)
-    pods = tuple(kinds[number % len(kinds)] for number in range(options.pods or PODS))
+    pods, kv_transfer = _pods_of_flags(options, kinds)
     if scenario is not None:
         pods = scenario.pods or pods
+        kv_transfer = scenario.kv_transfer or kv_transfer
         try:
             scenario.check(kinds=pods, pickers=plan.pickers.count)
         except ClusterSettingsError as problem:
@@ -259,6 +269,7 @@ def run_settings(
                 seconds_per_token=options.tokenize / 1e6, timeout_s=options.tokenize_timeout
             ),
             kv_events=options.kv_events,
+            kv_transfer=kv_transfer,
         ),
         seed=seed,
         repetition=repetition,
@@ -275,6 +286,28 @@ def run_settings(
     )
 
 
+def _pods_of_flags(
+    options: argparse.Namespace, kinds: Sequence[PodKind]
+) -> tuple[tuple[PodKind, ...], KVTransferSettings | None]:
+    """Return the pods that flags describe, and the network of pods with roles, or None without
+    roles. `kinds` are the pods of each `--profile`. Raises `ClusterSettingsError`.
+    """
+    if options.roles is None:
+        for name in ("kv_link", "kv_nics"):
+            if getattr(options, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ClusterSettingsError(f"{flag} needs --roles: only pods with roles use it")
+        pods = tuple(kinds[number % len(kinds)] for number in range(options.pods or PODS))
+        return pods, None
+    if options.pods is not None:
+        raise ClusterSettingsError("--roles gives the number of pods: leave out --pods")
+    pods = tuple(
+        with_role(kinds[number % len(kinds)], role, nics=options.kv_nics or 1)
+        for number, role in enumerate(options.roles)
+    )
+    return pods, KVTransferSettings(link=options.kv_link or LINKS[DEFAULT_LINK])
+
+
 def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind) -> Scenario | None:
     """Return the scenario of `--scenario`, or None without that flag. Raises `ScenarioError` for an
     invalid file, and `ClusterSettingsError` if other flags contradict the scenario.
@@ -282,9 +315,13 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
     if options.scenario is None:
         return None
     scenario = scenario_in(options.scenario, usual)
-    if scenario.pods and options.pods is not None:
-        raise ClusterSettingsError(f"{options.scenario} defines the pods: leave out --pods")
-    if (scenario.joins or scenario.autoscaler) and options.faults_per_hour:
+    if scenario.pods:
+        for flag in ("pods", "roles"):
+            if getattr(options, flag) is not None:
+                raise ClusterSettingsError(
+                    f"{options.scenario} defines the pods: leave out --{flag}"
+                )
+    if (scenario.joins or scenario.autoscalers) and options.faults_per_hour:
         raise ClusterSettingsError(
             f"{options.scenario} defines which pods join, and faults would add others: leave out "
             "--faults-per-hour"
@@ -400,6 +437,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "max_loras": cluster.pods[0].engine.max_loras,
         **_cache_conditions(cluster.pods),
         **_feature_conditions(cluster.pods),
+        **_role_conditions(cluster),
         "replicas": replicas[0] if len(replicas) == 1 else replicas,
         "assignment": str(cluster.assignment),
         **_peer_conditions(cluster.peers),
@@ -416,9 +454,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "abort_after_s": cluster.abort_after_s,
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
         "scenario": settings.scenario.file if settings.scenario else None,
-        "autoscaler": msgspec.to_builtins(settings.scenario.autoscaler)
-        if settings.scenario
-        else None,
+        "autoscaler": _autoscaler_condition(settings.scenario),
         "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }
@@ -456,6 +492,31 @@ def _feature_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
     if used:
         told["engine_evidence"] = [f"{name}: {EVIDENCE[name]}" for name in used]
     return told
+
+
+def _role_conditions(cluster: ClusterSettings) -> dict[str, Any]:
+    """Return the entries of a run's conditions about roles and the network between them. Empty if
+    no KV blocks are transferred.
+    """
+    transfer = cluster.kv_transfer
+    if transfer is None:
+        return {}
+    return {
+        "roles": roles_spelt(cluster.pods),
+        "kv_link": transfer.link.name,
+        "kv_nics": {kind.role: kind.nics for kind in cluster.pods if kind.transfers},
+        "kv_legs": "concurrent" if transfer.concurrent else "serial",
+        "kv_push": transfer.push,
+        "kv_first_contact_s": transfer.first_contact_s,
+    }
+
+
+def _autoscaler_condition(scenario: Scenario | None) -> Any:
+    """Return the settings of the scenario's autoscaler, a list of them if there are several, or
+    None.
+    """
+    told = () if scenario is None else scenario.autoscalers
+    return msgspec.to_builtins(told[0] if len(told) == 1 else told) if told else None
 
 
 def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
@@ -542,6 +603,24 @@ def _parts(text: str, count: int, expected: str) -> list[str]:
 
 def _pods(text: str) -> int:
     return int(_number(text, lowest=1, highest=PODS_MAX, integer=True))
+
+
+def _roles(text: str) -> tuple[str, ...]:
+    try:
+        return modelled_roles(text, pods_max=PODS_MAX)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+
+
+def _link(text: str) -> Link:
+    try:
+        return link_named(text)
+    except LinkError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+
+
+def _nics(text: str) -> int:
+    return int(_number(text, lowest=1, highest=64, integer=True))
 
 
 def _kv_events(text: str) -> KVEventSettings:

@@ -1,12 +1,14 @@
 """A scenario file: the pods of a run, events that happen to pods and pickers, and the request rate
 over time.
 
-The file is TOML, and every table is optional: any number of `[[pods]]`, `[[events]]` with a `kind`
-and `[[rates]]`, and one `[autoscaler]`, `[pickers]` and `[clients]`. Unknown keys are refused.
+The file is TOML, and every table is optional: any number of `[[pods]]`, `[[events]]` with a `kind`,
+`[[rates]]` and `[[autoscaler]]`, and one `[kv_transfer]`, `[pickers]` and `[clients]`. A single
+autoscaler may be written `[autoscaler]`. Unknown keys are refused.
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
@@ -30,8 +32,10 @@ from sim.cluster.incidents import (
     Leave,
     Restart,
     Slow,
+    SlowLink,
     check_incidents,
 )
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
@@ -40,6 +44,7 @@ from sim.cluster.simulated_pod import PodKind
 from sim.cluster.windows import Duration, Instant
 from sim.engine.features import FeatureError, features_named
 from sim.engine.profiles import ProfileError, find_profile
+from sim.experiments.kv_transfer import KVTransferTable, RoleError, with_role
 from sim.experiments.pickers import PeerPartition, PickerRestart, Pickers, PickersPlan
 from sim.sentences import sentence_of, unread
 
@@ -66,6 +71,12 @@ class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     first profile of `--profile`.
     """
     labels: dict[str, str] = field(default_factory=dict)
+    role: str = ""
+    """Role of the pods, which their label `llm-d.ai/role` shows; "" for pods that serve whole
+    requests. A pod with a role sends and receives KV blocks.
+    """
+    nics: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of NICs of each pod for KV blocks, usually one for each GPU. Needs a role."""
     speed: Annotated[float, Meta(ge=0.001, le=1_000.0)] = 1.0
     """Speed of the pod's engine, as a multiple of its profile's speed."""
     max_loras: Annotated[int, Meta(ge=0, le=10_000)] | None = None
@@ -98,6 +109,7 @@ EVENTS: Final[Mapping[str, type[Struct]]] = {
     "restart": Restart,
     "slow": Slow,
     "freeze": Freeze,
+    "slow-link": SlowLink,
     "scrapes": ScrapeTrouble,
     "configure": ConfigureEvent,
     "picker-restart": PickerRestart,
@@ -121,7 +133,10 @@ class Scenario(Struct, frozen=True, kw_only=True):
     rates: tuple[Rate, ...] = ()
     """Changes of the request rate, in order of time and without overlap."""
     clients: ClientSettings = ClientSettings()
-    autoscaler: AutoscalerSettings | None = None
+    autoscalers: tuple[AutoscalerSettings, ...] = ()
+    """Autoscalers of different pods, for example one for each role."""
+    kv_transfer: KVTransferSettings | None = None
+    """Network and connector of pods with roles, or None if no pod of the scenario has a role."""
     pickers: PickersPlan | None = None
     """Settings of the pickers, or None to use those that flags define."""
     reschedules: tuple[Reschedule, ...] = ()
@@ -143,9 +158,14 @@ class Scenario(Struct, frozen=True, kw_only=True):
         `kinds` are the pods at the start of the run, and `pickers` is the number of pickers.
         """
         pods = len(kinds)
-        check_incidents(self.incidents, pods=pods)
-        if self.autoscaler is not None:
-            self.autoscaler.check(kinds)
+        check_incidents(self.incidents, kinds=kinds)
+        for autoscaler in self.autoscalers:
+            autoscaler.check(kinds)
+        for pod in kinds:
+            if sum(one.scales(pod) for one in self.autoscalers) > 1:
+                raise ClusterSettingsError(
+                    f"[[autoscaler]]: expected one for each pod, got two for pods with {pod.labels}"
+                )
         joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
         if pods + joining > PODS_MAX:
             raise ClusterSettingsError(
@@ -175,25 +195,42 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     The caller must call `Scenario.check` when the number of pods and pickers is known.
     """
     document = _document(path)
-    tables = {name: _tables(path, document, name) for name in ("pods", "events", "rates")}
-    single = {name: _table(path, document, name) for name in ("autoscaler", "pickers", "clients")}
+    alone = isinstance(document.get("autoscaler"), dict)
+    if alone:
+        document["autoscaler"] = [document["autoscaler"]]
+    several = ("pods", "events", "rates", "autoscaler")
+    tables = {name: _tables(path, document, name) for name in several}
+    single = {name: _table(path, document, name) for name in ("kv_transfer", "pickers", "clients")}
     if document:
         name = next(iter(document))
         raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, *single))}.")
+    transfer = _converted(path, single, "kv_transfer", KVTransferTable) or KVTransferTable()
+    made = partial(_kinds, path, usual=usual, transfer=transfer)
     kinds: list[PodKind] = []
     for number, fields in enumerate(tables["pods"], start=1):
         place = f"{path}: [[pods]] {number}"
-        kinds += _kinds(path, place, _convert(place, fields, Pods), usual)
+        kinds += made(place, _convert(place, fields, Pods))
     events = [
-        _event(path, f"{path}: [[events]] {number}", fields, usual)
+        _event(path, f"{path}: [[events]] {number}", fields, made)
         for number, fields in enumerate(tables["events"], start=1)
     ]
+    transfers = any(kind.transfers for kind in (*kinds, *_joining(events)))
+    if single["kv_transfer"] is not None and not transfers:
+        raise ScenarioError(f"{path}: [kv_transfer]: expected [[pods]] with a role, got none.")
     rates = [
         _convert(f"{path}: [[rates]] {number}", fields, Rate)
         for number, fields in enumerate(tables["rates"], start=1)
     ]
     _check_rates(path, rates)
-    if single["autoscaler"] is not None and any(isinstance(event, Join) for event in events):
+    autoscalers = tuple(
+        _convert(
+            f"{path}: {'[autoscaler]' if alone else f'[[autoscaler]] {number}'}",
+            fields,
+            AutoscalerSettings,
+        )
+        for number, fields in enumerate(tables["autoscaler"], start=1)
+    )
+    if autoscalers and any(isinstance(event, Join) for event in events):
         raise ScenarioError(
             f"{path}: expected events of kind join or an [autoscaler], which starts pods itself, "
             "got both."
@@ -212,7 +249,8 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
         reschedules=_of(Reschedule, events),
         rates=tuple(rates),
         clients=_converted(path, single, "clients", ClientSettings) or ClientSettings(),
-        autoscaler=_converted(path, single, "autoscaler", AutoscalerSettings),
+        autoscalers=autoscalers,
+        kv_transfer=transfer.settings() if transfers else None,
         pickers=None if says_nothing else plan,
     )
 
@@ -220,9 +258,11 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
 Event: TypeAlias = Incident | ScrapeTrouble | Reschedule | PickerRestart | PeerPartition
 
 
-def _event(path: Path, place: str, fields: dict[str, Any], usual: PodKind) -> Event:
+def _event(
+    path: Path, place: str, fields: dict[str, Any], made: Callable[[str, Pods], list[PodKind]]
+) -> Event:
     """Return the event that a table `[[events]]` with `fields` describes. `place` names the table
-    in errors.
+    in errors, and `made` returns the pods that join.
     """
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in EVENTS:
@@ -230,12 +270,19 @@ def _event(path: Path, place: str, fields: dict[str, Any], usual: PodKind) -> Ev
     place += f", {kind}"
     told = _convert(place, fields, EVENTS[kind])
     if isinstance(told, JoinEvent):
-        kinds = tuple(_kinds(path, place, told, usual))
+        kinds = tuple(made(place, told))
         return Join(at_s=told.at_s, kinds=kinds, startup_s=told.startup_s)
     if isinstance(told, ConfigureEvent):
         return Configure(at_s=told.at_s, policy=_policy(path, place, told.config))
     assert isinstance(told, Event)
     return told
+
+
+def _joining(events: Sequence[Event]) -> Iterator[PodKind]:
+    """Yield the pods that join in `events`."""
+    for event in events:
+        if isinstance(event, Join):
+            yield from event.kinds
 
 
 def _of(kind: type[Table], events: Sequence[Event]) -> tuple[Table, ...]:
@@ -294,9 +341,11 @@ def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:
         raise ScenarioError(f"{misfit(place, problem, table)}.") from problem
 
 
-def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:
+def _kinds(
+    path: Path, place: str, told: Pods, *, usual: PodKind, transfer: KVTransferTable
+) -> list[PodKind]:
     """Return the pods that a table `[[pods]]` or an event of kind `join` describes, one entry for
-    each pod.
+    each pod. `transfer` is the connector of pods with a role.
     """
     profile = usual.profile
     if told.profile:
@@ -322,6 +371,15 @@ def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:
         cache=cache,
         features=features,
     )
+    if told.role:
+        try:
+            kind = with_role(kind, told.role, nics=told.nics, lease_s=transfer.lease_s)
+        except RoleError as problem:
+            raise ScenarioError(f"{place}: role: {problem}") from problem
+    elif told.nics != 1:
+        raise ScenarioError(
+            f"{place}: nics: expected a role too, because only pods with one use NICs."
+        )
     return [kind] * told.count
 
 

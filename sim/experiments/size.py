@@ -616,6 +616,8 @@ def _problem_of(options: argparse.Namespace) -> str:
         )
     if options.pods is not None:
         return "--pods is the result of sim size: leave it out; --pods-max limits it"
+    if options.roles is not None:
+        return "--roles is the result of sim size: leave it out; --split lets it propose roles"
     if options.scenario is not None:
         return "--scenario does not work with sim size, which defines traffic and pods itself"
     if options.faults_per_hour:

@@ -402,7 +402,7 @@ class Sizing:
                 with_pods(task.options[chosen].settings, begins),
                 requests_from=whole.start,
                 requests_max=len(whole),
-                scenario=Scenario(file="an autoscaler", autoscaler=settings),
+                scenario=Scenario(file="an autoscaler", autoscalers=(settings,)),
             ),
             repetition,
         )

@@ -23,12 +23,13 @@ NOT_MODELLED: Final = (
     ),
     (
         "The simulator models KV cache outside the GPU only if `--cache` enables it. Simulated "
-        "engines offload no other data, and fetch no blocks from other pods."
+        "engines offload no other data, and fetch blocks of other pods only for a decode leg."
     ),
     (
-        "The commands of the simulator do not model prefill and decode on different pods. The "
-        "simulator does not model pipeline parallelism inside a pod, data parallelism unless "
-        "`--engine` enables it, and CUDA graphs for only some batch sizes."
+        "The simulator models prefill and decode on different pods only if pods have roles "
+        "(`--roles`). KV transfers share NICs, but not switches, and do not delay computation. The "
+        "simulator does not model encode on different pods, pipeline parallelism inside a pod, "
+        "data parallelism unless `--engine` enables it, and CUDA graphs for only some batch sizes."
     ),
     (
         "The simulator does not model images, audio and video, structured output, and several "
@@ -39,8 +40,8 @@ NOT_MODELLED: Final = (
         "nothing down, and the engine's front end takes equally long under any load."
     ),
     (
-        "The simulator does not model network bandwidth, lost packets, queues in gateways, and "
-        "retries at endpoints that the picker did not name."
+        "The simulator does not model network bandwidth other than that of KV transfers, lost "
+        "packets, queues in gateways, and retries at endpoints that the picker did not name."
     ),
     (
         "The simulator does not model a tokenizer: the picker's estimate of tokens from bytes "

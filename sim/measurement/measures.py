@@ -408,7 +408,7 @@ class Measures:
             prediction=Prediction(bias_tokens=bias, mean_absolute_error_tokens=error),
             metrics_age_s=rounded(self._age_s_sum / self._ages) if self._ages else None,
             preemptions=self.preemptions,
-            pods={name: _load(load) for name, load in self.pods.items()},
+            pods={name: pod_load(load) for name, load in self.pods.items()},
         )
 
     def _warnings(self, sent: int) -> list[str]:
@@ -454,7 +454,11 @@ class Measures:
             load = self.pods[pod.name] = PodLoad()
         load.requests += 1
         load.prompt_tokens += arrival.prompt_tokens
-        load.cached_tokens += cached
+        if request.handover is None:
+            load.cached_tokens += cached
+        else:
+            # The pod computed neither what its cache had nor what it received.
+            load.cached_tokens += engine.cached_tokens + engine.fetched_tokens
         load.output_tokens += arrival.output_tokens
 
     def _count_age(self, request: SimulatedRequest) -> None:
@@ -651,7 +655,8 @@ def _gaps(gaps: Gaps) -> TokenGapSummary:
     )
 
 
-def _load(load: PodLoad) -> PodLoadSummary:
+def pod_load(load: PodLoad) -> PodLoadSummary:
+    """Return the load of one pod in the form of summary.json."""
     rate = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else math.nan
     return PodLoadSummary(
         requests=load.requests,

@@ -173,6 +173,37 @@ class PodLoadSummary(Summary, frozen=True, kw_only=True):
     hit_rate: float | None
 
 
+class StageSummary(Summary, frozen=True, kw_only=True):
+    """The stages of a run in which several pods can serve a request: routes, legs and KV transfers.
+
+    Times are of completed requests with a prefill leg that arrived after the warm-up. The four
+    times of a request add up to its TTFT, except if both legs were sent at once.
+    """
+
+    routes: dict[str, int]
+    """Number of placed requests by route, such as `prefill-decode`."""
+    refusals: dict[str, int]
+    """Number of refused requests by the stage that had no pod, or only saturated ones."""
+    prefill_legs: int
+    """Number of prefill legs that ended."""
+    prefill_s: Distribution
+    """Seconds from the arrival at the picker to the end of the prefill leg."""
+    reservation_s: Distribution
+    """Seconds from the arrival at the decode engine to the reservation of its KV blocks."""
+    transfer_s: Distribution
+    """Seconds from that reservation to the end of the KV transfer."""
+    other_s: Distribution
+    """Seconds of the TTFT besides: front ends, messages and the first decode step."""
+    transfers: int
+    transferred_tokens: int
+    """Number of prompt tokens whose KV blocks were transferred."""
+    transferred_bytes: int
+    leases_expired: int
+    """Number of prefill legs whose KV blocks no decode engine read before their lease ended."""
+    prefill_pods: dict[str, PodLoadSummary]
+    """Load of each pod by prefill legs; `pods` of the run has decode legs and whole requests."""
+
+
 class PoolSummary(Summary, frozen=True, kw_only=True):
     """Minimum, maximum and mean number of pods over a run."""
 
@@ -255,6 +286,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     """
     peers: PeerSummary | UnsetType = UNSET
     """Traffic between pickers; set only if pickers share decisions."""
+    stages: StageSummary | UnsetType = UNSET
+    """Stages of the requests; set only if pods have roles."""
     retries: int | UnsetType = UNSET
     rescheduled: int | UnsetType = UNSET
     """Number of requests that were served by another pod than the first one that the picker named;

@@ -21,6 +21,7 @@ from sim.measurement.summaries import (
     RepeatedSummary,
     ReplaySummary,
     RunSummary,
+    StageSummary,
     TokenGapSummary,
     WindowSummary,
 )
@@ -61,6 +62,12 @@ _CONDITIONS: Final = {
     "caches": "prompt caches of the pods",
     "engines": "pods by engine features",
     "estimated": "estimated profiles",
+    "roles": "pods by role",
+    "kv_link": "network of KV transfers",
+    "kv_nics": "NICs of a pod by role",
+    "kv_legs": "legs of a request",
+    "kv_push": "layers are pushed when computed",
+    "kv_first_contact_s": "first transfer between two pods takes longer by",
     "engine_evidence": "evidence for engine features",
     "replicas": "pickers",
     "assignment": "assignment of requests to pickers",
@@ -230,6 +237,7 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
         ["uncached tokens, most loaded pod over mean", number(loads.uncached_tokens.max_over_mean)],
         *_estimate_rows(run.prediction.mean_absolute_error_tokens),
         ["age of metrics at a decision", seconds(run.metrics_age_s)],
+        *_stage_rows(run.stages),
         *_peer_rows(run.peers),
         *_pool_rows(run.pool),
         ["preemptions", f"{run.preemptions:,}"],
@@ -256,6 +264,41 @@ def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
             f"mean absolute error of {number(error_tokens)} tokens",
         ]
     ]
+
+
+def _stage_rows(stages: StageSummary | UnsetType) -> list[list[str]]:
+    """Return the report rows about stages of requests; no rows if no pod has a role."""
+    if stages is UNSET:
+        return []
+    rows = [["routes", _reasons(stages.routes) or "none"]]
+    if stages.refusals:
+        rows.append(["refused because of a stage", _reasons(stages.refusals)])
+    moved = f"{stages.transfers:,} with {stages.transferred_tokens:,} tokens"
+    rows.append(["KV transfers", f"{moved}, {stages.transferred_bytes / 1e9:,.4g} GB"])
+    rows.append(["prefill legs that ended", f"{stages.prefill_legs:,}"])
+    if stages.prefill_s.mean is not None:
+        parts = (
+            ("prefill", stages.prefill_s),
+            ("waiting for decode memory", stages.reservation_s),
+            ("transfer", stages.transfer_s),
+            ("other", stages.other_s),
+        )
+        told = ", ".join(f"{name} {seconds(found.mean)}" for name, found in parts)
+        rows.append(["TTFT of requests with a prefill leg, mean", told])
+    if stages.leases_expired:
+        rows.append(["leases that ended before a transfer", f"{stages.leases_expired:,}"])
+    return rows
+
+
+def pod_rows(run: RunSummary) -> list[list[str]]:
+    """Return the rows of the table of pods; prefill legs are rows of their own."""
+    rows = [["pod", "requests", "hit rate", "output tokens"]]
+    legs = {} if run.stages is UNSET else run.stages.prefill_pods
+    for of, loads in (("", run.pods), (", prefill legs", legs)):
+        for name, load in sorted(loads.items(), key=lambda item: (len(item[0]), item[0])):
+            requests, tokens = f"{load.requests:,}", f"{load.output_tokens:,}"
+            rows.append([f"{name}{of}", requests, share(load.hit_rate), tokens])
+    return rows
 
 
 def _peer_rows(peers: PeerSummary | UnsetType) -> list[list[str]]:
@@ -333,15 +376,11 @@ def run_report(summary: ReplaySummary) -> str:
     notes += "".join(f"**{warning}**\n\n" for warning in run.warnings)
     conditions = summary.conditions
     rows = [["", ""], *fact_rows(run)]
-    pods = [["pod", "requests", "hit rate", "output tokens"]]
-    for name, load in sorted(run.pods.items(), key=lambda item: (len(item[0]), item[0])):
-        requests, tokens = f"{load.requests:,}", f"{load.output_tokens:,}"
-        pods.append([name, requests, share(load.hit_rate), tokens])
     return (
         f"# {summary.config} on {conditions['trace']}\n\n{notes}"
         f"Seed {summary.seed}, {conditions['pods']} pods.\n\n"
         f"{markdown_table(latency_rows(run))}\n\n{markdown_table(rows)}\n\n"
-        f"{markdown_table(pods)}\n\n## What was run\n\n"
+        f"{markdown_table(pod_rows(run))}\n\n## What was run\n\n"
         f"{markdown_table([['', ''], *condition_rows(conditions)])}\n\n{foot(summary.assumptions)}"
     )
 

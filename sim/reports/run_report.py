@@ -152,9 +152,13 @@ def _requests(run: RunSummary) -> str:
 
 def _uncached(run: RunSummary) -> str:
     caption = "Prompt tokens that each pod had to compute, in thousands"
+    tokens = {name: load.prompt_tokens - load.cached_tokens for name, load in _by_pod(run)}
+    legs = {} if run.stages is UNSET else run.stages.prefill_pods
+    for name, load in legs.items():
+        tokens[name] = tokens.get(name, 0) + load.prompt_tokens - load.cached_tokens
     values = {
-        name: round((load.prompt_tokens - load.cached_tokens) / 1000, 1)
-        for name, load in _by_pod(run)
+        name: round(tokens[name] / 1000, 1)
+        for name in sorted(tokens, key=lambda name: (len(name), name))
     }
     return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
 

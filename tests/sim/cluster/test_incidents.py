@@ -16,16 +16,23 @@ from sim.cluster.incidents import (
     Leave,
     Restart,
     Slow,
+    SlowLink,
     check_incidents,
     play,
 )
+from sim.cluster.links import LINKS, KVTransferSettings
 from sim.cluster.policies import policy_source
+from sim.cluster.prefill_rules import DECODE, PREFILL, RoundRobinPrefill
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.settings import Absence, ClientSettings, ClusterSettingsError
 from sim.cluster.simulated_request import Fate
 from tests.sim.made import arrivals, cluster, kind
 
 PODS = 3
+ROLES = (
+    *(kind().with_role(PREFILL),) * 2,
+    kind().with_role(DECODE),
+)
 SPAN_S = 12.0
 """How long 120 requests arrive, about."""
 INSTANTS = st.floats(0.0, SPAN_S)
@@ -215,17 +222,82 @@ def test_another_configuration_knows_pods_as_the_first_did():
             [Freeze(from_s=1, to_s=3), Freeze(from_s=2, to_s=4, pods=(0,))],
             "freeze at 2 s: expected a start after the previous event of this kind for pod 0, which ends at 3 s",
         ),
+        ([Leave(at_s=1, role="decode")], "leave at 1 s: expected the role of a pod, got 'decode'"),
+        ([SlowLink(from_s=1, to_s=2, factor=2)], "slow-link at 1 s: expected pods with a role"),
     ],
 )
 def test_what_cannot_be_is_refused(incidents, said):
     with pytest.raises(ClusterSettingsError) as refused:
-        check_incidents(incidents, pods=PODS)
+        check_incidents(incidents, kinds=(kind(),) * PODS)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("incidents", "said"),
+    [
+        ([Leave(at_s=1, role=PREFILL, pods=(2,))], "expected a prefill pod from 0 to 1, got 2"),
+        (
+            [Join(at_s=5, kinds=ROLES[2:]), Drain(at_s=4, role=DECODE, pods=(1,))],
+            "drain at 4 s: expected a decode pod that exists at that time, got 1, which joins at 5 s",
+        ),
+        (
+            [SlowLink(from_s=1, to_s=3, factor=2, role=DECODE),
+             SlowLink(from_s=2, to_s=4, factor=2, pods=(2,))],
+            "slow-link at 2 s: expected a start after the previous event of this kind for pod 2",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_in_a_role_is_refused(incidents, said):
+    with pytest.raises(ClusterSettingsError) as refused:
+        check_incidents(incidents, kinds=ROLES)
+    assert said in str(refused.value)
+
+
+def with_roles(incidents, **fields):
+    return played(
+        incidents,
+        pods=ROLES,
+        policy="round-robin",
+        kv_transfer=KVTransferSettings(link=LINKS["tcp-25gbe"]),
+        prefill_rule=RoundRobinPrefill(),
+        check=True,
+        **fields,
+    )
+
+
+def test_an_incident_of_a_role_concerns_the_pods_of_this_role():
+    """Numbers count the pods of the role."""
+    _, one = with_roles([Leave(at_s=2, role=PREFILL, pods=(1,))])
+    assert [pod.alive for pod in one.pods] == [True, False, True]
+    _, one = with_roles([Restart(at_s=2, role=PREFILL, startup_s=1)])
+    assert [pod.restarts for pod in one.pods] == [1, 1, 0]
+
+
+def test_a_slow_link_delays_the_transfers_of_its_time():
+    """A hundred times as slow for the pods of one role, and as before afterwards."""
+    slow = SlowLink(from_s=4, to_s=6, factor=100, role=DECODE)
+    usual, _ = with_roles([])
+    requests, _ = with_roles([slow])
+
+    def transfer_s(request):
+        return request.handover.received_at - request.handover.reserved_at
+
+    for before, request in zip(usual, requests, strict=True):
+        assert request.fate is Fate.COMPLETE
+        begins_s = request.handover.reserved_at
+        if request.handover.received_at < 4:
+            assert transfer_s(request) == pytest.approx(transfer_s(before))
+        elif 4 < begins_s < 5.5:
+            assert transfer_s(request) > 10 * transfer_s(before)
+    assert any(4 < request.handover.reserved_at < 5.5 for request in requests)
+    last = requests[-1]
+    assert last.handover.reserved_at > 8
+    assert transfer_s(last) < 0.1
 
 
 def test_what_follows_on_each_other_is_taken():
     check_incidents(
         [Slow(from_s=1, to_s=2, factor=2), Slow(from_s=2, to_s=3, factor=3),
          Freeze(from_s=1, to_s=3), Join(at_s=1, kinds=(kind(),)), Leave(at_s=1, pods=(3,))],
-        pods=PODS,
+        kinds=(kind(),) * PODS,
     )  # fmt: skip

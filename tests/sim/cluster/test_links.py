@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cluster.links import LINKS, Network, Nics, exposed_share
+from sim.cluster.links import LINKS, LinkError, Network, Nics, exposed_share, link_named
 from sim.cluster.loop import Loop
 
 GB = 1e9
@@ -154,3 +154,26 @@ def test_the_exposed_part_of_a_layer_wise_transfer():
     assert exposed_share(transfer_s=1.0, overlap_s=100.0, layers=10) == pytest.approx(0.1)
     assert exposed_share(transfer_s=2.0, overlap_s=1.0, layers=10) == pytest.approx(0.55)
     assert exposed_share(transfer_s=2.0, overlap_s=1.0, layers=1) == 1.0
+
+
+def test_a_slower_link_delays_the_bytes_that_are_left():
+    """3 GB at 1 GB/s for 1 s, then the rest at half the bandwidth; the other NIC has room."""
+    loop, ended = Loop(), []
+    network, source = Network(loop), Nics(GB)
+    start(network, source, Nics(4 * GB), 3 * GB, ended)
+    loop.at(1.0, network.change, source, 0.5 * GB)
+    loop.run()
+    assert ended == [pytest.approx(5.0)]
+
+
+def test_a_network_has_a_name_or_a_bandwidth_and_a_set_up_time():
+    assert link_named("roce200") is LINKS["roce200"]
+    link = link_named("12.5:0.002")
+    assert (link.bytes_per_s, link.setup_s) == (12.5 * GB, 0.002)
+
+
+@pytest.mark.parametrize("text", ["roce", "20", "0:0", "20:-1", "nan:0", "1e9:0", "20:0.1:2", ""])
+def test_what_is_no_network_is_refused(text):
+    with pytest.raises(LinkError, match=r"expected one of nvlink, .* or GB/S:S") as refused:
+        link_named(text)
+    assert repr(text) in str(refused.value)

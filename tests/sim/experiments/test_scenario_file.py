@@ -12,7 +12,7 @@ from sim.__main__ import main
 from sim.caches.names import cache_named, cache_spelt
 from sim.cluster.assignment import Assignment
 from sim.cluster.autoscaler import AutoscalerSettings, ScaledBy
-from sim.cluster.incidents import Configure, Join, Restart, Slow
+from sim.cluster.incidents import Configure, Join, Leave, Restart, Slow, SlowLink
 from sim.cluster.peering import Partition, PeerSettings
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
@@ -111,6 +111,45 @@ stabilization_s = 60
 """
 
 
+ROLE = """\
+[[pods]]
+role = "decode"
+"""
+WITH_ROLES = """\
+[[pods]]
+count = 2
+role = "prefill"
+
+[[pods]]
+role = "decode"
+nics = 4
+
+[kv_transfer]
+gigabytes_per_s = 10
+setup_s = 0.002
+legs = "concurrent"
+push = true
+lease_s = 60
+
+[[events]]
+kind = "leave"
+at_s = 30
+role = "prefill"
+pods = [1]
+
+[[events]]
+kind = "slow-link"
+from_s = 40
+to_s = 50
+factor = 10
+
+[[events]]
+kind = "join"
+at_s = 60
+role = "decode"
+"""
+
+
 def written(tmp_path, text):
     path = tmp_path / "made.toml"
     path.write_text(text)
@@ -149,10 +188,40 @@ def test_all_that_can_be_said_is_read(tmp_path):
 
 def test_an_autoscaler_is_read(tmp_path):
     """What is not told is as Kubernetes has it."""
-    assert read(tmp_path, SCALED).autoscaler == AutoscalerSettings(
+    (scaled,) = read(tmp_path, SCALED).autoscalers
+    assert scaled == AutoscalerSettings(
         metric=ScaledBy.WAITING_REQUESTS, target=2, pods_min=2, pods_max=9, stabilization_s=60,
         labels={"llm-d.ai/role": "decode"}, interval_s=15, tolerance=0.1,
     )  # fmt: skip
+
+
+def test_pods_with_roles_and_their_network_are_read(tmp_path):
+    scenario = read(tmp_path, WITH_ROLES)
+    assert [(pod.role, pod.nics) for pod in scenario.pods] == [
+        ("prefill", 1), ("prefill", 1), ("decode", 4),
+    ]  # fmt: skip
+    assert {pod.engine.kv_connector.lease_s for pod in scenario.pods} == {60}
+    transfer = scenario.kv_transfer
+    assert (transfer.link.bytes_per_s, transfer.link.setup_s) == (10e9, 0.002)
+    assert (transfer.concurrent, transfer.push) == (True, True)
+    leave, slow, join = scenario.incidents
+    assert leave == Leave(at_s=30, role="prefill", pods=(1,))
+    assert slow == SlowLink(from_s=40, to_s=50, factor=10)
+    assert join.kinds[0].role == "decode"
+    scenario.check(kinds=scenario.pods, pickers=1)
+
+
+def test_each_role_may_have_an_autoscaler(tmp_path):
+    """Of several, each pod has one at most."""
+    table = SCALED.replace("[autoscaler]", "[[autoscaler]]")
+    of_both = WITH_ROLES.partition("[[events]]")[0] + table + table.replace("decode", "prefill")
+    scenario = read(tmp_path, of_both.replace("pods_min = 2", "pods_min = 1"))
+    labels = [one.labels["llm-d.ai/role"] for one in scenario.autoscalers]
+    assert labels == ["decode", "prefill"]
+    scenario.check(kinds=scenario.pods, pickers=1)
+    twice = structs.replace(scenario, autoscalers=scenario.autoscalers[:1] * 2)
+    with pytest.raises(ClusterSettingsError, match="expected one for each pod, got two"):
+        twice.check(kinds=scenario.pods, pickers=1)
 
 
 def test_pods_keep_prompts_each_in_their_way(tmp_path):
@@ -216,7 +285,18 @@ def test_a_file_that_is_named_lies_beside_the_scenario(tmp_path):
         ("[[rates]]\nfrom_s=0\nto_s=9\nfactor=0", "[[rates]] 1: factor: expected a number of at least 0.001"),
         ("[clients]\nretry = 2", "[clients]: unknown key retry, did you mean `retries`?"),
         ("clients = 2", "clients: expected a table [clients]"),
-        ("[[autoscaler]]", "autoscaler: expected a table [autoscaler]"),
+        ("autoscaler = 1", "autoscaler: expected tables under [[autoscaler]]"),
+        (2 * SCALED.replace("[auto", "[[auto").replace("er]\n", "er]]\n") + "pods = 1", "[[autoscaler]] 2: unknown key pods"),
+        ("[[pods]]\nrole = 'encode'", "[[pods]] 1: role: expected one of both, decode, prefill, prefill-decode, got 'encode'"),
+        ("[[pods]]\nnics = 2", "[[pods]] 1: nics: expected a role too"),
+        ("[[pods]]\nrole = 'decode'\nnics = 0", "[[pods]] 1: nics: expected a whole number of at least 1"),
+        ("[kv_transfer]", "[kv_transfer]: expected [[pods]] with a role, got none"),
+        (ROLE + "[kv_transfer]\nlink = 'infiniband'", "[kv_transfer]: link: expected one of nvlink"),
+        (ROLE + "[kv_transfer]\nsetup_s = 1", "expected gigabytes_per_s and setup_s together"),
+        (ROLE + "[kv_transfer]\nsetup_s = 1\ngigabytes_per_s = 1\nlink = 'nvlink'", "expected link or gigabytes_per_s"),
+        (ROLE + "[kv_transfer]\npush = true", 'push: expected legs = "concurrent" with it'),
+        (ROLE + "[kv_transfer]\nlegs = 'both'", "[kv_transfer]: legs: expected serial"),
+        (ROLE + "[kv_transfer]\nbandwidth = 1", "[kv_transfer]: unknown key bandwidth"),
         ("[autoscaler]\ntarget = 2", "[autoscaler]: needs field `metric`"),
         (SCALED + "pods = 3", "[autoscaler]: unknown key pods, did you mean `pods_m"),
         (SCALED.replace("= 9", "= 1"), "[autoscaler]: expected pods_max of at least pods_min, 2, got 1"),
@@ -454,7 +534,7 @@ def test_an_autoscaler_follows_the_load(trace, tmp_path):
     pool = told["pool"]
     timeline = told["timeline"]
     counts = dict(zip(timeline["time_s"], timeline["pod_count"], strict=True))
-    settings = scenario_in(file, kind()).autoscaler
+    (settings,) = scenario_in(file, kind()).autoscalers
     assert pool["autoscaled"] is True
     assert pool["pods_min"] == settings.pods_min
     assert pool["pods_min"] < pool["pods_max"] <= settings.pods_max

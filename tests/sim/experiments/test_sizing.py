@@ -209,7 +209,7 @@ def test_the_highest_target_that_keeps_the_bounds_is_taken(kept_below, share):
     """Of some below what a pod has in flight: 10 a second for 8 s on 4 pods; else the lowest."""
 
     def ttft_s(settings):
-        scaled = settings.scenario and settings.scenario.autoscaler
+        scaled = settings.scenario and settings.scenario.autoscalers
         if scaled:
             return 0.5 if scaled.target < kept_below else 2.0
         return needing(4)(settings)
@@ -226,7 +226,7 @@ def test_the_highest_target_that_keeps_the_bounds_is_taken(kept_below, share):
 def test_of_a_long_trace_a_stretch_is_sized_for_and_the_whole_is_autoscaled():
     """Once: of one run nothing is sure."""
     sizing, runs = carried_out(needing(4), sized_s_max=200.0)
-    whole = [one for one in runs.asked if one.scenario and one.scenario.autoscaler]
+    whole = [one for one in runs.asked if one.scenario and one.scenario.autoscalers]
     assert {(one.requests_from, one.requests_max) for one in whole} == {(0, 100)}
     assert len(sizing.autoscaled[1]) == 1
 
@@ -240,12 +240,12 @@ def test_of_a_whole_trace_two_targets_are_tried_at_once(kept_below, share, asked
 
     class InSets(MadeUpRuns):
         def of(self, wanted):
-            scaled = sum(bool(one.scenario and one.scenario.autoscaler) for one in wanted)
+            scaled = sum(bool(one.scenario and one.scenario.autoscalers) for one in wanted)
             sets.extend([scaled] if scaled else [])
             return super().of(wanted)
 
     def ttft_s(settings):
-        scaled = settings.scenario and settings.scenario.autoscaler
+        scaled = settings.scenario and settings.scenario.autoscalers
         if scaled:
             return 0.5 if scaled.target < kept_below else 2.0
         return needing(4)(settings)

@@ -125,21 +125,25 @@ def guessed_pods(stretch: Stretch, profile: Profile, speed: float) -> int:
 
     The search for the number of pods begins there; its result does not depend on this guess.
     """
-    demand = stretch.demand
     span_s = (stretch.end_s - stretch.start_s) / speed
-    if not span_s:
-        return 1
+    return max(1, round(sum(busy_times(stretch, profile)) / span_s)) if span_s else 1
+
+
+def busy_times(
+    stretch: Stretch, profile: Profile, cached_share: float = 0.5
+) -> tuple[Seconds, Seconds]:
+    """Return roughly how many seconds the work of `stretch` keeps one pod busy with prefill, and
+    with decoding, if `cached_share` of the prompt tokens are cached.
+    """
+    demand = stretch.demand
     tokens = min(_PREFILL_TOKENS, profile.max_num_batched_tokens)
     context = demand.prompt_tokens // demand.requests
     batch = max(1, min(_BATCH, profile.kv_tokens // max(1, context), profile.max_num_seqs))
     step = StepWork(
         tokens=batch, decodes=batch, decode_context_tokens=batch * context, sequences=batch
     )
-    busy_s = (
-        demand.prompt_tokens / 2 / profile.prefill_tokens_per_s(tokens)
-        + demand.output_tokens * profile.step_s(step) / batch
-    )
-    return max(1, round(busy_s / span_s))
+    prefill_s = demand.prompt_tokens * (1 - cached_share) / profile.prefill_tokens_per_s(tokens)
+    return prefill_s, demand.output_tokens * profile.step_s(step) / batch
 
 
 def _busiest(

@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from epp import __version__
+from epp.configuration.document import ConfigError
 from sim.cluster.built_in import DEFAULT_POLICY
+from sim.cluster.policies import policy_source
+from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, find_profile
 from sim.experiments import run_options
 from sim.experiments.demand import TraceDemand, demand_of
@@ -26,6 +29,7 @@ from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
 from sim.experiments.jobs import JobError, Workers, add_experiment_options, run_job
 from sim.experiments.leaderboard.sources import code_hash, plugins_hash
 from sim.experiments.mean_traffic import MeanTraffic
+from sim.experiments.pool_split import Split, splits_for
 from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
 from sim.experiments.run_journal import RunJournal, StoppedError, print_interrupted
@@ -37,6 +41,7 @@ from sim.experiments.sizing import (
     Sizing,
     SizingTask,
     bounds_of,
+    used_share,
 )
 from sim.experiments.warm_up import WarmUp, warm_up_of
 from sim.interrupts import interrupts_call
@@ -49,6 +54,7 @@ from sim.measurement.summaries import (
     EveryCountSummary,
     HeadroomSummary,
     KeptRun,
+    LoadSummary,
     NamedRun,
     RunSummary,
     SizedSummary,
@@ -104,6 +110,9 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
         "lost=0.01 as shares of the requests")  # fmt: skip
     add("--config", action="append", metavar="FILE|NAME",
         help=f"scheduler configuration; repeat to compare (default: {DEFAULT_POLICY}): {run_options.POLICY_HELP}")  # fmt: skip
+    add("--split", metavar="FILE|NAME",
+        help="also try pools that are split into prefill and decode pods, with this configuration, which "
+        "must have stages; --kv-link and --kv-nics describe their network (default: no split)")  # fmt: skip
     add("--price", type=_price, action="append", default=[], metavar="PROFILE=P",
         help="cost of a pod of PROFILE for an hour, in your currency; once for each profile")  # fmt: skip
     add("--pods-max", type=_pods, default=64, metavar="N",
@@ -283,26 +292,31 @@ class _Task:
         profiles = _profiles(options)
         prices: Mapping[str, float] = dict(options.price)
         policies = run_options.named_policies(options.config or [DEFAULT_POLICY])
-        found: list[tuple[Profile, RunSettings]] = []
+        found: list[tuple[Profile, RunSettings, Split | None]] = []
         for profile in profiles:
-            asked = argparse.Namespace(**(vars(options) | {"profile": [profile], "pods": 1}))
+            changes = {"profile": [profile], "pods": 1, "kv_link": None, "kv_nics": None}
+            asked = argparse.Namespace(**(vars(options) | changes))
             found += [
-                (profile, run_options.run_settings(asked, policy, options.seed))
+                (profile, run_options.run_settings(asked, policy, options.seed), None)
                 for policy in policies
             ]
         first = found[0][1]
         demand = _demand(first, options.stretch)
+        for profile in profiles if options.split is not None else ():
+            settings = _split_settings(options, profile)
+            found += [(profile, settings, split) for split in splits_for(demand.sized_for, profile)]
         part = demand.sized_for.places
         generated = _is_generated(first, part, options.seeds)
         warm_up = _warm_up(first, part, generated=generated)
         run_options.print_trace_warnings(found[0][1])
-        told = run_options.conditions(*(settings for _, settings in found))
+        told = run_options.conditions(*(settings for _, settings, _ in found))
         self.conditions = told | {
             "trace": described or told["trace"],
             "warm_up_s": warm_up.seconds / first.speed,
             "pods": f"1 to {options.pods_max}",
             "profiles": [profile.name for profile in profiles],
             "prices": prices or None,
+            **_split_conditions(found[-1][1]),
         }
         self.trace_hash = _trace_hash(first.trace)
         self.sizing = SizingTask(
@@ -321,6 +335,7 @@ class _Task:
                     profile=profile,
                     policy=settings.policy,
                     price_per_hour=prices.get(profile.name),
+                    split=split,
                     settings=replace(
                         settings,
                         jitter_s=told["jitter_s"],
@@ -330,7 +345,7 @@ class _Task:
                         busiest_s=warm_up.busiest_s / settings.speed,
                     ),
                 )
-                for profile, settings in found
+                for profile, settings, split in found
             ],
         )
 
@@ -385,6 +400,7 @@ class _SummaryBuilder:
             chosen=chosen,
             why_none=sizing.why_none,
             headroom=[] if chosen is None else self._headroom(task.options[chosen].price_per_hour),
+            loads=self._loads(),
             autoscaling=None if chosen is None else self._autoscaling(chosen),
             runs=[
                 NamedRun(
@@ -420,8 +436,31 @@ class _SummaryBuilder:
             on_front=False,
             counts=counts,
             runs=sum(one.runs for one in counts),
+            prefill_share=UNSET if option.split is None else option.split.prefill_share,
+            prefill_pods=UNSET
+            if option.split is None
+            else None
+            if pods is None
+            else option.split.prefill_pods(pods),
             every_count=self._every_count(at),
         )
+
+    def _loads(self) -> list[LoadSummary] | UnsetType:
+        task = self._sizing.task
+        if not any(option.split for option in task.options):
+            return UNSET
+        return [
+            LoadSummary(
+                option=at,
+                pods=pods,
+                load=load,
+                used=used_share(bounds_of(task.bounds, [one])),
+                ttft_p90_s=one.ttft_s.p90,
+                itl_mean_s=one.itl_s.mean,
+                e2e_mean_s=one.e2e_s.mean,
+            )
+            for at, pods, load, one in self._sizing.loads
+        ]
 
     def _every_count(self, at: int) -> EveryCountSummary | UnsetType:
         if not self._sizing.complete or not self._sizing.task.every_count:
@@ -434,8 +473,11 @@ class _SummaryBuilder:
         )
 
     def _headroom(self, price: float | None) -> list[HeadroomSummary]:
+        chosen = self._sizing.chosen
+        split = chosen is not None and self._sizing.task.options[chosen].split is not None
+        what = "a pod of each role fails" if split else "a pod fails"
         says = {
-            ONE_LOST: "a pod fails after a tenth of the time and does not come back; its requests are "
+            ONE_LOST: f"{what} after a tenth of the time and does not come back; its requests are "
             "sent again a second later",
             GROWTH: f"requests come {self._sizing.task.growth:g} times as fast",
         }
@@ -478,6 +520,31 @@ class _SummaryBuilder:
             kept=None if between.lacking else all(one.kept for one in told),
             bounds=told,
         )
+
+
+def _split_settings(options: argparse.Namespace, profile: Profile) -> RunSettings:
+    """Return the settings of a run with one prefill pod and one decode pod of `profile`. Raises
+    `ConfigError` if the configuration of `--split` has no prefill stage.
+    """
+    policy = policy_source(options.split)
+    changes = {"profile": [profile], "pods": None, "roles": (PREFILL, DECODE)}
+    asked = argparse.Namespace(**(vars(options) | changes))
+    settings = run_options.run_settings(asked, policy, options.seed)
+    opened = settings.cluster.opener(policy)(0).settings
+    if opened is None or opened.stages.prefill is None:
+        raise ConfigError(
+            [f"--split {options.split}: expected a configuration with a prefill stage"]
+        )
+    return settings
+
+
+def _split_conditions(settings: RunSettings) -> dict[str, Any]:
+    """Return the conditions of the network of split pools; empty if no pool is split."""
+    transfer = settings.cluster.kv_transfer
+    if transfer is None:
+        return {}
+    nics = {kind.nics for kind in settings.cluster.pods}
+    return {"kv_link": transfer.link.name, "kv_nics": max(nics)}
 
 
 def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
@@ -620,6 +687,8 @@ def _problem_of(options: argparse.Namespace) -> str:
         return "--roles is the result of sim size: leave it out; --split lets it propose roles"
     if options.scenario is not None:
         return "--scenario does not work with sim size, which defines traffic and pods itself"
+    if options.split is None and (options.kv_link is not None or options.kv_nics is not None):
+        return "--kv-link and --kv-nics describe the network of split pools: give --split too"
     if options.faults_per_hour:
         return (
             "--faults-per-hour does not work with sim size; its headroom covers the loss of a pod"

@@ -16,10 +16,12 @@ from epp.core.types import Seconds
 from sim.cluster.autoscaler import AutoscalerSettings, ScaledBy
 from sim.cluster.incidents import Leave
 from sim.cluster.policies import PolicySource
+from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.cluster.settings import ClientSettings
 from sim.engine.profiles import Profile
 from sim.experiments.demand import TraceDemand, guessed_pods
 from sim.experiments.pod_search import Step, next_step, smallest_of_all
+from sim.experiments.pool_split import Split
 from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
 from sim.experiments.scenario_file import PODS_MAX, Scenario
@@ -42,6 +44,8 @@ the smallest sufficient pool.
 
 An autoscaler with the full number as its target scales up too late, by the start-up time of a pod.
 """
+LOADS: Final = (0.5, 0.75, 1.0, 1.25, 1.5)
+"""Factors on the request rate at which a pool with a split is compared with one without."""
 _TARGET_MIN: Final = 0.1
 _TARGETS_AT_ONCE: Final = 2
 _COUNTS_EXPECTED: Final = 6
@@ -59,7 +63,11 @@ class Option(Struct, frozen=True, kw_only=True):
     policy: PolicySource
     price_per_hour: float | None
     settings: RunSettings
-    """Settings of a run with one pod; `with_pods` derives those with more."""
+    """Settings of a run with one pod, or with one of each role; `with_pods` derives those with
+    more.
+    """
+    split: Split | None = None
+    """Division into prefill and decode pods, or None if every pod serves whole requests."""
 
 
 class SizingTask(Struct, frozen=True, kw_only=True):
@@ -95,6 +103,7 @@ class SizingTask(Struct, frozen=True, kw_only=True):
         counts = len(self.options) * _COUNTS_EXPECTED
         searched = counts // 2 * (1 + self.seeds)
         besides = 0 if self.answer_only else 6 * self.seeds
+        besides += 2 * len(LOADS) if any(option.split for option in self.options) else 0
         every = len(self.options) * self.pods_max * self.seeds if self.every_count else 0
         return searched + besides + every
 
@@ -113,14 +122,21 @@ class PodSearch:
     """
 
     def __init__(
-        self, settings: RunSettings, task: SizingTask, start: int, *, lowest: int = 1
+        self,
+        settings: RunSettings,
+        task: SizingTask,
+        start: int,
+        *,
+        lowest: int = 1,
+        split: Split | None = None,
     ) -> None:
         """Create a search that begins at `start` pods.
 
         `settings` describe a run; the search replaces its number of pods. Fewer pods than `lowest`
-        are known to be too few.
+        are known to be too few. `split` divides the pods into roles; a split pool has two or more.
         """
-        self._lowest = lowest
+        self._lowest = lowest if split is None else max(lowest, 2)
+        self._split = split
         self._settings = settings
         self._task = task
         self._start = start
@@ -177,7 +193,7 @@ class PodSearch:
 
     def settings(self, pods: int, repetition: int) -> RunSettings:
         """Return the settings of one repetition with `pods` pods."""
-        return repeated(with_pods(self._settings, pods), repetition)
+        return repeated(with_pods(self._settings, pods, self._split), repetition)
 
     def verdict(self, pods: int) -> bool | None:
         """Return whether `pods` pods are sufficient, or None if the completed runs do not decide it
@@ -205,7 +221,7 @@ class PodSearch:
                     cost_per_hour=None
                     if price_per_hour is None
                     else six_digits(pods * price_per_hour),
-                    used=_used(bounds),
+                    used=used_share(bounds),
                     bounds=bounds,
                 )
             )
@@ -237,6 +253,7 @@ class Sizing:
                 option.settings,
                 task,
                 guessed_pods(task.demand.sized_for, option.profile, option.settings.speed),
+                split=option.split,
             )
             for option in task.options
         ]
@@ -249,6 +266,10 @@ class Sizing:
         it.
         """
         self.autoscaled: tuple[AutoscalerSettings, list[KeptRun]] | None = None
+        self.loads: list[tuple[int, int, float, KeptRun]] = []
+        """Runs of the best pool without and with a split at several loads: position of the option,
+        number of pods, load as a factor, and run.
+        """
         self.complete = False
 
     def carry_out(self) -> None:
@@ -257,7 +278,9 @@ class Sizing:
         chosen = self.chosen
         if chosen is not None and not self.task.answer_only:
             self._search_headroom(chosen)
-            self._autoscale(chosen)
+            if self.task.options[chosen].split is None:
+                self._autoscale(chosen)
+        self._compare_loads()
         if self.task.every_count:
             self._run_every_count()
         self.complete = True
@@ -329,22 +352,53 @@ class Sizing:
     def _search_headroom(self, chosen: int) -> None:
         task, pods = self.task, self.options[chosen].pods
         assert pods is not None
-        settings = task.options[chosen].settings
+        settings, split = task.options[chosen].settings, task.options[chosen].split
         at_s = LOST_AFTER * task.span_s / settings.speed
-        lost = Scenario(file=ONE_LOST, incidents=(Leave(at_s=at_s, pods=(0,)),))
+        roles = ("",) if split is None else (PREFILL, DECODE)
+        leaving = tuple(Leave(at_s=at_s, pods=(0,), role=role) for role in roles)
+        lost = Scenario(file=ONE_LOST, incidents=leaving)
         # Without a retry, the requests in flight there would be lost with any number of pods.
         again = replace(settings.cluster, clients=ClientSettings(retries=1))
         self.headroom = {
             # A pool with headroom must also serve the present traffic, and one pod less is not
             # enough for that.
             ONE_LOST: PodSearch(
-                replace(settings, scenario=lost, cluster=again), task, pods + 1, lowest=pods
+                replace(settings, scenario=lost, cluster=again),
+                task,
+                pods + len(roles),
+                lowest=pods,
+                split=split,
             ),
             GROWTH: PodSearch(
-                at_load(settings, task.growth), task, math.ceil(pods * task.growth), lowest=pods
+                at_load(settings, task.growth),
+                task,
+                math.ceil(pods * task.growth),
+                lowest=pods,
+                split=split,
             ),
         }
         self._search(list(self.headroom.values()))
+
+    def _compare_loads(self) -> None:
+        """Run the best option without a split and the best one with a split at `LOADS`, with the
+        same number of pods: the larger one of those that they need.
+
+        Do nothing if there is no option with a split, or if one kind has no sufficient number.
+        """
+        enough = self._enough()
+        kinds = [
+            [at for at in enough if (self.task.options[at].split is None) is whole]
+            for whole in (True, False)
+        ]
+        if not all(kinds):
+            return
+        best = [min(of, key=lambda at: (self._cost(at), self.options[at].used())) for of in kinds]
+        pods = max(self.options[at].pods or 0 for at in best)
+        asked = [(at, load) for load in LOADS for at in best]
+        found = self._runs.of(
+            [at_load(self.options[at].settings(pods, 0), load) for at, load in asked]
+        )
+        self.loads = [(at, pods, load, one) for (at, load), one in zip(asked, found, strict=True)]
 
     def _autoscale(self, chosen: int) -> None:
         """Find the highest target among `TARGET_SHARES` with which an autoscaler keeps the bounds.
@@ -426,10 +480,10 @@ class Sizing:
         """
         task = self.task
         for option in task.options:
-            search = PodSearch(option.settings, task, start=1)
+            search = PodSearch(option.settings, task, start=1, split=option.split)
             wanted = [
                 (pods, search.settings(pods, repetition))
-                for pods in range(1, task.pods_max + 1)
+                for pods in range(1 if option.split is None else 2, task.pods_max + 1)
                 for repetition in range(task.seeds)
             ]
             found = self._runs.of([settings for _, settings in wanted])
@@ -470,9 +524,13 @@ def at_load(settings: RunSettings, factor: float) -> RunSettings:
     )
 
 
-def with_pods(settings: RunSettings, pods: int) -> RunSettings:
-    """Return the settings of the same run with `pods` pods, all like its first pod."""
-    cluster = replace(settings.cluster, pods=settings.cluster.pods[:1] * pods)
+def with_pods(settings: RunSettings, pods: int, split: Split | None = None) -> RunSettings:
+    """Return the settings of the same run with `pods` pods, all like its first pod, or divided by
+    `split`.
+    """
+    kinds = settings.cluster.pods
+    divided = kinds[:1] * pods if split is None else split.divided(pods, kinds)
+    cluster = replace(settings.cluster, pods=divided)
     return replace(settings, cluster=cluster)
 
 
@@ -488,7 +546,7 @@ def repeated(settings: RunSettings, repetition: int) -> RunSettings:
     )
 
 
-def _used(bounds: Sequence[BoundSummary]) -> float | None:
+def used_share(bounds: Sequence[BoundSummary]) -> float | None:
     """Return the largest used share among the bounds (`BoundSummary.used`). It exceeds 1 if a bound
     is broken. None if the share of a bound is unknown.
     """

@@ -683,6 +683,10 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     counts: list[CountSummary]
     """Results of all numbers of pods that were tried, in ascending order."""
     runs: int
+    prefill_share: float | UnsetType = UNSET
+    """Share of the pods that prefill and do not decode; set only if the pool is split."""
+    prefill_pods: int | UnsetType | None = UNSET
+    """Number of prefill pods among `pods`; set only if the pool is split."""
     every_count: EveryCountSummary | UnsetType = UNSET
     """Results of running every number of pods; set only if the user requested them."""
 
@@ -697,6 +701,21 @@ class HeadroomSummary(Summary, frozen=True, kw_only=True):
     pods: int | None
     cost_per_hour: float | None
     counts: list[CountSummary]
+
+
+class LoadSummary(Summary, frozen=True, kw_only=True):
+    """One run of a sizing that compares a split pool with one that is not split, at one load."""
+
+    option: int
+    """Position of the option in `SizeSummary.options`."""
+    pods: int
+    load: float
+    """Request rate as a multiple of that of the trace."""
+    used: float | None
+    """Highest used share among all bounds (1 is at the limit)."""
+    ttft_p90_s: float | None
+    itl_mean_s: float | None
+    e2e_mean_s: float | None
 
 
 class DemandSummary(Summary, frozen=True, kw_only=True):
@@ -778,6 +797,8 @@ class SizeSummary(SearchSummary, frozen=True, kw_only=True):
     """Position of the chosen option in `options`, or None if no option meets the bounds."""
     why_none: str
     headroom: list[HeadroomSummary]
+    loads: list[LoadSummary] | UnsetType = UNSET
+    """Runs of the best pool without and with a split at several loads; set only with a split."""
     autoscaling: AutoscalingSummary | None
     runs: list[NamedRun]
     """Runs of the chosen option with the number of pods that it needs."""

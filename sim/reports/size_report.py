@@ -114,6 +114,7 @@ def size_page(summary: SizeSummary) -> str:
         f"Pods for {summary.conditions['trace']}",
         "\n".join(introduction),
         _frontier(summary)
+        + _by_load(summary)
         + _over_time(summary)
         + "".join(figures)
         + figure("What was run", facts_table(condition_rows(summary.conditions)))
@@ -133,6 +134,7 @@ def _tables(summary: SizeSummary) -> list[_Table]:
         _Table(title="Options", rows=_option_rows(summary), note=_options_note(summary)),
         _Table(title="Bounds", rows=_bound_rows(summary), note=_bounds_note(summary)),
         _Table(title="Headroom", rows=_headroom_rows(summary), note=_headroom_words(summary)),
+        _Table(title="Split or not, by load", rows=_load_rows(summary), note=_loads_note(summary)),
         _Table(title="With an autoscaler", rows=_autoscaling_rows(summary), facts=True),
         _Table(title="Every number of pods that was tried", rows=_count_rows(summary)),
     ]
@@ -182,8 +184,13 @@ def promised(summary: SizeSummary) -> str:
 
 
 def name_of(option: SizedSummary) -> str:
-    """Return the name of an option (profile and configuration), which is unique within a sizing."""
-    return f"{option.profile}, {option.config}"
+    """Return the name of an option (profile, configuration and split), which is unique within a
+    sizing.
+    """
+    name = f"{option.profile}, {option.config}"
+    if option.prefill_share is UNSET:
+        return name
+    return f"{name}, {option.prefill_share:.0%} prefill pods"
 
 
 def _option_rows(summary: SizeSummary) -> list[list[str]]:
@@ -203,7 +210,7 @@ def _option_rows(summary: SizeSummary) -> list[list[str]]:
         )
         row = [
             name_of(option) + (" (chosen)" if at == summary.chosen else ""),
-            _pods(option.pods, summary),
+            _pods(option.pods, summary) + _divided(option),
             *([number(cost) for cost in costs] if priced else []),
             _used(option.used),
             *(["yes" if option.on_front else "-"] if fronted else []),
@@ -232,6 +239,14 @@ def _pods(pods: int | None, summary: SizeSummary) -> str:
     if pods is None:
         return f"more than {summary.pods_max:,}" if summary.complete else "-"
     return f"{pods:,}"
+
+
+def _divided(option: SizedSummary) -> str:
+    """Return the division of the pods of an option into roles, in brackets; "" without a split."""
+    prefill = option.prefill_pods
+    if option.pods is None or prefill is UNSET or prefill is None:
+        return ""
+    return f" ({prefill}P {option.pods - prefill}D)"
 
 
 def _bound_rows(summary: SizeSummary) -> list[list[str]]:
@@ -276,6 +291,33 @@ def _headroom_rows(summary: SizeSummary) -> list[list[str]]:
         cost = [number(one.cost_per_hour)] if priced else []
         rows.append([one.case, _pods(one.pods, summary), *cost])
     return rows
+
+
+def _load_rows(summary: SizeSummary) -> list[list[str]]:
+    rows = [["load", "option", "used", "TTFT p90", "ITL mean", "E2E mean"]]
+    found = () if summary.loads is UNSET else summary.loads
+    rows += [
+        [
+            f"{one.load:g}",
+            name_of(summary.options[one.option]),
+            _used(one.used),
+            seconds(one.ttft_p90_s),
+            seconds(one.itl_mean_s),
+            seconds(one.e2e_mean_s),
+        ]
+        for one in found
+    ]
+    return rows
+
+
+def _loads_note(summary: SizeSummary) -> str:
+    if summary.loads is UNSET or not summary.loads:
+        return ""
+    pods = summary.loads[0].pods
+    return (
+        f"Each figure is of one run of {pods:,} pods with the first seed. A load of 1 is the traffic that "
+        "was sized for. The used share is that of the figures, without confidence limits."
+    )
 
 
 def _autoscaling_rows(summary: SizeSummary) -> list[list[str]]:
@@ -340,6 +382,8 @@ def _conclusion(summary: SizeSummary) -> str:
             if _cut(summary):
                 whole = _over_whole(summary, option.cost_per_million_tokens)
                 money += f" in the period for which the pool was sized, {number(whole)} over the whole trace"
+    if (prefill := option.prefill_pods) is not UNSET and prefill is not None:
+        pods += f" ({prefill:,} prefill, {(option.pods or 0) - prefill:,} decode)"
     told = (
         f"{pods} of {option.profile} under {option.config} keep{'s' if option.pods == 1 else ''} "
         f"{promised(summary)}, with 95 % confidence{money}."
@@ -349,7 +393,27 @@ def _conclusion(summary: SizeSummary) -> str:
             f" {option.pods_perhaps:,} might suffice: the figures keep the bounds there, but their "
             "95 % limits do not. A longer trace or more seeds could decide it."
         )
-    return told
+    return told + _other_kind(summary, option)
+
+
+def _other_kind(summary: SizeSummary, chosen: SizedSummary) -> str:
+    """Return a sentence about the best option with a split if the chosen one has none, or the
+    reverse; "" if all options are of one kind.
+    """
+    split = chosen.prefill_share is UNSET
+    others = [
+        one
+        for one in summary.options
+        if one.profile == chosen.profile and (one.prefill_share is UNSET) is not split
+    ]
+    if not others:
+        return ""
+    with_pods = [one for one in others if one.pods is not None]
+    how = "Split into prefill and decode pods" if split else "Without a split"
+    if not with_pods:
+        return f" {how}, no number of pods up to {summary.pods_max:,} keeps the bounds."
+    best = min(with_pods, key=lambda one: one.pods or 0)
+    return f" {how}, {best.pods:,} pods{_divided(best)} are needed."
 
 
 def _cut(summary: SizeSummary) -> bool:
@@ -544,6 +608,34 @@ def _frontier(summary: SizeSummary) -> str:
         told += f"; {100 * USED_MAX:,.0f} % stands for that share and any larger one"
     told += "."
     return figure(caption, f"<p>{words(told)}</p>{drawing}", list(lines))
+
+
+def _by_load(summary: SizeSummary) -> str:
+    """Return a chart of the used share of the bounds over the load, for the best pool without and
+    with a split; "" without a split.
+    """
+    if summary.loads is UNSET or not summary.loads:
+        return ""
+    runs: dict[str, list[tuple[float, float]]] = {}
+    for one in summary.loads:
+        if one.used is not None:
+            used = 100 * min(max(one.used, _USED_MIN), USED_MAX)
+            runs.setdefault(name_of(summary.options[one.option]), []).append((one.load, used))
+    flat = [point for line in runs.values() for point in line]
+    if not flat:
+        return ""
+    x = Axis.over([load for load, _ in flat], title="load")
+    y = Axis.over(
+        [*(used for _, used in flat), 100.0],
+        unit="%",
+        title="used share of the bounds",
+        logarithmic=True,
+    )
+    lines: dict[str, Points] = {**runs, _ALLOWED: [(x.low, 100.0), (x.high, 100.0)]}
+    pods = summary.loads[0].pods
+    caption = f"Used share of the bounds over the load, {pods:,} pods with and without a split"
+    drawing = wide_line_chart(lines, x=x, y=y, label=caption, dots=Dots(bare=(_ALLOWED,), large={}))
+    return figure(caption, f"<p>{words(_loads_note(summary))}</p>{drawing}", list(lines))
 
 
 def _over_time(summary: SizeSummary) -> str:

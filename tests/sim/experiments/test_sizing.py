@@ -211,7 +211,7 @@ def test_the_highest_target_that_keeps_the_bounds_is_taken(kept_below, share):
     def ttft_s(settings):
         scaled = settings.scenario and settings.scenario.autoscalers
         if scaled:
-            return 0.5 if scaled.target < kept_below else 2.0
+            return 0.5 if scaled[0].target < kept_below else 2.0
         return needing(4)(settings)
 
     sizing, _ = carried_out(ttft_s)
@@ -247,7 +247,7 @@ def test_of_a_whole_trace_two_targets_are_tried_at_once(kept_below, share, asked
     def ttft_s(settings):
         scaled = settings.scenario and settings.scenario.autoscalers
         if scaled:
-            return 0.5 if scaled.target < kept_below else 2.0
+            return 0.5 if scaled[0].target < kept_below else 2.0
         return needing(4)(settings)
 
     sizing = Sizing(task(sized_s_max=200.0), InSets(ttft_s))

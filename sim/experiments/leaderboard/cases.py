@@ -22,6 +22,8 @@ from msgspec.structs import replace
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.types import Seconds
 from sim.cluster.incidents import Drain, Incident, Join, Restart, Slow
+from sim.cluster.links import DEFAULT_LINK, LINKS, KVTransferSettings
+from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.settings import ClientSettings, ClusterSettings
 from sim.cluster.simulated_pod import PodKind
@@ -101,6 +103,10 @@ class Case(Struct, frozen=True, kw_only=True):
     """Name of the case's incidents in `HAPPENINGS`, or "" for no incidents."""
     engines: str = ""
     """Name in `ENGINES` of the change of the pods, or "" if the pods match their profile."""
+    roles: tuple[tuple[str, int], ...] = ()
+    """Number of pods of each role, which add up to `pods`; () if every pod serves whole requests."""
+    link: str = DEFAULT_LINK
+    """Network between pods with roles, a name of `LINKS`."""
     scrapes: str = ""
     """Name in `SCRAPES` of the trouble with metrics scrapes, or "" if all scrapes are answered."""
     speed_told: bool = False
@@ -129,8 +135,12 @@ class Case(Struct, frozen=True, kw_only=True):
     def cluster(self) -> ClusterSettings:
         """Return the settings of the case's pods and pickers."""
         kind = PodKind.of(find_profile(self.profile), max_loras=self.max_loras)
+        pods = ENGINES[self.engines](kind, self.pods) if self.engines else (kind,) * self.pods
+        if self.roles:
+            pods = tuple(kind.with_role(role) for role, count in self.roles for _ in range(count))
         return ClusterSettings(
-            pods=ENGINES[self.engines](kind, self.pods) if self.engines else (kind,) * self.pods,
+            pods=pods,
+            kv_transfer=KVTransferSettings(link=LINKS[self.link]) if self.roles else None,
             replicas=self.replicas,
             scrape_interval_s=self.scrape_interval_s,
             scrape_troubles=(SCRAPES[self.scrapes],) if self.scrapes else (),
@@ -753,6 +763,55 @@ FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
 )
 """Cases, by name, that run only if `--cases` names them. No default of the scheduler was chosen
 with their help.
+"""
+
+
+# The model of `_SLOWER` has a context of 40,960 tokens.
+_LONG: Final = Lengths(
+    prompt=lognormal(8_000, 8_000, 500, 38_000), output=lognormal(250, 150, 10, 1_000)
+)
+_DOCUMENT_CHATS: Final = Conversations(
+    conversations=0,
+    shared_tokens=1_000,
+    own=lognormal(5_000, 9_000, 100, 30_000),
+    turns=lognormal(4, 3, 1, 12),
+    question=lognormal(150, 200, 10, 2_000),
+    output=lognormal(250, 150, 10, 1_000),
+    think_s=lognormal(10, 10, 1, 60),
+    context_tokens_max=39_000,
+)
+"""Conversations that begin with a document: the first prompt is long, and later ones are mostly
+cached.
+"""
+
+STAGED_CASES: Final[Mapping[str, Case]] = MappingProxyType(
+    {
+        case.name: replace(case, profile=_SLOWER, pods=8, targets=_DOCUMENTS)
+        for case in (
+            Case(
+                name="split-long",
+                says="long prompts, nothing shared, on 4 prefill and 4 decode pods",
+                workload=_open(_LONG, 5.0),
+                roles=((PREFILL, 4), (DECODE, 4)),
+            ),
+            Case(
+                name="split-mixed",
+                says="chats about documents, on 3 prefill and 5 decode pods",
+                workload=_open(_DOCUMENT_CHATS, 3.0),
+                roles=((PREFILL, 3), (DECODE, 5)),
+            ),
+            Case(
+                name="split-slow-link",
+                says="as split-long, with transfers over TCP at 25 Gbit/s",
+                workload=_open(_LONG, 5.0),
+                roles=((PREFILL, 4), (DECODE, 4)),
+                link="tcp-25gbe",
+            ),
+        )
+    }
+)
+"""Cases with prefill and decode pods, by name. They run only if `--cases` names them. A strategy
+without stages sends whole requests to all their pods.
 """
 
 

@@ -20,7 +20,14 @@ from sim.cluster.built_in import (
 from sim.cluster.policies import BASELINES, PolicyNameError, PolicySource, built_in
 from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
 from sim.experiments.jobs import JobError, Workers
-from sim.experiments.leaderboard.cases import CASES, FURTHER_CASES, LADDERS, Case, Ladder
+from sim.experiments.leaderboard.cases import (
+    CASES,
+    FURTHER_CASES,
+    LADDERS,
+    STAGED_CASES,
+    Case,
+    Ladder,
+)
 from sim.experiments.leaderboard.cell import Cell, CellResult, inputs_of, run_cell
 from sim.experiments.leaderboard.folder import CellFolder
 from sim.experiments.leaderboard.standings import Runs, case_rows
@@ -255,7 +262,7 @@ def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
     """Return the cases with the given names, then a case for each trace file. Raises `OutputError`
     for an unknown name, or for a trace file that is called like a case.
     """
-    known = {**CASES, **FURTHER_CASES}
+    known = {**CASES, **FURTHER_CASES, **STAGED_CASES}
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise OutputError(f"--cases {unknown}: expected some of {', '.join(known)}")
@@ -340,7 +347,7 @@ def _list() -> str:
             f"  {case.name:<{width}}  {'hold-out, ' if case.hold_out else ''}{case.says}"
             for case in table.values()
         )
-        for table in (CASES, FURTHER_CASES)
+        for table in (CASES, {**FURTHER_CASES, **STAGED_CASES})
     )
     return (
         f"strategies:\n{names}\n\ncases:\n{cases}\n\n"

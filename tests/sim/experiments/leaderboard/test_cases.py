@@ -3,10 +3,18 @@
 import pytest
 
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
+from sim.cluster.links import LINKS
 from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import StepWork, find_profile
-from sim.experiments.leaderboard.cases import CASES, ENGINES, FURTHER_CASES, LADDERS, SCRAPES
+from sim.experiments.leaderboard.cases import (
+    CASES,
+    ENGINES,
+    FURTHER_CASES,
+    LADDERS,
+    SCRAPES,
+    STAGED_CASES,
+)
 from sim.traces.standard import STANDARD
 
 WORKLOADS = {name: case for name, case in CASES.items() if case.workload is not None}
@@ -174,3 +182,18 @@ def test_three_kinds_of_pods_are_as_many_of_each():
     speeds = [pod.prefill_tokens_per_s for pod in pods]
     assert len(set(speeds)) == 3
     assert all(speeds.count(speed) == 2 for speed in speeds)
+
+
+@pytest.mark.parametrize("name", STAGED_CASES)
+def test_a_case_with_roles_has_pods_that_transfer_over_its_link(name):
+    """As many pods as it says; no other case has any."""
+    case = STAGED_CASES[name]
+    cluster = case.cluster()
+    roles = [pod.role for pod in cluster.pods]
+    assert [(role, roles.count(role)) for role in dict.fromkeys(roles)] == list(case.roles)
+    assert len(cluster.pods) == case.pods
+    assert all(pod.transfers for pod in cluster.pods)
+    assert cluster.kv_transfer.link is LINKS[case.link]
+    assert not set(STAGED_CASES) & {*CASES, *FURTHER_CASES}
+    assert all(one.cluster().kv_transfer is None for one in CASES.values())
+    assert len(list(case.arrivals(1, 60))) == 60

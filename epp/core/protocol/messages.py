@@ -29,6 +29,12 @@ endpoint.
 """
 ENCODE_HEADER: Final = "x-encoder-hosts-ports"
 """Request header that names the endpoints that encode media, as a list of "ip:port"."""
+ENGINE_PRIORITY_HEADER: Final = "x-vllm-priority"
+"""Request header with the priority of a request in vLLM's own queue, an integer.
+
+vLLM serves requests with a lower value earlier. The header replaces the field `priority` of the
+body.
+"""
 CONTROL_HEADERS: Final = frozenset(
     {
         *OBJECTIVE_HEADERS,
@@ -41,6 +47,7 @@ CONTROL_HEADERS: Final = frozenset(
         "x-gateway-destination-endpoint-fallback",
         PREFILL_HEADER,
         ENCODE_HEADER,
+        ENGINE_PRIORITY_HEADER,
         "x-data-parallel-host-port",
         "x-kv-cache-source-host-port",
     }

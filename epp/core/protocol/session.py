@@ -81,6 +81,7 @@ from epp.core.protocol.messages import (
     BODY_CHUNK_BYTES_MAX,
     CONTROL_HEADERS,
     ENCODE_HEADER,
+    ENGINE_PRIORITY_HEADER,
     OBJECTIVE_HEADERS,
     PREFILL_HEADER,
     REQUEST_ID_HEADER,
@@ -161,6 +162,8 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     """True to report the chosen endpoint, and a short reason, to clients in response headers."""
     request_load_metrics: bool = False
     """True to request the engine's load in response headers, even if the client does not."""
+    engine_priority: bool = False
+    """True to send the priority of each request to the engine, in `ENGINE_PRIORITY_HEADER`."""
     rewrite: Callable[[str], str | None] | None = None
     """Function that returns the model to serve for the model of the body, or None if no rule
     applies. None if there are no rules.
@@ -1089,6 +1092,9 @@ class Session:
             stage_headers = _stage_headers(decision)
             set_headers += stage_headers.items()
             not_clients = not_clients - stage_headers.keys()
+        if self._settings.engine_priority:
+            set_headers.append((ENGINE_PRIORITY_HEADER, str(-request.priority)))
+            not_clients = not_clients - {ENGINE_PRIORITY_HEADER}
         if not not_clients.isdisjoint(headers):
             remove_headers = tuple([name for name in headers if name in not_clients])
         if changed_body is not None and self._recoded:

@@ -171,6 +171,7 @@ def build_settings(
         block_tokens=block_tokens_of(config.indexes, config.prefix),
         beliefs=tuple(name for name, index in config.indexes.items() if is_prefix(index)),
         ejection=config.ejection,
+        latency=config.latency,
         saturation=saturation,
         metrics_staleness_s=max(metrics_staleness_s, _TURNS_MIN * refresh_interval_s),
         prefill_tokens_per_s=next((speed for speed in speeds if speed), prefill_tokens_per_s),

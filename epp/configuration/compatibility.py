@@ -27,6 +27,7 @@ from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
+from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
 from epp.plugins.pull_source import PullSource
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
@@ -317,6 +318,8 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     DestinationEndpointServedVerifier.type_name: DestinationEndpointServedVerifier,
     PullSource.type_name: PullSource,
     DataParallelRank.type_name: DataParallelRank,
+    PredictedLatency.type_name: PredictedLatency,
+    LatencySloAdmitter.type_name: LatencySloAdmitter,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -338,16 +341,12 @@ MOVED_TO_INDEX: Final = (
 """Parameters that `prefix-cache-scorer` had before the prefix index became a separate plugin."""
 
 _NO_QUEUE: Final = "requests are not queued in the picker"
-_NO_PREDICTOR: Final = "there is no latency predictor"
 
 REFUSED: Final[Mapping[str, str]] = {
     "header-profile-handler": "profiles are not chosen by a header: use disagg-profile-handler",
     "disaggregatedset-rollout-screener": "revisions are not compared: use label-selector-filter",
-    "latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
-    "predicted-latency-producer": f"{_NO_PREDICTOR}: use inflight-load-producer",
-    "predicted-latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
-    "slo-headroom-tier-filter": f"{_NO_PREDICTOR}: use prefix-cache-affinity-filter",
-    "latency-slo-admitter": f"{_NO_PREDICTOR}: use utilization-detector",
+    "predicted-latency-scorer": "use latency-scorer",
+    "slo-headroom-tier-filter": "use latency-scorer, which prefers endpoints that meet the SLO",
     "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
     "concurrency-detector": "saturation is read from the engines: use utilization-detector",
     "fcfs-ordering-policy": f"{_NO_QUEUE}: remove it",

@@ -32,6 +32,7 @@ from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.parameters import Parameters
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
+from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
 from epp.plugins.pull_source import PullSource
 
 PREFIX_INDEX: Final = "approx-prefix-cache-producer"
@@ -39,7 +40,7 @@ PRECISE_INDEX: Final = "precise-prefix-cache-producer"
 _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
 BLOCK_TOKENS_MIN: Final = 64
 
-P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer)
+P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer, PredictedLatency)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
@@ -68,6 +69,7 @@ class Role(StrEnum):
     EXTRACTOR = "extractor"
     DECIDER = "decider"
     PRODUCER = "producer"
+    ADMITTER = "admitter"
     RESPONDER = "response plugin"
     REQUEST_MARKER = "request plugin"
     NOTIFIER = "notification source"
@@ -112,6 +114,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
     PullSource.type_name: Role.REQUEST_MARKER,
     DataParallelRank.type_name: Role.REQUEST_MARKER,
+    LatencySloAdmitter.type_name: Role.ADMITTER,
 }
 
 

@@ -43,6 +43,11 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
     if config.ejection != OutlierEjection():
         lines["outlier ejection"] = plain_parameters(config.ejection)
+    if config.latency is not None:
+        lines["latency prediction"] = {
+            **_plain(config.latency.estimator),
+            "refuses": config.latency.refuses,
+        }
     if config.tokens.backend is not Backend.ESTIMATE:
         lines["tokens"] = _describe_tokens(config.tokens)
     lines["requestHandler"] = {"parsers": list(config.parsers)}

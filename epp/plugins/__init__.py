@@ -14,6 +14,7 @@ from epp.plugins.added_time import AddedTime
 from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
 from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
+from epp.plugins.latency import Latency
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -47,6 +48,7 @@ SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "mm-embeddings-cache-scorer": EncoderCacheAffinity,
     "endpoint-attribute-scorer": EndpointAttributeScorer,
     "context-length-aware": ContextLengthAware,
+    "latency-scorer": Latency,
 }
 
 PICKERS: Final[Mapping[str, type[Picker]]] = {

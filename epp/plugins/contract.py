@@ -43,6 +43,7 @@ from epp.core.knowledge.index import (
     MeasuresItself,
     SharedIndex,
 )
+from epp.core.knowledge.latency import ExpectedLatency, Slo
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
 from epp.core.moment import Moment
@@ -76,6 +77,7 @@ __all__ = [
     "Duration",
     "Endpoint",
     "EngineLoad",
+    "ExpectedLatency",
     "Filter",
     "Floats",
     "GoesBySessions",
@@ -102,6 +104,7 @@ __all__ = [
     "SessionSources",
     "SessionTokens",
     "SharedIndex",
+    "Slo",
     "Step",
     "Strategy",
     "TellsCost",

@@ -18,7 +18,10 @@ BUDGETS = {
 Python 3.11, and half a call. If a change needs fewer, lower them: `python -m bench calls`."""
 SLACK = 1.0
 """Calls by which a budget may be too high: as many as one that is added on every request."""
-OFF = ("/core/peers/", "/core/kv_events/", "/core/knowledge/exact", "/engines/tokens/", "/rank")
+OFF = (
+    *("/core/peers/", "/core/kv_events/", "/core/knowledge/exact", "/core/knowledge/latency"),
+    *("/engines/tokens/", "/rank"),
+)
 """Parts of paths of what a picker does not use unless it is configured."""
 
 

@@ -26,7 +26,14 @@ from sim.experiments.run import Run, RunSettings
 from sim.reports.report import markdown_table
 from sim.traces.capture import CaptureWriter
 
-CASES_SHOWN: Final = ("interactive-chat", "multi-turn", "b2b-small", "summarisation", "slow-pod")
+CASES_SHOWN: Final = (
+    "interactive-chat",
+    "multi-turn",
+    "b2b-small",
+    "summarisation",
+    "slow-pod",
+    "set-above",
+)
 CONFIG: Final = DEFAULT_CONFIG.replace(
     "plugins:\n", "plugins:\n- type: predicted-latency-producer\n", 1
 )

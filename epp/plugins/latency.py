@@ -70,9 +70,13 @@ class Latency(Parameters, frozen=True):
     ttft_weight: _Weight = 0.8
     tpot_weight: _Weight = 0.2
     headroom_selection_strategy: HeadroomStrategy = HeadroomStrategy.LEAST
+    """Headroom that is best among the endpoints that meet the SLO."""
     composite_kv_weight: _Weight = field(default=1.0, name="compositeKVWeight")
+    """Weight of the free share of the KV cache, if no endpoint has a prediction."""
     composite_queue_weight: _Weight = 1.0
+    """Weight of a short queue, if no endpoint has a prediction."""
     composite_prefix_weight: _Weight = 1.0
+    """Weight of the cached share of the prompt, if no endpoint has a prediction."""
     latency_prediction_info_producer_name: str = ""
     """Name of the `predicted-latency-producer`; there is at most one."""
     prefix_match_info_producer_name: str = ""

@@ -484,6 +484,7 @@ class EndpointPicker:
                 parse_response_usage=flags.parse_response_usage,
                 decline_response_bodies=flags.decline_response_bodies,
                 request_load_metrics=flags.request_load_metrics,
+                engine_priority=flags.engine_priority,
                 explain_headers=flags.explain_headers,
                 subset_filter=not flags.disable_endpoint_subset_filter,
             ),

@@ -31,6 +31,7 @@ from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
+from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
 from epp.plugins.pull_source import PullSource
 from epp.plugins.rollout import RolloutScreener
 
@@ -335,6 +336,8 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     DataParallelRank.type_name: DataParallelRank,
     RolloutScreener.type_name: RolloutScreener,
     POD_EXTRACTOR: NoParameters,
+    PredictedLatency.type_name: PredictedLatency,
+    LatencySloAdmitter.type_name: LatencySloAdmitter,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -356,14 +359,10 @@ MOVED_TO_INDEX: Final = (
 """Parameters that `prefix-cache-scorer` had before the prefix index became a separate plugin."""
 
 _NO_EVICTION: Final = "requests that run are not evicted from the engines"
-_NO_PREDICTOR: Final = "there is no latency predictor"
 
 REFUSED: Final[Mapping[str, str]] = {
-    "latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
-    "predicted-latency-producer": f"{_NO_PREDICTOR}: use inflight-load-producer",
-    "predicted-latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
-    "slo-headroom-tier-filter": f"{_NO_PREDICTOR}: use prefix-cache-affinity-filter",
-    "latency-slo-admitter": f"{_NO_PREDICTOR}: use utilization-detector",
+    "predicted-latency-scorer": "use latency-scorer",
+    "slo-headroom-tier-filter": "use latency-scorer, which prefers endpoints that meet the SLO",
     "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
     "sheddable-eviction-filter": f"{_NO_EVICTION}: remove it",
     "priority-then-time-eviction-order-policy": f"{_NO_EVICTION}: remove it",

@@ -35,6 +35,7 @@ from epp.configuration.document import (
 from epp.configuration.findings import Findings, shown
 from epp.configuration.flow_plugins import MaxSaturationDetector
 from epp.configuration.flow_sections import GATE, FlowSections
+from epp.configuration.latency_prediction import latency_prediction
 from epp.configuration.needed_indexes import NeededIndexes, block_tokens_of
 from epp.configuration.other_sections import MetricsSettings, OtherSections
 from epp.configuration.profile_sections import ProfileSections
@@ -52,6 +53,7 @@ from epp.core.decision.stages import Stages
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
+from epp.core.knowledge.latency import LatencyPrediction
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels
 
@@ -151,6 +153,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Prefill speeds of endpoints, and other settings of `inflight-load-producer`."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     """Settings of outlier ejection, which apply to every profile."""
+    latency: LatencyPrediction | None = None
+    """Settings of latency prediction, or None if no latency is predicted."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
     """Settings of the source of prompts' token ids."""
     topology: TopologyLabels = DEFAULT_TOPOLOGY
@@ -218,6 +222,8 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     sections.check_topology()
     findings.raise_problems()
     assert stages is not None, "a document without a profile has a problem"
+    latency = latency_prediction(declared, stages)
+    findings.raise_problems()
 
     used = _profiles_of(stages, shadow)
     needed = NeededIndexes(declared)
@@ -241,6 +247,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
         metrics=metrics,
         inflight=inflight,
         ejection=ejection,
+        latency=latency,
         tokens=tokens,
         topology=topology,
         primary_port=primary_port,

@@ -41,6 +41,7 @@ from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
+from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
 from epp.plugins.pull_source import PullSource
 from epp.plugins.rollout import RolloutScreener
 
@@ -49,7 +50,9 @@ PRECISE_INDEX: Final = "precise-prefix-cache-producer"
 _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
 BLOCK_TOKENS_MIN: Final = 64
 
-P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer, TopologyLabels)
+P = TypeVar(
+    "P", InflightLoadProducer, OutlierEjection, TokenProducer, TopologyLabels, PredictedLatency
+)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
@@ -78,6 +81,7 @@ class Role(StrEnum):
     EXTRACTOR = "extractor"
     DECIDER = "decider"
     PRODUCER = "producer"
+    ADMITTER = "admitter"
     RESPONDER = "response plugin"
     REQUEST_MARKER = "request plugin"
     NOTIFIER = "notification source"
@@ -134,6 +138,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     **dict.fromkeys(ORDERINGS, Role.ORDERING),
     **dict.fromkeys(CEILINGS, Role.CEILING),
     **dict.fromkeys(DETECTORS, Role.DETECTOR),
+    LatencySloAdmitter.type_name: Role.ADMITTER,
 }
 
 

@@ -51,6 +51,11 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         lines["data-parallel ranks"] = {"primaryPort": config.primary_port}
     if config.topology != DEFAULT_TOPOLOGY:
         lines["topology"] = plain_parameters(config.topology)
+    if config.latency is not None:
+        lines["latency prediction"] = {
+            **_plain(config.latency.estimator),
+            "refuses": config.latency.refuses,
+        }
     if config.tokens.backend is not Backend.ESTIMATE:
         lines["tokens"] = _describe_tokens(config.tokens)
     lines["requestHandler"] = {"parsers": list(config.parsers)}

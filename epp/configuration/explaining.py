@@ -25,6 +25,7 @@ from epp.core.decision.stages import (
 )
 from epp.core.flow.settings import Fairness, FlowSettings, Ordering
 from epp.core.knowledge.ejection import OutlierEjection
+from epp.core.knowledge.latency import ERROR_MAX, LatencyPrediction
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.prompt.request import InferenceRequest
 
@@ -110,6 +111,8 @@ def explain(config: PickerConfig) -> str:
         lines.append("  none: the picker does not track where prompts went")
     lines += ["", *_speeds(settings)]
     lines += ["", *_ejection(settings.ejection)]
+    if settings.latency is not None:
+        lines += ["", *_latency(settings.latency)]
     if settings.flow is None:
         lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
         lines += _member("detector", settings.saturation.type_name, settings.saturation)
@@ -358,6 +361,19 @@ def _ejection(ejection: OutlierEjection) -> list[str]:
         "ejection: slow or failing endpoints receive no requests for a while, in every profile",
         *given,
     ]
+
+
+def _latency(latency: LatencyPrediction) -> list[str]:
+    """Return lines about latency prediction: how it works, and what acts on it."""
+    lines = [
+        "latency prediction: a regression for each endpoint corrects added-time-scorer's estimate",
+        f"  a prediction with a median error above {ERROR_MAX:.0%} is not used",
+    ]
+    if latency.refuses:
+        lines.append(
+            "  a request of negative priority is refused if no endpoint is predicted to meet its SLO"
+        )
+    return lines
 
 
 def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:

@@ -546,6 +546,14 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
             "only if the gateway removes this header from client requests",
         ),
     ] = False
+    engine_priority: Annotated[
+        bool,
+        Row(
+            REQUESTS,
+            "send the priority of each request to the engine (X-Vllm-Priority is the negated "
+            "priority); vLLM needs --scheduling-policy priority",
+        ),
+    ] = False
     decline_response_bodies: Annotated[
         bool,
         Row(

@@ -16,6 +16,7 @@ from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
 from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
 from epp.plugins.header_labels import HeaderLabelAffinity
+from epp.plugins.latency import Latency
 from epp.plugins.stage_time import DecodeTime, PrefillTime
 from epp.plugins.topology import TopologyAffinityFilter, TopologyAffinityScorer
 
@@ -57,6 +58,7 @@ SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "context-length-aware": ContextLengthAware,
     "topology-affinity-scorer": TopologyAffinityScorer,
     "header-label-affinity-scorer": HeaderLabelAffinity,
+    "latency-scorer": Latency,
 }
 
 PICKERS: Final[Mapping[str, type[Picker]]] = {

@@ -26,6 +26,7 @@ from epp.plugins.contract import (
     Candidates,
     Duration,
     EngineLoad,
+    ExpectedLatency,
     Floats,
     InferenceRequest,
     Parameters,
@@ -279,6 +280,22 @@ class AddedTime(Parameters, frozen=True, dict=True):
                 self.first_token_weight * first_token**2 / (first_token + HALF_WEIGHT_S)
             ),
         }
+
+    def expected_latency(
+        self, request: InferenceRequest, candidates: Candidates, /
+    ) -> ExpectedLatency:
+        """Return the expected time to first token and per output token at each candidate, in
+        parts, by the same formula as the cost.
+        """
+        parts = self.cost_parts(request, candidates)
+        speed = candidates.prefill_tokens_per_s
+        context = candidates.inflight_context_tokens + float(request.prompt_tokens)
+        return ExpectedLatency(
+            queue_s=parts["queue"],
+            prefill_s=parts["prefill"] + parts["adapter"],
+            step_s=STEP_TOKENS / speed,
+            context_s=DECODE_SHARE * context / speed,
+        )
 
     def _add_memory(
         self,

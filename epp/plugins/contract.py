@@ -51,6 +51,7 @@ from epp.core.knowledge.index import (
     MeasuresItself,
     SharedIndex,
 )
+from epp.core.knowledge.latency import ExpectedLatency, Slo
 from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
@@ -93,6 +94,7 @@ __all__ = [
     "Duration",
     "Endpoint",
     "EngineLoad",
+    "ExpectedLatency",
     "Filter",
     "Floats",
     "GoesBySessions",
@@ -119,6 +121,7 @@ __all__ = [
     "SessionSources",
     "SessionTokens",
     "SharedIndex",
+    "Slo",
     "Step",
     "Strategy",
     "TellsCost",

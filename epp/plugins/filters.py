@@ -281,13 +281,13 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     in_flight_load_producer_name: str = ""
     """Name of the `inflight-load-producer` that counts tokens in flight; there is at most one."""
     latency_prediction_info_producer_name: str = ""
-    """No effect, because there is no latency predictor."""
+    """No effect, because this filter does not use predicted latencies."""
 
     def __post_init__(self) -> None:
         if self.ttft_source is not TTFTSource.PREFILL_THROUGHPUT:
             raise ValueError(
-                f"ttftSource {self.ttft_source} is not supported, because there is no latency "
-                "predictor; use prefillThroughput"
+                f"ttftSource {self.ttft_source} is not supported, because this filter does not use "
+                "predicted latencies; use prefillThroughput"
             )
 
     @property
@@ -300,7 +300,8 @@ class PrefixCacheAffinity(Parameters, frozen=True):
         """
         if not self.latency_prediction_info_producer_name:
             return ()
-        return ("latencyPredictionInfoProducerName has no effect, there is no latency predictor",)
+        why = "this filter does not use predicted latencies"
+        return (f"latencyPredictionInfoProducerName has no effect, because {why}",)
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         affinity = candidates.affinity(self.prefix_match_info_producer_name)

@@ -386,7 +386,15 @@ class Gateway:
         request.status = status
         if request.route is not None:
             # Pods never return 503 here, so it comes from the gateway, for a pod that is gone.
-            outcome = Outcome(ending=ending, status=status or None, by_gateway=status == 503)
+            tokens = None
+            if self._settings.response_chunks and request.engine is not None:
+                tokens = request.engine.generated_tokens
+            outcome = Outcome(
+                ending=ending,
+                status=status or None,
+                by_gateway=status == 503,
+                output_tokens=tokens,
+            )
             self._pickers.complete(request, outcome)
 
     def _end(self, request: SimulatedRequest, fate: Fate) -> None:

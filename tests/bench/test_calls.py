@@ -19,12 +19,8 @@ Python 3.11, and half a call. If a change needs fewer, lower them: `python -m be
 SLACK = 1.0
 """Calls by which a budget may be too high: as many as one that is added on every request."""
 OFF = (
-    "/core/peers/",
-    "/core/flow/",
-    "/core/kv_events/",
-    "/core/knowledge/exact",
-    "/engines/tokens/",
-    "/rank",
+    *("/core/peers/", "/core/flow/", "/core/kv_events/", "/core/knowledge/exact"),
+    *("/core/knowledge/latency", "/engines/tokens/", "/rank"),
 )
 """Parts of paths of what a picker does not use unless it is configured."""
 

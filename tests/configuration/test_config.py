@@ -331,7 +331,7 @@ def test_no_type_is_both_known_and_refused():
     assert set(DEPRECATED) <= known
 
 
-@pytest.mark.parametrize(("name", "count"), [("flow-control", 4), ("latency", 3)])
+@pytest.mark.parametrize(("name", "count"), [("flow-control", 4)])
 def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count):
     """Every problem at once, each in one line, none of them a consequence of another."""
     with pytest.raises(ConfigError) as error:
@@ -436,9 +436,9 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         (
             {
                 "type": "prefix-cache-scorer",
-                "parameters": {"prefixMatchInfoProducerName": "predicted-latency-producer"},
+                "parameters": {"prefixMatchInfoProducerName": "request-attribute-reporter"},
             },
-            "plugins[0] (prefix-cache-scorer): producer predicted-latency-producer is not supported: there is no latency predictor: use inflight-load-producer",
+            "plugins[0] (prefix-cache-scorer): producer request-attribute-reporter is not supported: nothing is computed from usage: use --parse-response-usage",
         ),
     ],
 )  # fmt: skip
@@ -632,7 +632,7 @@ def test_all_problems_are_reported_together():
         load_parts,
         plugins=[
             {"type": "queue-scorer", "parameters": {"a": 1, "b": 2}},
-            {"type": "latency-scorer"},
+            {"type": "topology-affinity-scorer"},
         ],
         schedulingProfiles=[
             {"name": "p", "plugins": [{"pluginRef": "queue-scorer"}, {"pluginRef": "x"}]}

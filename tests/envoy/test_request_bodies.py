@@ -165,6 +165,7 @@ async def test_the_pod_sees_the_clients_headers_and_no_control_headers(wire):
         ("cookie", "a=1"),
         ("x-llm-d-inference-objective", "interactive"),
         ("x-prefiller-host-port", "10.0.0.1:1"),
+        ("x-vllm-priority", "-99"),
         ("x-request-id", "from-the-client"),
     ]
     async with wired.client.post(PATH, data=body_of(100), headers=headers) as response:
@@ -176,6 +177,22 @@ async def test_the_pod_sees_the_clients_headers_and_no_control_headers(wire):
     assert received[DESTINATION_HEADER] == wired.pod.address
     assert "x-llm-d-inference-objective" not in received
     assert "x-prefiller-host-port" not in received
+    assert "x-vllm-priority" not in received
+
+
+@pytest.mark.parametrize("mode", BodyMode)
+async def test_the_pod_sees_the_priority_of_the_objective_and_not_that_of_the_client(mode, wire):
+    """With a body and without one. A request whose objective is unknown has priority 0."""
+    settings = SessionSettings(priorities={"urgent": 7, "normal": 2}, engine_priority=True)
+    wired = await wire(settings=settings, request_body_mode=mode)
+    for objective, expected in (("urgent", "-7"), ("normal", "-2"), ("unknown", "0")):
+        headers = {"x-vllm-priority": "-99", "x-llm-d-inference-objective": objective}
+        async with wired.client.post(PATH, data=body_of(100), headers=headers) as response:
+            assert response.status == 200
+        assert wired.pod.received[-1].headers["x-vllm-priority"] == expected
+        async with wired.client.get("/v1/models", headers=headers) as response:
+            assert response.status == 200
+        assert wired.pod.received[-1].headers["x-vllm-priority"] == expected
 
 
 @pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED])

@@ -127,6 +127,7 @@ def test_readers_of_an_index_say_which():
         "added-time-scorer": ("", "approx-prefix-cache-producer"),
         "decode-time-scorer": ("", "approx-prefix-cache-producer"),
         "mm-embeddings-cache-scorer": ("mm-embeddings-cache-producer",) * 2,
+        "latency-scorer": ("", "approx-prefix-cache-producer"),
         "prefix-cache-affinity-filter": ("", "approx-prefix-cache-producer"),
         "prefix-cache-scorer": ("", "approx-prefix-cache-producer"),
         "no-hit-lru-scorer": ("no-hit-lru-producer", "no-hit-lru-producer"),

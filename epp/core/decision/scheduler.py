@@ -74,12 +74,13 @@ from epp.core.failures import PluginFailures
 from epp.core.flow.gate import Gate
 from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.availability import Available, available
-from epp.core.knowledge.candidates import Affinity, Candidates, Ints
+from epp.core.knowledge.candidates import PREDICTED_LATENCY, Affinity, Candidates, Ints
 from epp.core.knowledge.fullness import FullEndpoints
 from epp.core.knowledge.hit_accuracy import NO_INDEXES, HitAccuracy, expected_hit
 from epp.core.knowledge.index import Held
 from epp.core.knowledge.indexes import Indexes
 from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, InflightLedger, Lease, Outcome
+from epp.core.knowledge.latency import LatencyModel, LatencyPrediction, Predicted
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.outliers import Outlier, Outliers
 from epp.core.knowledge.overdue_prefills import OverduePrefills, prefill_of
@@ -159,11 +160,12 @@ class Scheduler:
         self.accuracy = HitAccuracy()
         """Comparison of the cache hits that decisions predict with the hits that engines count."""
         self.answer_lengths = AnswerLengths()
+        self.latency: LatencyModel | None = None
+        """Predictions of latencies and their errors, or None if no latency is predicted."""
         self.replicas_unheard = 0
         """Number of other pickers that serve this pool and do not share their decisions."""
-        self.decisions = 0
-        self.load_reports = 0
-        """Number of load reports of engines that were read from response headers."""
+        self.decisions = self.load_reports = 0
+        """Numbers of decisions, and of load reports of engines that were read from response headers."""
         self.load_reports_unread = 0
         """Number of load reports in response headers that were ignored, because they were
         malformed, or because their endpoint was never scraped, has left or has restarted.
@@ -189,8 +191,9 @@ class Scheduler:
         self.witness: Witness | None = None
         self._session_returns = SessionReturns()
         self._random = Random(f"{seed}:picker")  # noqa: S311  not for security
-        secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  used for routing only
-        self.segments = KnownSegments(secret=secret)
+        self.segments = KnownSegments(
+            secret=Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  used for routing only
+        )
         self.indexes.configure(settings.index_settings)
         self._read_profile()
 
@@ -343,6 +346,14 @@ class Scheduler:
             and settings.saturation.saturation(candidates) >= 1.0
         ):
             return saturated(f"the pool is saturated and priority {request.priority} may be shed")
+        predicted = None
+        if self.latency is not None:
+            predicted = self._predict(request, candidates, affinities)
+            if request.priority < 0 and self.latency.is_hopeless(request, candidates):
+                return saturated(
+                    "no endpoint is predicted to meet the SLO of the request, and priority "
+                    f"{request.priority} may be shed"
+                )
 
         staleness = None
         if not self.pool.all_observed_since(now - settings.metrics_staleness_s):
@@ -356,6 +367,8 @@ class Scheduler:
             # too.
             slots = offered.in_service
             candidates = self._candidates(slots, affinities, request, now)
+            if self.latency is not None:
+                predicted = self._predict(request, candidates, affinities)
             choice = choose(profile, request, candidates, state, rotation, staleness)
             if isinstance(choice, Refusal):
                 return choice
@@ -367,6 +380,8 @@ class Scheduler:
             dropped = offered.left_out(slots, columns) | choice.dropped
             choice = structs.replace(choice, dropped=dropped)
         leg = self._assume(request, choice, profile, count, now)
+        if predicted is not None:
+            leg.lease.latency = predicted.at(choice.slot)
         self.decisions = number = rotation + 1
         kept = leg.lease.request
         return Decision(
@@ -392,6 +407,17 @@ class Scheduler:
         if keep.all() or not keep.any():
             return offered
         return structs.replace(offered, with_room=offered.with_room[keep])
+
+    def _predict(
+        self, request: InferenceRequest, candidates: Candidates, affinities: dict[str, Affinity]
+    ) -> Predicted:
+        """Predict the latency of `request` at each candidate. Store the predictions in
+        `affinities`, which the candidates read.
+        """
+        assert self.latency is not None, "latencies are predicted"
+        predicted = self.latency.predict(request, candidates, len(self.pool.columns.endpoints))
+        affinities[PREDICTED_LATENCY] = predicted.affinity
+        return predicted
 
     def _schedule_stages(
         self,
@@ -777,7 +803,27 @@ class Scheduler:
     def _start_output(self, given: OutputStarted, now: Seconds) -> None:
         if given.lease.earlier:
             self._end_prefill(given, now)
+        if self.latency is not None:
+            self._learn_first_output(given.lease, now)
         self.ledger.first_output(given.lease, now)
+
+    def _learn_first_output(self, lease: Lease, now: Seconds) -> None:
+        """Compare the predicted time to first token with the first output of `lease`.
+
+        The first chunk of an answer that is not streamed is its end, and says nothing.
+        """
+        placed = lease.latency
+        fresh = lease.first_output_at_s is None and lease.request.stream
+        if self.latency is not None and placed is not None and fresh and self.ledger.is_live(lease):
+            self.latency.first_output(lease.slot, placed, now - lease.opened_at_s)
+
+    def _learn_end(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
+        """Compare the predicted time per output token with a complete answer."""
+        placed, first_s, tokens = lease.latency, lease.first_output_at_s, outcome.output_tokens
+        if placed is None or first_s is None or tokens is None or tokens < 2:
+            return
+        if self.latency is not None and outcome.answered and lease.request.stream:
+            self.latency.ended(lease.slot, placed, (now - first_s) / (tokens - 1))
 
     def _read_load(self, given: LoadReported, now: Seconds) -> None:
         lease, report = given.lease, read_load_report(given.header)
@@ -797,6 +843,8 @@ class Scheduler:
             return NO_EFFECTS
         set_aside = None
         live = self.ledger.is_live(lease)
+        if live and self.latency is not None:
+            self._learn_end(lease, outcome, now)
         if lease.earlier:
             set_aside = self._end_together(lease, outcome, now)
         elif live:
@@ -912,6 +960,8 @@ class Scheduler:
             self.gate.forget(slot)
         self.accuracy.forget(slot)
         self.answer_lengths.forget(slot)
+        if self.latency is not None:
+            self.latency.forget(slot)
         self.outlying.pop(slot, None)
         self.shadow_totals.picks.pop(slot, None)
         self.indexes.forget(slot)
@@ -975,8 +1025,18 @@ class Scheduler:
         self._rank_chooser = profile.rank_chooser(failures)
         if self._rank_chooser is not None:
             self.rank_choices = dict.fromkeys(RankChoice, 0) | self.rank_choices
+        self._configure_latency(settings.latency)
         self.outliers.configure(settings.ejection)
         self.shadow = Shadow.of(settings, self.seed, self.shadow_totals, self.shadow_failures)
+
+    def _configure_latency(self, settings: LatencyPrediction | None) -> None:
+        """Begin or stop predicting latencies. What is learned stays while the estimator stays."""
+        if settings is None:
+            self.latency = None
+        elif self.latency is None or self.latency.settings.estimator != settings.estimator:
+            self.latency = LatencyModel(settings)
+        else:
+            self.latency.settings = settings
 
     def _read_stages(self) -> None:
         """Create from the settings the objects that decisions of requests with several stages use."""

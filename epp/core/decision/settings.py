@@ -10,6 +10,7 @@ from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.indexes import IndexesSettings
+from epp.core.knowledge.latency import LatencyPrediction
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, LabelledSpeed, speed_by_labels
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels
@@ -43,6 +44,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
     flow: FlowSettings | None = None
     """Settings of the queue, or None if requests do not wait for endpoints to have room."""
+    latency: LatencyPrediction | None = None
+    """Settings of latency prediction, or None if no latency is predicted."""
     metrics_staleness_s: Seconds = 2.0
     """Age of metrics in seconds above which an endpoint ranks below every endpoint with fresher
     metrics.

@@ -66,6 +66,13 @@ ATTRIBUTES_MAX: Final = 64
 unknown for every endpoint.
 """
 
+PREDICTED_LATENCY: Final = "predicted latency"
+"""Key of the predictions among the affinities of candidates."""
+PREDICTED_TTFT: Final = "ttft_s"
+PREDICTED_TPOT: Final = "tpot_s"
+PREDICTED_TTFT_ERROR: Final = "ttft_error"
+PREDICTED_TPOT_ERROR: Final = "tpot_error"
+
 _NO_ADAPTERS: Final = AdapterReport()
 _NOTHING: Final = np.zeros(())
 """Zero as a numpy array, used instead of a Python float. Converting a float takes numpy longer than
@@ -711,6 +718,40 @@ class Candidates:
         cached = self.matched_blocks * float(self.block_tokens)
         uncached: Floats = np.maximum(self.prompt_tokens - cached, 0.0)
         return uncached
+
+    @property
+    def predicted_ttft_s(self) -> Floats:
+        """Return float64[n]: the predicted time from this decision to the first token at each
+        candidate in seconds; NaN if there is no usable prediction, or no `predicted-latency-producer`.
+        """
+        return self._predicted(PREDICTED_TTFT)
+
+    @property
+    def predicted_tpot_s(self) -> Floats:
+        """Return float64[n]: the predicted time per output token at each candidate in seconds; NaN
+        as for `predicted_ttft_s`.
+        """
+        return self._predicted(PREDICTED_TPOT)
+
+    @property
+    def predicted_ttft_error(self) -> Floats:
+        """Return float64[n]: the median relative error of recent `predicted_ttft_s` of each
+        candidate, 0.1 for 10 %; NaN if unknown.
+        """
+        return self._predicted(PREDICTED_TTFT_ERROR)
+
+    @property
+    def predicted_tpot_error(self) -> Floats:
+        """Return float64[n]: the median relative error of recent `predicted_tpot_s` of each
+        candidate; NaN if unknown.
+        """
+        return self._predicted(PREDICTED_TPOT_ERROR)
+
+    def _predicted(self, name: str) -> Floats:
+        known = self._affinities.get(PREDICTED_LATENCY)
+        if known is None:
+            return np.full(len(self._slot), math.nan)
+        return known.columns[name][self._slot]
 
     @property
     def adapters_reported(self) -> bool:

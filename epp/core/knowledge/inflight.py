@@ -26,6 +26,7 @@ from msgspec import Struct, field
 from epp.core.knowledge.candidates import Columns
 from epp.core.knowledge.first_outputs import PAGE_S_MAX, FirstOutputs
 from epp.core.knowledge.hit_accuracy import Expected
+from epp.core.knowledge.latency import PlacedPrediction
 from epp.core.knowledge.prefill_speed import LearntSpeed
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics, Seconds, Stage
@@ -169,6 +170,8 @@ class Lease(Struct, eq=False, gc=False):
     """Leases of the endpoints that prefill and encode for this request. It is () if the endpoint in
     `slot` does everything, and for these leases themselves.
     """
+    latency: PlacedPrediction | None = None
+    """Predicted latency at the endpoint in `slot`, or None if nothing is predicted."""
     counted: bool = True
     """False if another lease of the same request counts the request at the endpoint in `slot`."""
 
@@ -587,6 +590,7 @@ class InflightLedger:
         lease.slot = slot
         lease.opened_at_s = now
         lease.first_output_at_s = None
+        lease.latency = None
         lease.generation = self._generations.get(slot, 0)
         self._charge(lease, prefill_tokens, now)
 

@@ -39,6 +39,12 @@ RANK_ADDRESS_HEADER: Final = "x-data-parallel-host-port"
 """Request header with the address "ip:port" of the data-parallel rank that must serve the request,
 for the sidecar that listens on the port that all ranks of the pod share.
 """
+ENGINE_PRIORITY_HEADER: Final = "x-vllm-priority"
+"""Request header with the priority of a request in vLLM's own queue, an integer.
+
+vLLM serves requests with a lower value earlier. The header replaces the field `priority` of the
+body.
+"""
 CONTROL_HEADERS: Final = frozenset(
     {
         *OBJECTIVE_HEADERS,
@@ -52,6 +58,7 @@ CONTROL_HEADERS: Final = frozenset(
         PREFILL_HEADER,
         ENCODE_HEADER,
         RANK_ADDRESS_HEADER,
+        ENGINE_PRIORITY_HEADER,
         "x-kv-cache-source-host-port",
     }
 )

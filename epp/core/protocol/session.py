@@ -89,6 +89,7 @@ from epp.core.protocol.messages import (
     BODY_CHUNK_BYTES_MAX,
     CONTROL_HEADERS,
     ENCODE_HEADER,
+    ENGINE_PRIORITY_HEADER,
     OBJECTIVE_HEADERS,
     PREFILL_HEADER,
     RANK_ADDRESS_HEADER,
@@ -209,6 +210,8 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     """True to report the chosen endpoint, and a short reason, to clients in response headers."""
     request_load_metrics: bool = False
     """True to request the engine's load in response headers, even if the client does not."""
+    engine_priority: bool = False
+    """True to send the priority of each request to the engine, in `ENGINE_PRIORITY_HEADER`."""
     rewrite: Callable[[str], str | None] | None = None
     """Function that returns the model to serve for the model of the body, or None if no rule
     applies. None if there are no rules.
@@ -1188,6 +1191,9 @@ class Session:
         if decision.primary_port:
             set_headers.append((RANK_ADDRESS_HEADER, decision.endpoint.address))
             not_clients = not_clients - {RANK_ADDRESS_HEADER}
+        if self._settings.engine_priority:
+            set_headers.append((ENGINE_PRIORITY_HEADER, str(-request.priority)))
+            not_clients = not_clients - {ENGINE_PRIORITY_HEADER}
         if not not_clients.isdisjoint(headers):
             remove_headers = tuple([name for name in headers if name in not_clients])
         if changed_body is not None and self._recoded:

@@ -277,6 +277,45 @@ def test_headers_that_a_plugin_sets_are_no_clients(found, removed):
     assert [one.name for one in pool.failures] == (["marks"] if "x-other" in found else [])
 
 
+PRIORITIES = SessionSettings(priorities={"urgent": 2**31 - 1, "batch": -1}, engine_priority=True)
+ENGINE_PRIORITY = "x-vllm-priority"
+
+
+def placed_head(mode, fields, *, settings=None, body=BODY):
+    """Return the answer with the destination of a request in body mode `mode`; without a body if
+    `body` is None.
+    """
+    stream = stream_of(settings=settings)
+    head = gw.request_headers(fields, end=body is None, modes=gw.protocol(mode, gw.NONE))
+    answers = stream.send(head) if body is None else stream.send(head, gw.request_body(body))
+    return next(answer for answer in answers if gw.destination(answer))
+
+
+@pytest.mark.parametrize("body", [BODY, None])
+@pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.BUFFERED, gw.STREAMED, gw.NONE])
+def test_the_engine_receives_the_negated_priority_where_that_is_set(mode, body):
+    """The higher the priority of the objective, the lower the number, and the earlier vLLM serves."""
+    sent = {}
+    for objective in ("urgent", "", "unknown", "batch"):
+        fields = gw.COMPLETIONS | {ENGINE_PRIORITY: "-99", "x-request-id": "r"}
+        if objective:
+            fields["x-llm-d-inference-objective"] = objective
+        head = placed_head(mode, fields, settings=PRIORITIES, body=body)
+        sent[objective] = gw.set_headers(head)[ENGINE_PRIORITY]
+        # Envoy may remove headers after it has set others.
+        assert ENGINE_PRIORITY not in gw.removed_headers(head)
+    assert sent == {"urgent": str(1 - 2**31), "": "0", "unknown": "0", "batch": "1"}
+
+
+@pytest.mark.parametrize("body", [BODY, None])
+@pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.BUFFERED, gw.STREAMED, gw.NONE])
+def test_the_engine_never_receives_a_clients_priority(mode, body):
+    """It is removed where the picker sets none either."""
+    head = placed_head(mode, gw.COMPLETIONS | {ENGINE_PRIORITY: "-99"}, body=body)
+    assert gw.removed_headers(head) == {ENGINE_PRIORITY}
+    assert ENGINE_PRIORITY not in gw.set_headers(head)
+
+
 @pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.BUFFERED])
 def test_a_body_over_the_limit_is_refused_as_soon_as_it_is_over(mode):
     """413, and nothing of it is kept."""

@@ -642,6 +642,20 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "little is known.",
     ),
     _sampled(
+        "homing_latency_prediction_error_ratio",
+        "ratio",
+        "Median relative error of the last 200 predictions of a latency (ttft, tpot), by the "
+        "estimate alone and by the regression; only if latencies are predicted.",
+        (*_ENDPOINT, "latency", "by"),
+    ),
+    _sampled(
+        "homing_latency_prediction_used",
+        "info",
+        "1 for what predictions of a latency are made of: estimate, learned or none; only if "
+        "latencies are predicted.",
+        (*_ENDPOINT, "latency", "by"),
+    ),
+    _sampled(
         "homing_per_endpoint_engine_ttft_seconds",
         "seconds",
         "Time to first token measured by the engine for all its requests, at the last scrape.",

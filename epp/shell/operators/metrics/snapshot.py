@@ -70,6 +70,9 @@ def pool_snapshot(
         | Counter(accuracy.verdict(slot).value for slot in compared),
         hit_errors={side.value: errors for side, errors in accuracy.errors.items()},
         bytes_per_token=dict(accuracy.models()),
+        latency_errors={}
+        if scheduler.latency is None
+        else {slot: scheduler.latency.errors_of(slot) for slot in slots.tolist()},
         answer_tokens=scheduler.answer_lengths.tokens,
         slowness=scheduler.outliers.slowness(),
         outliers=dict(scheduler.outliers.detected(now)),

@@ -36,6 +36,7 @@ from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.hit_accuracy import ERROR_BOUNDS, ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexStanding
 from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.latency import LatencyErrors
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
@@ -191,6 +192,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """
     bytes_per_token: Mapping[str, float] = field(default_factory=dict)
     """Learned number of prompt bytes per token, by model."""
+    latency_errors: Mapping[int, Mapping[str, LatencyErrors]] = field(default_factory=dict)
+    """Errors of predicted latencies by slot, then by latency; empty if none are predicted."""
     answer_tokens: float | None = None
     """Learned mean number of output tokens per response, or None if too little is known."""
     process: ProcessSnapshot | None = None
@@ -1204,6 +1207,13 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
             queue.add_metric([_label(snapshot.pool), _label(endpoint.name), labels[2]], waiting)
         if math.isfinite(age_s):
             age.add_metric(labels, age_s)
+        for latency, errors in snapshot.latency_errors.get(slots[at], {}).items():
+            for by, error in errors.told().items():
+                of_error = families["homing_latency_prediction_error_ratio"]
+                of_error.add_metric([*labels, latency, by], error)
+            families["homing_latency_prediction_used"].add_metric(
+                [*labels, latency, errors.used], 1
+            )
         requests.add_metric(labels, inflight_requests)
         tokens.add_metric(labels, inflight_tokens)
         for suffix, column in scraped:

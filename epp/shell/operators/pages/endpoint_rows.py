@@ -81,6 +81,14 @@ def endpoint_rows(
     ):
         if any(shares):
             columns[name] = [_named(each) for each in shares]
+    if scheduler.latency is not None:
+        errors = [scheduler.latency.errors_of(slot) for slot in standings]
+        for latency in ("ttft", "tpot"):
+            columns[f"{latency}_prediction"] = [one[latency].used for one in errors]
+            columns[f"{latency}_prediction_errors"] = [
+                {name: round(error, _DIGITS) for name, error in one[latency].told().items()}
+                for one in errors
+            ]
     sources = [kv_events(endpoint) for endpoint in candidates.endpoints]
     if any(sources):
         columns["kv_events"] = [source and _heard(source) for source in sources]

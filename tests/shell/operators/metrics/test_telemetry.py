@@ -1,3 +1,4 @@
+import math
 import sys
 from collections import Counter as Tally
 
@@ -24,6 +25,7 @@ from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.hit_accuracy import ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexMeasures, IndexStanding
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.knowledge.latency import LatencyErrors
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
@@ -117,6 +119,12 @@ def snapshot(count=4, **fields):
         },
         hit_verdicts={"measured": 1, "still": 3},
         hit_errors={"over": errors_of(0.125), "under": errors_of()},
+        latency_errors={
+            1: {
+                "ttft": LatencyErrors(40, 0.75, 0.125, "learned"),
+                "tpot": LatencyErrors(3, math.nan, math.nan, "estimate"),
+            }
+        },
         answer_tokens=120.0,
         bytes_per_token={"llama": 4.5, "m" * 128 + "1": 2.0, "m" * 128 + "2": 3.0},
         process=ProcessSnapshot(cpu_s=12.5, resident_bytes=2**27),
@@ -860,6 +868,18 @@ def test_belief_stands_beside_what_engines_count():
     assert exported("homing_bytes_per_token", model_name="llama") == 4.5
     assert exported("homing_bytes_per_token", model_name="m" * 128) == 2.0
     assert exported("homing_answer_tokens") == 120.0
+
+
+def test_errors_of_predicted_latencies_are_shown_once_they_are_known():
+    """By the estimate and by the regression, with what is used."""
+    exported = Exported(snapshot)
+    pod = {"endpoint_name": "vllm-1", "namespace": "prod", "port": "8000"}
+    error, used = "homing_latency_prediction_error_ratio", "homing_latency_prediction_used"
+    assert exported(error, latency="ttft", by="estimate", **pod) == 0.75
+    assert exported(error, latency="ttft", by="learned", **pod) == 0.125
+    assert exported(error, latency="tpot", by="learned", **pod) is None
+    assert exported(used, latency="ttft", by="learned", **pod) == 1
+    assert exported(used, latency="tpot", by="estimate", **pod) == 1
 
 
 def test_every_plugin_has_its_count_of_failures():

@@ -222,7 +222,7 @@ def test_a_configuration_that_would_not_start_is_not_written():
         ),
         (
             "migrate-values: config: plugins[1] (agent-identity): type agent-identity is not "
-            "supported: there is no fairness between agents: remove it"
+            "supported: a header alone names flows, x-llm-d-inference-fairness-id: remove it"
         ),
         "migrate-values: the picker would not start, so nothing is written",
     ]

@@ -632,7 +632,7 @@ def test_all_problems_are_reported_together():
         load_parts,
         plugins=[
             {"type": "queue-scorer", "parameters": {"a": 1, "b": 2}},
-            {"type": "topology-affinity-scorer"},
+            {"type": "agent-identity"},
         ],
         schedulingProfiles=[
             {"name": "p", "plugins": [{"pluginRef": "queue-scorer"}, {"pluginRef": "x"}]}

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from contextlib import AsyncExitStack
+from itertools import count
 
 import aiohttp
 import pytest
@@ -151,19 +152,39 @@ async def test_a_killed_prefill_pod_is_replaced_by_another(start):
     assert set(await pool.routes()) == {"prefill-decode"}
 
 
+async def received(picker):
+    """The number of records that arrived from the other picker."""
+    async with aiohttp.ClientSession() as session, session.get(picker.metrics_url) as response:
+        lines = (await response.text()).splitlines()
+    wanted = 'homing_peer_records_total{direction="received",outcome="applied"} '
+    return next(
+        (float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted)), 0.0
+    )
+
+
 async def test_two_pickers_know_each_others_prefills(start):
     """Envoy asks them in turn. The second turn of each chat is decided by the other picker."""
     pool = await start("prefill=2", "decode=2", pickers=2)
+    others = count(100)
+
+    async def hear_each_other():
+        """Records of decisions before both connections are open do not arrive."""
+        assert [await pool.chat(next(others)) for _ in pool.pickers] == [200] * len(pool.pickers)
+        return all([await received(one) for one in pool.pickers])
+
+    await until(hear_each_other, "both pickers to receive records")
+    before = (await pool.routes())["prefill-decode"]
+    arrived = [await received(one) for one in pool.pickers]
     chats = 9
     assert [await pool.chat(number) for number in range(chats)] == [200] * chats
-    assert await pool.routes() == {"prefill-decode": chats}
+    assert await pool.routes() == {"prefill-decode": before + chats}
 
     async def told():
-        counts = [await metric(one, "homing_peer_records_total") for one in pool.pickers]
-        return min(counts) >= 2 * chats
+        now = [await received(one) for one in pool.pickers]
+        return sum(now) - sum(arrived) >= 2 * chats
 
     await until(told, "records to arrive")
     assert [await pool.chat(number) for number in range(chats)] == [200] * chats
-    assert await pool.routes() == {"prefill-decode": chats, "decode-only": chats}
+    assert await pool.routes() == {"prefill-decode": before + chats, "decode-only": chats}
     for picker in pool.pickers:
         assert await metric(picker, "homing_request_error_total") == 0

@@ -185,7 +185,7 @@ def test_a_file_adds_to_what_is_varied_and_replaces_it_by_name(tmp_path):
 def test_the_file_of_the_documentation_is_one(tmp_path):
     """All of its kinds of tables, on the default configuration."""
     page = (ROOT / "docs/simulator.md").read_text()
-    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    text, *_ = re.findall(r"```toml\n(defaults.*?)```", page, re.DOTALL)
     found = named(asked(tmp_path, text))
     assert {one.what for one in found.values()} == set(DimensionKind)
     assert found["weight of queue-scorer"].span == Range(low=0.5, high=50, logarithmic=True)

@@ -38,7 +38,7 @@ def test_without_an_slo_idle_endpoints_go_first():
 
 
 def test_only_endpoints_that_meet_the_slo_count():
-    """Of these the one that is closest to it, so that the others stay free; or the fastest."""
+    """The endpoint closest to the SLO is chosen, so that the others stay free; or the fastest one."""
     found = scores([0.1, 0.4, 0.6], ttft_ms=500)
     assert found == [pytest.approx(0.01), 1.0, 0.0]
     most = Latency(headroom_selection_strategy="most")

@@ -73,7 +73,7 @@ class Place:
 
     @property
     def transfers(self) -> bool:
-        """Whether engines can transfer KV blocks."""
+        """Return whether engines can transfer KV blocks."""
         return any(self.root.glob("environment/lib/python3*/site-packages/nixl"))
 
 

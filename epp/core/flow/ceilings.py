@@ -46,7 +46,7 @@ class HoldbackShape(StrEnum):
 
 
 class HoldbackDomain(StrEnum):
-    """What the course of the ceilings depends on."""
+    """The property of a priority on which the ceilings depend."""
 
     RANK = "rank"
     VALUE = "value"
@@ -67,7 +67,7 @@ class PriorityHoldback(Parameters, frozen=True):
     shape: HoldbackShape = HoldbackShape.LINEAR
     """Course of the ceilings between the highest and the lowest priority."""
     domain: HoldbackDomain = HoldbackDomain.RANK
-    """Whether the rank or the value of a priority determines its ceiling."""
+    """The property of a priority that determines its ceiling: its rank or its value."""
 
     def __post_init__(self) -> None:
         if self.min_ceiling > self.max_ceiling:

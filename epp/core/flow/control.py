@@ -34,7 +34,7 @@ _SHUTTING_DOWN: Final = Refusal(
 
 
 class Pool(Protocol):
-    """What flow control must know of the endpoints, and how it places a request."""
+    """The interface through which flow control asks about the endpoints and places a request."""
 
     def is_empty(self, now: Seconds) -> bool:
         """Return whether no endpoint is ready."""

@@ -64,7 +64,7 @@ class RoomDetector(Parameters, frozen=True):
 
 
 class ConcurrencyMode(StrEnum):
-    """What `concurrency-detector` counts."""
+    """The quantity that `concurrency-detector` counts."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -85,7 +85,7 @@ class ConcurrencyDetector(Parameters, frozen=True):
     )
 
     concurrency_mode: ConcurrencyMode = ConcurrencyMode.REQUESTS
-    """Whether requests, tokens or both count."""
+    """The quantity that counts: requests, tokens or both."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 100
     max_token_concurrency: Annotated[int, Meta(ge=1)] = 1_000_000
     headroom: Annotated[float, Meta(ge=0)] = 0.0

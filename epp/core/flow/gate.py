@@ -25,7 +25,7 @@ from epp.core.types import EndpointMetrics, Seconds, Stage
 
 
 class Gate:
-    """What flow control knows of the endpoints' room."""
+    """The estimate of flow control of how much room the endpoints have."""
 
     def __init__(self, settings: FlowSettings, columns: Columns) -> None:
         self.rooms = Rooms(columns)

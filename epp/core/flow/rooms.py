@@ -106,7 +106,7 @@ NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Rooms:
-    """What was learned of each endpoint's room, by slot of the pool."""
+    """The learned room of each endpoint, by slot of the pool."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns

@@ -159,7 +159,7 @@ class LatencyErrors(Struct, frozen=True):
     estimate: float
     learned: float
     used: str
-    """What the predictions are: "estimate", "learned" or "none"."""
+    """The source of the predictions: "estimate", "learned" or "none"."""
 
     def told(self) -> dict[str, float]:
         """Return the known errors by "estimate" and "learned"."""
@@ -244,7 +244,7 @@ class _Regression:
         sums = self._sums.get(slot)
         if sums is None:
             sums = self._sums[slot] = _prior_sums(self.prior)
-        # What is forgotten is replaced by the prior, so that unseen directions return to it.
+        # The prior replaces the forgotten part, so that directions without observations return to it.
         products, means = sums
         prior_products, prior_means = _prior_sums(self.prior)
         for known, first, seen in (

@@ -63,7 +63,7 @@ def serve(scheduler, *, slow, stream=True, tokens=11, now=1.0):
 
 
 def test_the_slower_endpoint_receives_less():
-    """Once it is known: at first both are predicted alike."""
+    """At first both endpoints are predicted alike; the slow one is known after some answers."""
     scheduler = scheduler_of()
     slots = [serve(scheduler, slow=(0.1, 0.4)) for _ in range(200)]
     assert set(slots[:4]) == {0, 1}
@@ -130,7 +130,7 @@ def test_what_is_learned_survives_a_configuration_with_the_same_estimator():
 
 
 def test_the_page_of_endpoints_shows_the_errors():
-    """What is used, and both errors once they are known; no column where nothing is predicted."""
+    """A row names the prediction in use, and both errors once they are known. Without prediction it has no such column."""
     scheduler = scheduler_of(endpoints=1)
     (row,) = endpoint_rows(scheduler, EndpointStates(scheduler), 1.0)
     assert (row["ttft_prediction"], row["ttft_prediction_errors"]) == ("estimate", {})

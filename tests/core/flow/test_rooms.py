@@ -1,4 +1,4 @@
-"""What is learned of the room of an endpoint, and how it is said."""
+"""The learned room of an endpoint, and the sentence that explains it."""
 
 import math
 

@@ -110,7 +110,7 @@ def test_nothing_is_predicted_where_both_errors_are_above_the_limit():
 
 
 def test_a_prediction_becomes_usable_again():
-    """Once the last errors are small, the old ones do not count."""
+    """The old errors do not count once the last ones are small."""
     model, random = model_of(), Random(2)
     for _ in range(100):
         model.first_output(0, predicted(model).at(0), random.choice([0.02, 0.3, 4.0]))

@@ -212,7 +212,7 @@ def test_pods_with_roles_and_their_network_are_read(tmp_path):
 
 
 def test_each_role_may_have_an_autoscaler(tmp_path):
-    """Of several, each pod has one at most."""
+    """If there are several autoscalers, each pod has one at most."""
     table = SCALED.replace("[autoscaler]", "[[autoscaler]]")
     of_both = WITH_ROLES.partition("[[events]]")[0] + table + table.replace("decode", "prefill")
     scenario = read(tmp_path, of_both.replace("pods_min = 2", "pods_min = 1"))

@@ -27,8 +27,8 @@ class DecisionLog:
 
     At debug level every decision and every refusal is logged. At info level every `sample_every`-th
     decision is logged, by its number, so that two runs with the same decisions log the same ones.
-    Of refusals at most `refusals_per_second_max` a second are logged; the next line contains the
-    number of omitted refusals. Above info level nothing is logged.
+    At most `refusals_per_second_max` refusals a second are logged; the next line contains the number
+    of omitted refusals. Above info level nothing is logged.
     """
 
     def __init__(

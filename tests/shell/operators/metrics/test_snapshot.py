@@ -114,7 +114,7 @@ def test_a_snapshot_says_what_became_of_every_endpoints_counters():
 
 
 def test_a_snapshot_has_the_load_of_each_role():
-    """Of ready endpoints with a label of their role; an unknown value is one role."""
+    """Only ready endpoints with a label of their role count; all unknown values are one role."""
     made = pool_of(["prefill", "prefill", "decode", None, "typo"])
     for slot, waiting in ((0, 2.0), (1, 4.0), (2, 1.0)):
         page = EndpointMetrics(waiting_requests=waiting, running_requests=1.0, kv_cache_usage=0.5)

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from msgspec import Struct
 
 from docs import frontier
-from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, PREFILL_TOKENS_PER_S
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, prefill_work
 from epp.plugins.added_time import DECODE_SHARE, HALF_WEIGHT_S, AddedTime
 
 FOLDER: Final = Path(__file__).parent / "scoring"
@@ -67,7 +67,7 @@ def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
     them are then 0.
     """
     compute = prompt_tokens - pod.cached_tokens
-    prefill = compute * (1 + (prompt_tokens - compute / 2) / ATTENTION_TOKENS)
+    prefill = prefill_work(prompt_tokens, compute)
     decode = rule.decode_tokens * DECODE_SHARE
     told = {
         "waits for others": pod.pending_tokens,

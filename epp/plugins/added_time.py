@@ -30,6 +30,7 @@ from epp.plugins.contract import (
     Floats,
     InferenceRequest,
     Parameters,
+    prefill_work,
     scores_of_cost,
 )
 
@@ -252,7 +253,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         requests = np.fmax(load.requests, inflight)
         unseen = requests - inflight
         context = unseen * prompt_tokens + candidates.inflight_context_tokens
-        prefill = to_compute * (1.0 + (prompt_tokens - to_compute / 2) / ATTENTION_TOKENS)
+        prefill = prefill_work(prompt_tokens, to_compute)
         held_up = waiting / np.maximum(requests, 1.0)
         queued = unseen * held_up * to_compute.min()
         memory, adapter = np.zeros(len(to_compute)), np.zeros(len(to_compute))

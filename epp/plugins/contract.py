@@ -52,7 +52,7 @@ from epp.core.knowledge.index import (
     SharedIndex,
 )
 from epp.core.knowledge.latency import ExpectedLatency, Slo
-from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS
+from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS, prefill_work
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
 from epp.core.moment import Moment
@@ -131,6 +131,7 @@ __all__ = [
     "config_of",
     "highest",
     "named",
+    "prefill_work",
     "producer",
     "rendezvous_weights",
     "scores_of_cost",

@@ -13,7 +13,6 @@ from msgspec import Meta
 
 from epp.plugins.added_time import HALF_WEIGHT_S, AddedTime
 from epp.plugins.contract import (
-    ATTENTION_TOKENS,
     KV_BYTES_PER_TOKEN,
     LINK_BYTES_PER_S,
     PREFILL_DELAY,
@@ -27,6 +26,7 @@ from epp.plugins.contract import (
     Floats,
     InferenceRequest,
     Parameters,
+    prefill_work,
     scores_of_cost,
 )
 
@@ -171,17 +171,14 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         prompt, with the additional time of a remote prefill.
         """
         tokens = peer.inflight_prefill_tokens + _prefill_tokens(request, peer)
-        overhead_s = self.rule.overhead_s
-        overhead_s += request.prompt_tokens * self.rule.overhead_s_per_token
+        overhead_s = self.rule.remote_overhead_s(request.prompt_tokens)
         seconds: Floats = tokens / peer.prefill_measured_tokens_per_s + overhead_s
         return seconds
 
 
 def _prefill_tokens(request: InferenceRequest, candidates: Candidates) -> Floats:
     """Return float64[n]: the work of computing the prompt of `request`, in prefill tokens."""
-    uncached = candidates.uncached_tokens
-    tokens: Floats = uncached * (1.0 + (request.prompt_tokens - uncached / 2) / ATTENTION_TOKENS)
-    return tokens
+    return prefill_work(request.prompt_tokens, candidates.uncached_tokens)
 
 
 def _sum_of(parts: Mapping[str, Floats], *names: str) -> Floats:

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from msgspec import Struct, field
 
 from epp.core.decision.profile import SchedulingProfile
-from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS
+from epp.core.knowledge.prefill_speed import STEP_TOKENS, prefill_work
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind, Refusal, RefusalReason, Seconds, Stage
 
@@ -164,8 +164,9 @@ class ByTime(Struct, frozen=True, kw_only=True):
     maximum is there because the request also queues at D, behind earlier prefills and behind the
     transfers of the i requests in flight that D does not decode yet. Transfers to one endpoint share
     its network: if w others are halfway through transfers of the same size, this one and its delay of
-    the others take 1 + w times as long as alone. The answer is decoded at the same endpoint in both cases, so its time is the same. The
-    prefill does not run elsewhere if the decode endpoint has cached the whole prompt.
+    the others take 1 + w times as long as alone. The answer is decoded at the same endpoint in both
+    cases, so its time is the same. The prefill does not run elsewhere if the decode endpoint has
+    cached the whole prompt.
     """
 
     prefill_delay: float = PREFILL_DELAY
@@ -192,18 +193,20 @@ class ByTime(Struct, frozen=True, kw_only=True):
         """Return the time in seconds until the endpoint of `work` has computed the prompt, with the
         time that this takes from the requests that it decodes.
         """
-        tokens = work.uncached_tokens
-        prefill = tokens * (1.0 + (prompt_tokens - tokens / 2) / ATTENTION_TOKENS)
+        prefill = prefill_work(prompt_tokens, work.uncached_tokens)
         delay = self.prefill_delay * max(0.0, prefill - STEP_TOKENS)
         prefill += work.decoding_requests * delay
         return (work.pending_tokens + prefill) / work.tokens_per_s
+
+    def remote_overhead_s(self, prompt_tokens: int) -> Seconds:
+        """Return the time in seconds that a remote prefill takes in addition for the prompt."""
+        return self.overhead_s + prompt_tokens * self.overhead_s_per_token
 
     def remote_s(self, prompt_tokens: int, local: PrefillWork, remote: PrefillWork) -> Seconds:
         """Return the time in seconds until the decode endpoint has the KV cache of the prompt, if
         the endpoint of `remote` computes it. `local` is the work of the decode endpoint without it.
         """
-        overhead_s = self.overhead_s + prompt_tokens * self.overhead_s_per_token
-        computed_s = self.prefill_s(remote, prompt_tokens) + overhead_s
+        computed_s = self.prefill_s(remote, prompt_tokens) + self.remote_overhead_s(prompt_tokens)
         queued_s = local.pending_tokens / local.tokens_per_s
         moved_s = local.uncached_tokens * self.transfer_s_per_token
         queued_s = max(queued_s, local.arriving_requests * moved_s)

@@ -1,8 +1,10 @@
 """Prefill speeds of endpoints: configured ones, which may differ within a pool, and measured ones."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from epp.core.parameters import Parameters
@@ -31,6 +33,16 @@ half of them count.
 """
 FACTOR_MAX: Final = 8.0
 """Largest ratio between the measured and the configured speed, because a page may report any value."""
+
+Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
+"""One number, or float64[n] with one number for each of n endpoints."""
+
+
+def prefill_work(prompt_tokens: float, uncached_tokens: Amount) -> Amount:
+    """Return the work of computing the last `uncached_tokens` of `prompt_tokens`, in prefill tokens
+    without context. Attention makes it larger by the mean context over `ATTENTION_TOKENS`.
+    """
+    return uncached_tokens * (1.0 + (prompt_tokens - uncached_tokens / 2) / ATTENTION_TOKENS)
 
 
 class LabelledSpeed(Parameters, frozen=True):

@@ -228,7 +228,7 @@ def _known(name: str, known: _Row) -> str:
         f"{_count(known['waiting_requests'])} waiting",
         f"{_count(known['running_requests'])} running",
         "KV cache unknown" if usage is None else f"KV cache {usage:.0%}",
-        f"{_count(known['inflight_requests'])} in flight from this picker",
+        f"{_count(known['inflight_requests'])} in flight",
         f"{_count(known['inflight_prefill_tokens'])} tokens to prefill",
         "never scraped" if age is None else f"metrics {_short(age)} s old",
     ]

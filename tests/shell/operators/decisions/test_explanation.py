@@ -108,7 +108,7 @@ async def test_a_decision_is_told_in_words():
     assert "prefix-cache-scorer 0 (0 of 9 blocks)" in verdict
     assert len(known) == 2
     assert known[0] == (
-        f"  {chosen} at that time: 0 waiting, 0 running, KV cache 50%, 0 in flight from this picker, "
+        f"  {chosen} at that time: 0 waiting, 0 running, KV cache 50%, 0 in flight, "
         "0 tokens to prefill, metrics 0.25 s old"
     )
     assert scored == "  3 of 3 ready endpoints were scored"

@@ -56,7 +56,7 @@ from epp.configuration.compatibility import (
 )
 from epp.configuration.explaining import what_it_reads
 from epp.configuration.token_producer import EndpointDiscovery, LocalTokenizers, VllmRenderer
-from epp.core.duration import Duration
+from epp.core.duration import Duration, duration_text
 from epp.flags.reading import help_text
 from epp.flags.reference_picker import FOREIGN, REMOVED
 from epp.flags.serve import ServeFlags
@@ -360,7 +360,7 @@ def _default(field: Field) -> str:
     if value in (None, "", (), {}, []) or isinstance(value, msgspec.Struct):
         return "none"
     if isinstance(value, Duration):
-        return f"`{float(value):g}s`"
+        return f"`{duration_text(value)}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     whole = isinstance(value, float) and value.is_integer()

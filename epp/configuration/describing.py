@@ -11,7 +11,7 @@ from epp.configuration.config import PickerConfig, Role
 from epp.configuration.token_producer import Backend, TokenProducer
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.stages import Stages
-from epp.core.duration import Duration
+from epp.core.duration import Duration, duration_text
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.topology import DEFAULT_TOPOLOGY
@@ -147,7 +147,7 @@ def _whole(value: Any) -> Any:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Duration):
-        return f"{float(value):g}s"
+        return duration_text(value)
     return str(value)
 
 

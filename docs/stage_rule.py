@@ -45,13 +45,14 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 from epp.plugins.stage_time import DecodeTime
 from sim.cluster.cluster import Cluster
-from sim.cluster.links import LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import Policy, PolicySource, SchedulerPolicy
 from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.simulated_request import Fate, SimulatedRequest
+from sim.engine.links import LINKS
 from sim.engine.profiles import Profile, find_profile
 from sim.measurement.measures import rounded, ttft_of
 from sim.measurement.token_gaps import TokenGaps

@@ -30,8 +30,15 @@ def test_a_span_that_must_last_is_refused_when_it_does_not(span_s):
 
 @pytest.mark.parametrize(
     ("span_s", "text"),
-    [(0.0, "0s"), (0.05, "0.05s"), (90.0, "90s"), (1e-05, "10us"), (2.5e-08, "0.025us")]
-    + [(-3e-05, "-30us"), (2e6, "2000000s")],
+    [
+        (0.0, "0s"),
+        (0.05, "0.05s"),
+        (90.0, "90s"),
+        (1e-05, "10us"),
+        (2.5e-08, "0.025us"),
+        (-3e-05, "-30us"),
+        (2e6, "2000000s"),
+    ],
 )
 def test_a_duration_is_written_without_an_exponent(span_s, text):
     """The text can be read again."""

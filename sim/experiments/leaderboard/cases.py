@@ -22,11 +22,12 @@ from msgspec.structs import replace
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.types import Seconds
 from sim.cluster.incidents import Drain, Incident, Join, Restart, Slow
-from sim.cluster.links import DEFAULT_LINK, LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.settings import ClientSettings, ClusterSettings
 from sim.cluster.simulated_pod import PodKind
+from sim.engine.links import DEFAULT_LINK, LINKS
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Targets

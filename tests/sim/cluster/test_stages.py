@@ -4,9 +4,10 @@ import pytest
 from msgspec import structs
 
 from epp.configuration.config import STAGED_DEFAULT_CONFIG
-from sim.cluster.links import LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.policies import PolicySource, SchedulerPolicy
 from sim.cluster.simulated_request import Fate
+from sim.engine.links import LINKS
 from tests.core.decision.staged import ROLE
 from tests.core.journal.test_staged_reenactment import ALWAYS
 from tests.sim.made import arrival, arrivals, cluster, kind

@@ -3,9 +3,9 @@
 import pytest
 
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
-from sim.cluster.links import LINKS
 from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
+from sim.engine.links import LINKS
 from sim.engine.profiles import StepWork, find_profile
 from sim.experiments.leaderboard.cases import (
     CASES,

@@ -41,9 +41,16 @@ ROLES_AND_STAGES = {
     "guide-wide-expert-parallel": (PD, APART, APART),
     "guide-encode-prefill-decode": (EPD, APART, WITH_IMAGE),
     "guide-context-length": (PD, APART, APART),
+    "guide-context-length-near": (PD, APART, APART),
+    "guide-coordinated-phases": (EPD, ALONE, ALONE),
 }
 """By sample: roles of the pods, and the stages of a text and of an image, in order."""
-PAIRED = {"prefill-decode-topology", "guide-wide-expert-parallel", "guide-context-length"}
+PAIRED = {
+    "prefill-decode-topology",
+    "guide-wide-expert-parallel",
+    "guide-context-length",
+    "guide-context-length-near",
+}
 """Samples that serve a request by pods of one node, or of one revision and slice."""
 
 
@@ -53,6 +60,8 @@ def labels_of(name, role):
     return {
         ROLE_LABEL: role,
         "kubernetes.io/hostname": f"node-{number}",
+        "example.com/nvlink-domain": f"rack-{number}",
+        "disaggregatedset.x-k8s.io/name": "my-set",
         "disaggregatedset.x-k8s.io/role": role,
         "disaggregatedset.x-k8s.io/revision": f"revision-{number}",
         "disaggregatedset.x-k8s.io/slice": f"slice-{number}",
@@ -128,3 +137,21 @@ async def test_a_sample_serves_texts_and_images_by_role(name, tmp_path):
         if of_text is not ALONE:
             assert await metric(picker, "homing_routes_total") == 2
         assert await metric(picker, "homing_request_error_total") == 0
+
+
+async def test_a_coordinator_names_the_stage_of_each_request(tmp_path):
+    """Each of its requests is served by one pod of that role."""
+    name = "guide-coordinated-phases"
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": [IMAGE, TEXT]}],
+        "max_tokens": 1,
+    }
+    async with serving(name, EPD, tmp_path) as (pods, _, client):
+        for stage in WITH_IMAGE:
+            pods.seen.clear()
+            headers = {"EPP-Profile": stage}
+            async with client.post("/v1/chat/completions", json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+            engines = [port for port in pods.ports() if port.endswith("engine")]
+            assert stages_of(engines) == (stage,)

@@ -61,8 +61,6 @@ __all__ = [
     "CONFIG_MAX_BYTES",
     "DEFAULT_CONFIG",
     "DEFAULT_SOURCE",
-    "STAGED_DEFAULT_CONFIG",
-    "STAGED_DEFAULT_SOURCE",
     "ConfigError",
     "ConfiguredPlugin",
     "MetricsSettings",
@@ -86,34 +84,6 @@ schedulingProfiles:
 """
 """Configuration document that applies if none is given: the strategy `homing`."""
 DEFAULT_SOURCE: Final = "built-in default"
-STAGED_DEFAULT_CONFIG: Final = f"""\
-apiVersion: {API_VERSION}
-kind: EndpointPickerConfig
-plugins:
-- type: disagg-profile-handler
-  parameters:
-    stageOrder: prefill-first
-    deciders: {{prefill: time-based-pd-decider}}
-- type: time-based-pd-decider
-- type: decode-filter
-- type: prefill-filter
-- type: decode-time-scorer
-- type: prefill-time-scorer
-- type: max-score-picker
-schedulingProfiles:
-- name: decode
-  plugins:
-  - pluginRef: decode-filter
-  - pluginRef: decode-time-scorer
-  - pluginRef: max-score-picker
-- name: prefill
-  plugins:
-  - pluginRef: prefill-filter
-  - pluginRef: prefill-time-scorer
-  - pluginRef: max-score-picker
-"""
-"""Configuration document that applies if none is given and endpoints have roles."""
-STAGED_DEFAULT_SOURCE: Final = "built-in default by role"
 
 _SECTIONS: Final = (
     "apiVersion",

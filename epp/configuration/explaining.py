@@ -8,7 +8,8 @@ import msgspec
 from msgspec import structs
 
 from epp.configuration.build import build_settings
-from epp.configuration.config import DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE, PickerConfig
+from epp.configuration.config import PickerConfig
+from epp.configuration.defaults import DEFAULT_SOURCES
 from epp.configuration.describing import config_hash, plain_parameters
 from epp.core.decision.plugin import PREFIX_READS
 from epp.core.decision.profile import SchedulingProfile
@@ -178,12 +179,17 @@ def _limit(most: int) -> str:
 
 def _mode(config: PickerConfig) -> str:
     """Return whether the configuration serves requests by role, and why."""
-    by_default = config.source in {DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE}
-    if config.stages.alone:
-        why = "no endpoint only prefills" if by_default else "no disagg-profile-handler is declared"
+    stages, by_default = config.stages, config.source in DEFAULT_SOURCES
+    if stages.alone:
+        why = "no disagg-profile-handler is declared"
+        if by_default:
+            why = "no endpoint prefills or encodes without decoding"
         return f"each request at one endpoint, because {why}"
-    why = "an endpoint only prefills" if by_default else "a handler of stages is declared"
-    return f"requests by role, because {why}"
+    if not by_default:
+        return "requests by role, because a handler of stages is declared"
+    work = {"prefill": stages.prefill, "encode": stages.encode}
+    told = " and ".join(name for name, profile in work.items() if profile is not None)
+    return f"requests by role, because endpoints {told} without decoding"
 
 
 def _stages(stages: Stages, tokens_per_s: float) -> list[str]:

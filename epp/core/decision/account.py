@@ -259,8 +259,8 @@ def costs_to_keep(
     """Return the costs of the chosen endpoint and the runner-up, or None if they can be computed
     later from the stored numbers of these two endpoints.
 
-    A cost depends on more than these numbers if an endpoint reports LoRA adapters or a peer does
-    not share its decisions. It also does if a load report is missing or old, because a scorer then
+    A cost depends on more than these numbers if the endpoint of another stage is part of it, if an
+    endpoint reports LoRA adapters or if a peer does not share its decisions. It also does if a load report is missing or old, because a scorer then
     uses the median of other endpoints.
     """
     load = columns.last_load
@@ -269,6 +269,7 @@ def costs_to_keep(
         or request.moment.replicas_unheard
         or now - columns.observed_since_s > REPORTED_S_MAX
         or (load is not None and not load[2].complete)
+        or (choice.ranked.peer >= 0 and profile.reads_peer)
     ):
         return None
     first = choice.picked[0]

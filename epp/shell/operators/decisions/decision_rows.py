@@ -10,13 +10,21 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.decision.account import Ranking, decided_by, rounded_parts
-from epp.core.decision.costs import DIGITS, Cost, FailedCost, cost_by_score, costs_of, rebuilt_pair
+from epp.core.decision.costs import (
+    DIGITS,
+    Cost,
+    FailedCost,
+    cost_by_score,
+    costs_of,
+    prefill_time_s,
+    rebuilt_pair,
+)
 from epp.core.decision.profile import Scored
 from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, Seconds
+from epp.core.types import Endpoint, Seconds, Stage
 from epp.journal.decision_record import (
     Decided,
     DecidedLeg,
@@ -71,7 +79,7 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     before = _before(told)
     costs = _costs(told, setting, before)
     cost = next((one for one in costs if isinstance(one, Cost)), None)
-    expected_s = _first_token_s(costs)
+    expected_s = _first_token_s(told, costs)
     chosen = _score(told.endpoint, told.parts, names, states)
     other_parts = weighted(told.runner_up_scores, setting)
     runner_up = _score(told.runner_up, other_parts, names, states) if other_parts else None
@@ -141,16 +149,7 @@ def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
     other_parts = weighted(leg.runner_up_scores, setting)
     chosen = _score(leg.endpoint, leg.parts, names, states)
     runner_up = _score(leg.runner_up, other_parts, names, states) if other_parts else None
-    numbers = (
-        numbers_before(
-            leg.numbers,
-            prompt_tokens=told.prompt_tokens,
-            prefill_tokens=leg.prefill_tokens,
-            matched_blocks=leg.matched_blocks,
-        )
-        if leg.numbers
-        else ()
-    )
+    numbers = _leg_before(told, leg)
     return {
         "endpoint": leg.endpoint,
         "address": leg.address,
@@ -279,6 +278,20 @@ def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
     return msgspec.structs.asdict(end) | {"served_by": address}
 
 
+def _leg_before(told: Decided, leg: DecidedLeg) -> Sequence[float]:
+    """Return the load `NUMBERS` of the endpoint of `leg` before the decision, or () if they are not
+    recorded.
+    """
+    if not leg.numbers:
+        return ()
+    return numbers_before(
+        leg.numbers,
+        prompt_tokens=told.prompt_tokens,
+        prefill_tokens=leg.prefill_tokens,
+        matched_blocks=leg.matched_blocks,
+    )
+
+
 class _Ranked:
     """The ranking of a decision's candidates by their recorded scores."""
 
@@ -384,7 +397,7 @@ def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
     """Return the time to first token in seconds that a recorded decision expected, or None if no
     scorer estimates it.
     """
-    return _first_token_s(_costs(told, setting, _before(told)))
+    return _first_token_s(told, _costs(told, setting, _before(told)))
 
 
 def _before(told: Decided) -> Sequence[float]:
@@ -399,14 +412,24 @@ def _before(told: Decided) -> Sequence[float]:
     )
 
 
-def _first_token_s(costs: Sequence[Cost | FailedCost]) -> Seconds | None:
+def _first_token_s(told: Decided, costs: Sequence[Cost | FailedCost]) -> Seconds | None:
     """Return the expected time to first token in seconds from the first scorer whose cost contains
-    it, or None if none does.
+    it, or None if none does. It includes the time of a prefill at another endpoint.
     """
-    for cost in costs:
-        if isinstance(cost, Cost) and cost.unit == "s" and cost.first_token is not None:
-            return cost.first_token
-    return None
+    found = (cost for cost in costs if isinstance(cost, Cost) and cost.unit == "s")
+    own = next((cost for cost in found if cost.first_token is not None), None)
+    if own is None:
+        return None
+    prefill = next((leg for leg in told.earlier if leg.stage == Stage.PREFILL), None)
+    if prefill is None:
+        return own.first_token
+    return own.first_token_after(
+        prefill_time_s(
+            _leg_before(told, prefill),
+            prompt_tokens=told.prompt_tokens,
+            prefill_tokens=prefill.prefill_tokens,
+        )
+    )
 
 
 def _pair(told: Decided, before: Sequence[float]) -> Candidates:

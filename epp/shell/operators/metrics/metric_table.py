@@ -154,7 +154,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
         "seconds",
         "Sum of the expected times to first token of the requests in "
-        "homing_first_token_error_seconds.",
+        "homing_first_token_error_seconds, with the time of a prefill at another endpoint.",
     ),
     MetricSpec(
         "homing_first_token_observed_seconds_total",

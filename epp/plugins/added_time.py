@@ -216,8 +216,12 @@ class AddedTime(Parameters, frozen=True, dict=True):
             first = cost + prefill
             if adapter_s is not None:
                 first += adapter_s * speed
-            half_weight = speed * _HALF_WEIGHT_S
-            half_weight += first
+            if in_seconds:
+                half_weight = speed * _HALF_WEIGHT_S
+            else:
+                # All speeds are equal, so that one number replaces an array.
+                half_weight = np.array(speed.item(0) * HALF_WEIGHT_S)
+            half_weight = half_weight + first
             first *= first
             first /= half_weight
             first *= self._weight
@@ -329,7 +333,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         decoding += np.array(decode_tokens * STEP_TOKENS)
         decoding /= capacity
         over *= decoding
-        cost += np.fmax(over, _NOTHING, out=over)
+        if not load.complete:
+            # A cache of unknown size is not full.
+            np.fmax(over, _NOTHING, out=over)
+        cost += over
 
     def _decode_tokens(self, request: InferenceRequest) -> float:
         limit, usual = request.output_tokens_max, request.moment.answer_tokens

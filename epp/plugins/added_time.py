@@ -216,12 +216,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
             first = cost + prefill
             if adapter_s is not None:
                 first += adapter_s * speed
-            if in_seconds:
-                half_weight = speed * _HALF_WEIGHT_S
-            else:
-                # All speeds are equal, so that one number replaces an array.
-                half_weight = np.array(speed.item(0) * HALF_WEIGHT_S)
-            half_weight = half_weight + first
+            # If all speeds are equal, one number replaces an array.
+            half = speed * _HALF_WEIGHT_S if in_seconds else np.array(speed.item(0) * HALF_WEIGHT_S)
+            half_weight = first + half
             first *= first
             first /= half_weight
             first *= self._weight

@@ -57,6 +57,16 @@ def _failing_as_cancelled() -> Iterator[None]:
         raise asyncio.CancelledError from error
 
 
+def _read_error(operation: "asyncio.Task[Any]") -> None:
+    """Read the error of `operation`, so that the event loop does not report it as a failed task.
+
+    Whoever still waits for the operation gets the error. An operation of a stream that the picker
+    has ended fails, and nothing waits for it.
+    """
+    if not operation.cancelled():
+        operation.exception()
+
+
 class _GrpcioWire:
     """The `Wire` of one call under grpcio, while a coroutine passes on the stream's messages."""
 
@@ -120,6 +130,7 @@ class _GrpcioWire:
         running = asyncio.get_running_loop().create_task(operation)
         self._operations.add(running)
         running.add_done_callback(self._operations.discard)
+        running.add_done_callback(_read_error)
         return await asyncio.shield(running)
 
     async def write(self, answers: Iterable[bytes]) -> None:

@@ -118,6 +118,8 @@ class FlowQueue:
         self._owed: list[tuple[Place, Refusal]] = []
         """Verdicts of displaced requests, which are delivered by the next `pump`."""
         self._pumping = False
+        self._releasing = False
+        """True while requests that waited when the queue was switched off are still to be placed."""
 
     def __repr__(self) -> str:
         return f"<FlowQueue {self.control!r}>"
@@ -202,7 +204,9 @@ class FlowQueue:
             owed, self._owed = self._owed, []
             for place, refusal in owed:
                 place.resume(refusal)
-            self._deliver(self.control.expire(now), now)
+            control = self.control
+            due = control.release(now) if self._releasing else control.expire(now)
+            self._deliver(due, now)
         finally:
             self._pumping = False
             self._rest(now)
@@ -212,6 +216,7 @@ class FlowQueue:
         are placed if requests no longer wait.
         """
         wanted = self._wanted()
+        self._releasing = wanted is None
         if wanted is None:
             self._deliver(self.control.release(now), now)
         self._settings = wanted or HELD_BY_PLUGINS
@@ -298,7 +303,7 @@ class FlowQueue:
             self._scheduler.changed = None
             self._waker.at(None)
             return
-        wake_s = self.control.next_wake(now)
+        wake_s = now if self._releasing else self.control.next_wake(now)
         if wake_s is not None and wake_s <= now:
             self._waker.soon()
         else:

@@ -8,6 +8,7 @@ from epp.core.decision.decision import Decision
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.bands import State
+from epp.core.flow.control import PLACED_MAX
 from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.inflight import Ending, Outcome
@@ -226,6 +227,21 @@ def test_a_queue_that_is_switched_off_places_all():
     picker.queue.configure(1.0)
     assert isinstance(picker.results["b"], Decision)
     assert not picker.queue.active
+
+
+def test_a_long_queue_that_is_switched_off_is_placed_in_portions():
+    """One call that places thousands would block the event loop for a second."""
+    picker = Picker()
+    picker.enter("first")
+    for number in range(PLACED_MAX + 1):
+        picker.enter(f"{number}")
+    picker.scheduler.take(Reconfigured(scheduler_settings()), 1.0)
+    picker.queue.configure(1.0)
+    assert picker.queue.control.requests == 1
+    asked = picker.waker.asked
+    picker.queue.pump(1.0)
+    assert isinstance(picker.results[f"{PLACED_MAX}"], Decision)
+    assert picker.waker.asked == asked
 
 
 def test_a_drain_refuses_those_that_wait_and_those_that_would():

@@ -104,7 +104,13 @@ class Place:
 class FlowQueue:
     """The queue of a picker, by the settings of its scheduler."""
 
-    def __init__(self, scheduler: Scheduler, waker: Waker, now: Seconds) -> None:
+    def __init__(
+        self, scheduler: Scheduler, waker: Waker, now: Seconds, *, bytes_max: int = 0
+    ) -> None:
+        """Create the queue. `bytes_max` is the memory in bytes for the bodies of waiting requests,
+        above which the settings have no effect; 0 for no limit.
+        """
+        self._bytes_max = bytes_max
         self._scheduler = scheduler
         self._waker = waker
         self._pool = _SchedulerPool(scheduler)
@@ -270,9 +276,8 @@ class FlowQueue:
 
     def _wanted(self) -> FlowSettings | None:
         scheduler = self._scheduler
-        if scheduler.settings.flow is not None:
-            return scheduler.settings.flow
-        return HELD_BY_PLUGINS if scheduler.may_hold else None
+        wanted = scheduler.settings.flow or (HELD_BY_PLUGINS if scheduler.may_hold else None)
+        return None if wanted is None else wanted.within(self._bytes_max)
 
     def _deliver(self, verdicts: Verdicts, now: Seconds) -> None:
         """Resume the sessions of tickets that have a verdict."""

@@ -40,7 +40,7 @@ class Waker:
 class Picker:
     """A picker with `pods` endpoints that have room for `each` requests."""
 
-    def __init__(self, pods=1, each=1, **flow):
+    def __init__(self, pods=1, each=1, memory_bytes=0, **flow):
         self.flow = FlowSettings(
             detector=ConcurrencyDetector(max_concurrency=each),
             default_band=BandSettings(fairness=Fairness.TOKENS),
@@ -51,7 +51,7 @@ class Picker:
         for slot in range(pods):
             self.scheduler.take(PageScraped(slot, EndpointMetrics()), 0.0)
         self.waker = Waker()
-        self.queue = FlowQueue(self.scheduler, self.waker, 0.0)
+        self.queue = FlowQueue(self.scheduler, self.waker, 0.0, bytes_max=memory_bytes)
         self.results = {}
 
     def enter(self, name, now=0.0, tenant="", **fields):
@@ -156,6 +156,21 @@ def test_a_displaced_request_is_answered_after_the_event():
     assert picker.results["low"].status == 429
     picker.end("a", 1.0)
     assert isinstance(picker.results["high"], Decision)
+
+
+@pytest.mark.parametrize("configured", [0, 1_000])
+def test_waiting_bodies_take_no_more_than_the_picker_has_for_them(configured):
+    """Or the bodies of those that wait leave no memory for requests that arrive."""
+    picker = Picker(memory_bytes=25, bytes_max=configured)
+    picker.enter("a")
+    picker.enter("b")
+    picker.enter("c")
+    refused = picker.enter("d")
+    assert (refused.reason, refused.status) == (RefusalReason.SATURATED, 429)
+    assert isinstance(picker.enter("high", priority=1), Place)
+    picker.queue.pump(0.0)
+    assert picker.results["c"].reason is RefusalReason.SATURATED
+    assert picker.queue.control.bytes == 20
 
 
 def test_a_displaced_request_whose_client_left_is_not_answered():

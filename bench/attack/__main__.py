@@ -33,6 +33,7 @@ from bench.attack.attacks import ATTACKS, FLAGS, PROMPT, QUEUE_ONLY, RAW_ONLY
 from bench.attack.effects import Watch, require_reached
 from bench.effect import NoEffectError
 from bench.place import ROOT, Place, running
+from bench.queueing import config_with_queue
 from bench.termination import end_in_order
 from epp.flags.serve import ServeFlags
 from epp.flags.values import Transport
@@ -48,25 +49,6 @@ as recovery of the picker.
 PROBE_S_MAX = 10.0
 ROOM = 8
 """Number of requests of a pod at which others wait, with `--queue`."""
-QUEUE = f"""\
-apiVersion: llm-d.ai/v1
-kind: EndpointPickerConfig
-featureGates: [flowControl]
-plugins:
-- type: added-time-scorer
-- type: max-score-picker
-- type: concurrency-detector
-  parameters: {{maxConcurrency: {ROOM}}}
-schedulingProfiles:
-- name: default
-  plugins:
-  - pluginRef: added-time-scorer
-  - pluginRef: max-score-picker
-flowControl:
-  saturationDetector: {{pluginRef: concurrency-detector}}
-  defaultPriorityBand: {{fairnessPolicyRef: token-fairness-policy}}
-"""
-"""Configuration of the picker with `--queue`: docs/examples/queue.yaml with little room."""
 PODS = 4
 
 
@@ -282,7 +264,7 @@ def main(arguments: Sequence[str]) -> int:
                 envoy=envoy,
                 seconds=options.seconds,
                 transport=options.transport,
-                config=QUEUE if options.queue else "",
+                config=config_with_queue(ROOM) if options.queue else "",
             )
             try:
                 row = asyncio.run(attacking)

@@ -167,7 +167,8 @@ class EndpointPicker:
             pressure=self.pressure,
             pressed=self._pressed,
         )
-        self.queue = open_queue(self.scheduler)
+        # The other half is for bodies that arrive meanwhile.
+        self.queue = open_queue(self.scheduler, bytes_max=self.bodies.bytes_max // 2)
         self.sessions = self._open_sessions()
         self.decoder = Decoder()
         self.ext_proc = self._open_ext_proc()

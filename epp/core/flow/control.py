@@ -19,8 +19,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
 
 PLACED_MAX: Final = 64
-"""Maximum number of requests that one call places. `next_wake` then asks for another call at once,
-so that a burst does not block the event loop.
+"""Maximum number of requests that one call places, and of those whose wait it ends. `next_wake`
+then asks for another call at once, so that a burst does not block the event loop.
 """
 HEADS_MAX: Final = 16
 """Maximum number of flows of a band whose next request is compared with the gate in one call."""
@@ -170,11 +170,11 @@ class FlowControl:
         if budget_s:
             since_s = self._since_s
             for _, band in self._in_order():
-                for ticket in band.tickets():
+                for ticket in islice(band.tickets(), PLACED_MAX - len(late)):
                     if max(ticket.enqueued_at_s, since_s) + budget_s > now:
                         break
                     late.append(ticket)
-        while self._limited and self._limited[0][0] <= now:
+        while len(late) < PLACED_MAX and self._limited and self._limited[0][0] <= now:
             _, _, ticket = heapq.heappop(self._limited)
             if ticket.state is State.WAITING and self._own_end_s(ticket) <= now:
                 late.append(ticket)
@@ -231,12 +231,12 @@ class FlowControl:
         return verdicts
 
     def release(self, now: Seconds) -> Verdicts:
-        """Place all waiting tickets whether there is room or not, oldest first in each band, because
-        flow control is switched off.
+        """Place waiting tickets whether there is room or not, oldest first in each band, because
+        flow control is switched off. Call it again while any waits.
         """
         verdicts: Verdicts = []
         for _, band in self._in_order():
-            for ticket in tuple(band.tickets()):
+            for ticket in tuple(islice(band.tickets(), PLACED_MAX - len(verdicts))):
                 self._take_out(ticket)
                 verdicts.append(self._place(ticket, band, now))
         return verdicts
@@ -309,6 +309,13 @@ class FlowControl:
         self._bands[self._priority_of(ticket)].remove(ticket)
         self.requests -= 1
         self.bytes -= ticket.body_bytes
+        if len(self._limited) > 2 * self.requests + PLACED_MAX:
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Keep the heap of limits as small as the queue, however late its limits end."""
+        self._limited = [entry for entry in self._limited if entry[2].state is State.WAITING]
+        heapq.heapify(self._limited)
 
     def _own_end_s(self, ticket: Ticket) -> Seconds:
         """Return the time at which the ticket's own limits end its wait.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
 
 from epp.core.flow.ceilings import StaticCeiling
 from epp.core.flow.detectors import RoomDetector
@@ -96,6 +96,14 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
         if priority < 0 and self.default_negative_band is not None:
             return self.default_negative_band
         return self.default_band
+
+    def within(self, bytes_max: int) -> "FlowSettings":
+        """Return these settings with at most `bytes_max` body bytes in the whole queue; 0 for no
+        further limit.
+        """
+        if not bytes_max or 0 < self.bytes_max <= bytes_max:
+            return self
+        return structs.replace(self, bytes_max=bytes_max)
 
     def budget_s(self, *, empty_pool: bool) -> Seconds:
         """Return the maximum wait in seconds for the present state of the pool; 0 for no limit."""

@@ -104,7 +104,13 @@ class Place:
 class FlowQueue:
     """The queue of a picker, by the settings of its scheduler."""
 
-    def __init__(self, scheduler: Scheduler, waker: Waker, now: Seconds) -> None:
+    def __init__(
+        self, scheduler: Scheduler, waker: Waker, now: Seconds, *, bytes_max: int = 0
+    ) -> None:
+        """Create the queue. `bytes_max` is the memory in bytes for the bodies of waiting requests,
+        above which the settings have no effect; 0 for no limit.
+        """
+        self._bytes_max = bytes_max
         self._scheduler = scheduler
         self._waker = waker
         self._pool = _SchedulerPool(scheduler)
@@ -118,6 +124,8 @@ class FlowQueue:
         self._owed: list[tuple[Place, Refusal]] = []
         """Verdicts of displaced requests, which are delivered by the next `pump`."""
         self._pumping = False
+        self._releasing = False
+        """True while requests that waited when the queue was switched off are still to be placed."""
 
     def __repr__(self) -> str:
         return f"<FlowQueue {self.control!r}>"
@@ -202,7 +210,9 @@ class FlowQueue:
             owed, self._owed = self._owed, []
             for place, refusal in owed:
                 place.resume(refusal)
-            self._deliver(self.control.expire(now), now)
+            control = self.control
+            due = control.release(now) if self._releasing else control.expire(now)
+            self._deliver(due, now)
         finally:
             self._pumping = False
             self._rest(now)
@@ -212,6 +222,7 @@ class FlowQueue:
         are placed if requests no longer wait.
         """
         wanted = self._wanted()
+        self._releasing = wanted is None
         if wanted is None:
             self._deliver(self.control.release(now), now)
         self._settings = wanted or HELD_BY_PLUGINS
@@ -265,9 +276,9 @@ class FlowQueue:
 
     def _wanted(self) -> FlowSettings | None:
         scheduler = self._scheduler
-        if scheduler.settings.flow is not None:
-            return scheduler.settings.flow
-        return HELD_BY_PLUGINS if scheduler.admission.may_hold else None
+        holding = HELD_BY_PLUGINS if scheduler.admission.may_hold else None
+        wanted = scheduler.settings.flow or holding
+        return None if wanted is None else wanted.within(self._bytes_max)
 
     def _deliver(self, verdicts: Verdicts, now: Seconds) -> None:
         """Resume the sessions of tickets that have a verdict."""
@@ -298,7 +309,7 @@ class FlowQueue:
             self._scheduler.changed = None
             self._waker.at(None)
             return
-        wake_s = self.control.next_wake(now)
+        wake_s = now if self._releasing else self.control.next_wake(now)
         if wake_s is not None and wake_s <= now:
             self._waker.soon()
         else:

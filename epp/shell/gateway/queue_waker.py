@@ -61,8 +61,12 @@ class QueueWaker:
             self.at(self._clock() + RETRY_S)
 
 
-def open_queue(scheduler: Scheduler, clock: Callable[[], Seconds] = time.monotonic) -> FlowQueue:
-    """Return the queue of `scheduler`, which the running event loop calls."""
+def open_queue(
+    scheduler: Scheduler, clock: Callable[[], Seconds] = time.monotonic, *, bytes_max: int = 0
+) -> FlowQueue:
+    """Return the queue of `scheduler`, which the running event loop calls. `bytes_max` is the memory
+    for bodies of waiting requests; 0 for no limit.
+    """
     waker = QueueWaker(lambda now: queue.pump(now), clock)
-    queue = FlowQueue(scheduler, waker, clock())
+    queue = FlowQueue(scheduler, waker, clock(), bytes_max=bytes_max)
     return queue

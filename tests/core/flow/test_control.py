@@ -1,5 +1,7 @@
 """Invariants of flow control with random arrivals, ends, cancellations and reloads."""
 
+import gc
+
 import pytest
 from hypothesis import settings as limits
 from hypothesis import strategies as st
@@ -424,6 +426,38 @@ def test_decaying_charges_outlive_an_idle_time():
         "a2",
         "b2",
     ]
+
+
+def test_requests_that_ask_for_any_wait_leave_nothing_behind():
+    """A client may ask for a wait of years in each request."""
+    control, endpoints = full()
+    for number in range(1_000):
+        asked = ticket(f"{number}", wait_s_max=1e9)
+        control.enqueue(asked, 0.5)
+        assert serve(control, endpoints) == [f"{number}"]
+    held = [one for one in gc.get_objects() if isinstance(one, Ticket)]
+    assert len(held) < 100
+
+
+def test_waits_that_end_together_are_refused_in_portions():
+    """Each refusal takes time of the event loop."""
+    control, _ = full(settings=FlowSettings(wait_s_max=10.0))
+    for number in range(2 * PLACED_MAX):
+        control.enqueue(ticket(f"{number}", wait_s_max=10.0 - number % 2), 0.0)
+    assert len(control.expire(10.0)) == PLACED_MAX
+    assert control.next_wake(10.0) == 10.0
+    assert len(control.expire(10.0)) == PLACED_MAX
+    assert control.next_wake(10.0) is None
+
+
+def test_all_are_placed_in_portions_if_flow_control_is_switched_off():
+    control, endpoints = full()
+    for number in range(PLACED_MAX + 1):
+        control.enqueue(ticket(f"{number}"), 0.1)
+    endpoints.slots[0] = 1000
+    assert len(control.release(1.0)) == PLACED_MAX
+    assert len(control.release(1.0)) == 1
+    assert control.requests == 0
 
 
 def test_all_are_placed_if_flow_control_is_switched_off():

@@ -8,6 +8,7 @@ from epp.core.decision.decision import Decision
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.bands import State
+from epp.core.flow.control import PLACED_MAX
 from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.inflight import Ending, Outcome
@@ -39,7 +40,7 @@ class Waker:
 class Picker:
     """A picker with `pods` endpoints that have room for `each` requests."""
 
-    def __init__(self, pods=1, each=1, **flow):
+    def __init__(self, pods=1, each=1, memory_bytes=0, **flow):
         self.flow = FlowSettings(
             detector=ConcurrencyDetector(max_concurrency=each),
             default_band=BandSettings(fairness=Fairness.TOKENS),
@@ -50,7 +51,7 @@ class Picker:
         for slot in range(pods):
             self.scheduler.take(PageScraped(slot, EndpointMetrics()), 0.0)
         self.waker = Waker()
-        self.queue = FlowQueue(self.scheduler, self.waker, 0.0)
+        self.queue = FlowQueue(self.scheduler, self.waker, 0.0, bytes_max=memory_bytes)
         self.results = {}
 
     def enter(self, name, now=0.0, tenant="", **fields):
@@ -157,6 +158,21 @@ def test_a_displaced_request_is_answered_after_the_event():
     assert isinstance(picker.results["high"], Decision)
 
 
+@pytest.mark.parametrize("configured", [0, 1_000])
+def test_waiting_bodies_take_no_more_than_the_picker_has_for_them(configured):
+    """Or the bodies of those that wait leave no memory for requests that arrive."""
+    picker = Picker(memory_bytes=25, bytes_max=configured)
+    picker.enter("a")
+    picker.enter("b")
+    picker.enter("c")
+    refused = picker.enter("d")
+    assert (refused.reason, refused.status) == (RefusalReason.SATURATED, 429)
+    assert isinstance(picker.enter("high", priority=1), Place)
+    picker.queue.pump(0.0)
+    assert picker.results["c"].reason is RefusalReason.SATURATED
+    assert picker.queue.control.bytes == 20
+
+
 def test_a_displaced_request_whose_client_left_is_not_answered():
     picker = Picker(requests_max=1)
     picker.enter("a")
@@ -226,6 +242,21 @@ def test_a_queue_that_is_switched_off_places_all():
     picker.queue.configure(1.0)
     assert isinstance(picker.results["b"], Decision)
     assert not picker.queue.active
+
+
+def test_a_long_queue_that_is_switched_off_is_placed_in_portions():
+    """One call that places thousands would block the event loop for a second."""
+    picker = Picker()
+    picker.enter("first")
+    for number in range(PLACED_MAX + 1):
+        picker.enter(f"{number}")
+    picker.scheduler.take(Reconfigured(scheduler_settings()), 1.0)
+    picker.queue.configure(1.0)
+    assert picker.queue.control.requests == 1
+    asked = picker.waker.asked
+    picker.queue.pump(1.0)
+    assert isinstance(picker.results[f"{PLACED_MAX}"], Decision)
+    assert picker.waker.asked == asked
 
 
 def test_a_drain_refuses_those_that_wait_and_those_that_would():

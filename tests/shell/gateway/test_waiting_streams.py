@@ -1,5 +1,8 @@
 """Streams whose requests wait before they are placed, on every transport."""
 
+import asyncio
+import gc
+
 import grpc
 import pytest
 
@@ -48,6 +51,21 @@ async def test_a_refusal_ends_the_stream(transport):
         assert gw.kinds(await call.answers(1)) == ["immediate_response"]
         await rig.closed(1)
         assert rig.told.codes == ["OK"]
+
+
+async def test_a_refusal_after_a_wait_is_no_failure_of_a_task(transport):
+    """The picker ends the stream while it reads. Event loops report errors that nobody has read."""
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    later = Later()
+    async with serving(transport, resolver=later) as rig:
+        call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+        later.resolve(NO_ROOM)
+        await call.answers(1)
+        await rig.closed(1)
+        assert await call.ended() is grpc.StatusCode.OK
+    gc.collect()
+    assert reported == []
 
 
 async def test_who_half_closes_is_answered_before_the_stream_ends(transport):

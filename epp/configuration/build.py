@@ -290,9 +290,10 @@ def _queue_warnings(flow: FlowSettings) -> list[str]:
     that has no effect.
     """
     warnings: list[str] = []
-    longest_s = max(flow.wait_s_max, flow.empty_pool_wait_s_max)
-    if longest_s >= STREAM_IDLE_S or not (flow.wait_s_max and flow.empty_pool_wait_s_max):
-        what = f"up to {longest_s:g}s" if longest_s >= STREAM_IDLE_S else "without a limit"
+    limits_s = [flow.longest_wait_s(priority) for priority in _priorities(flow)]
+    longest_s = max(limits_s)
+    if longest_s >= STREAM_IDLE_S or not all(limits_s):
+        what = f"up to {longest_s:g}s" if all(limits_s) else "without a limit"
         warnings.append(
             f"flowControl: requests may wait {what}, but Envoy ends a stream after "
             f"{STREAM_IDLE_S:g}s by default: set stream_idle_timeout of the gateway above that, "
@@ -317,6 +318,12 @@ def _queue_warnings(flow: FlowSettings) -> list[str]:
             "requests with the header x-llm-d-inference-ttl"
         )
     return warnings
+
+
+def _priorities(flow: FlowSettings) -> set[int]:
+    """Return the priorities with bands of their own, 0, and one priority for each template."""
+    known = {*flow.bands, 0}
+    return {*known, max(known) + 1, min(known) - 1}
 
 
 def _picking(picker: Picker, count: int) -> Picker:

@@ -23,7 +23,7 @@ from epp.core.decision.stages import (
     Stages,
     Uncached,
 )
-from epp.core.flow.settings import Fairness, FlowSettings, Ordering
+from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.latency import ERROR_MAX, LatencyPrediction
 from epp.core.knowledge.prefix import PrefixIndexSettings
@@ -141,15 +141,24 @@ def _queue(flow: FlowSettings) -> list[str]:
     lines.append(f"  all bands together: {requests} requests, {size} bytes of bodies")
     priorities = sorted({*flow.bands, 0}, reverse=True)
     for priority in priorities:
-        lines += _band(f"band {priority}", flow, priority, priorities)
-    others = "bands of other priorities, from InferenceObjectives: as band 0"
-    if 0 in flow.bands or flow.default_negative_band is not None:
-        others = "bands of other priorities, from InferenceObjectives: by their templates"
-    return [*lines, f"  {others}"]
+        lines += _band(f"band {priority}", flow, flow.band(priority))
+        ceilings = (
+            f"{flow.policy.ceilings(saturation, priorities)[priority]:.2f} at {saturation:g}"
+            for saturation in _SATURATIONS
+        )
+        uses = f"may use endpoints loaded to less than {', '.join(ceilings)}"
+        lines.append(f"      {uses} mean load of the pool")
+    if flow.default_band != flow.band(0):
+        lines += _band("bands of other priorities", flow, flow.default_band)
+    if flow.default_negative_band is not None:
+        lines += _band("bands of other negative priorities", flow, flow.default_negative_band)
+    elif flow.default_band == flow.band(0):
+        lines.append("  bands of other priorities, from InferenceObjectives: as band 0")
+    return lines
 
 
-def _band(name: str, flow: FlowSettings, priority: int, priorities: list[int]) -> list[str]:
-    band = flow.band(priority)
+def _band(name: str, flow: FlowSettings, band: BandSettings) -> list[str]:
+    """Return lines about one band, or about the template of several."""
     turns = {
         Fairness.NONE: "one queue for all flows",
         Fairness.REQUESTS: "flows in turn by requests",
@@ -161,15 +170,15 @@ def _band(name: str, flow: FlowSettings, priority: int, priorities: list[int]) -
         Ordering.DEADLINE: "the earliest end of a wait first",
         Ordering.FIRST_OUTPUT: "the earliest due first token first",
     }[band.ordering]
-    ceilings = [
-        f"{flow.policy.ceilings(saturation, priorities)[priority]:.2f} at {saturation:g}"
-        for saturation in _SATURATIONS
-    ]
-    return [
+    lines = [
         f"  {name}: {turns}; within a flow {order}",
         f"      at most {band.requests_max} requests, {band.bytes_max} bytes of bodies",
-        f"      may use endpoints loaded to less than {', '.join(ceilings)} mean load of the pool",
     ]
+    if band.wait_s_max is not None:
+        wait_s = flow.budget_s(band, empty_pool=False)
+        limit = f"{wait_s:g} s" if wait_s else "no limit"
+        lines.append(f"      longest wait while the pool has endpoints: {limit}")
+    return lines
 
 
 def _limit(most: int) -> str:

@@ -46,12 +46,20 @@ class _Band(Parameters, frozen=True):
 
     max_bytes: int | str | None = None
     max_requests: int | str | None = None
+    default_request_ttl: Duration | None = field(default=None, name="defaultRequestTTL")
     fairness_policy_ref: str = ""
     ordering_policy_ref: str = ""
 
 
 class _PriorityBand(_Band, frozen=True, kw_only=True):
     priority: int
+
+
+class _Template(_Band, frozen=True):
+    """The settings of all bands that `priorityBands` does not name."""
+
+    priority: int | None = None
+    """No effect."""
 
 
 class FlowControlSection(Parameters, frozen=True):
@@ -61,8 +69,8 @@ class FlowControlSection(Parameters, frozen=True):
     max_requests: int | str = 0
     default_request_ttl: Duration = field(default=Duration(WAIT_S_MAX), name="defaultRequestTTL")
     no_endpoint_request_ttl: Duration | None = field(default=None, name="noEndpointRequestTTL")
-    default_priority_band: _Band | None = None
-    default_negative_priority_band: _Band | None = None
+    default_priority_band: _Template | None = None
+    default_negative_priority_band: _Template | None = None
     priority_bands: tuple[_PriorityBand, ...] = ()
     usage_limit_policy_plugin_ref: str = ""
     saturation_detector: _Reference | None = None
@@ -119,7 +127,9 @@ class FlowSections:
             policy=self._policy(section.usage_limit_policy_plugin_ref),
             detector=self._detector(detector),
         )
-        if ttl_s < 0 or settings.empty_pool_wait_s_max < 0:
+        bands = (*settings.bands.values(), template, negative or template)
+        limits_s = [band.wait_s_max or 0.0 for band in bands]
+        if min(ttl_s, settings.empty_pool_wait_s_max, *limits_s) < 0:
             self._findings.problem("flowControl: a TTL is negative; it must be 0s or more")
         return settings
 
@@ -147,12 +157,19 @@ class FlowSections:
         """Return the settings of a band; what it does not set is that of `template`."""
         if given is None:
             return template
+        if isinstance(given, _Template) and given.priority is not None:
+            self._findings.warn(
+                f"flowControl.{where}.priority has no effect, because it is the template of all "
+                "bands that priorityBands does not name"
+            )
         changes: dict[str, Any] = {}
         for name, value in (("requests_max", given.max_requests), ("bytes_max", given.max_bytes)):
             member = "maxRequests" if name == "requests_max" else "maxBytes"
             most = 0 if value is None else self._quantity(f"{where}.{member}", value)
             if most:
                 changes[name] = most
+        if given.default_request_ttl is not None:
+            changes["wait_s_max"] = float(given.default_request_ttl)
         if given.fairness_policy_ref:
             ref = f"{where}.fairnessPolicyRef"
             policy = self._plugin(ref, given.fairness_policy_ref, Role.FAIRNESS)

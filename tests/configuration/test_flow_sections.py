@@ -94,6 +94,29 @@ def test_bands_of_objectives_have_templates():
     assert flow.band(3) == BandSettings()
 
 
+def test_a_band_may_have_a_ttl_of_its_own():
+    """A template too; a band without one has that of the queue."""
+    config = queue(
+        defaultRequestTTL="30s",
+        priorityBands=[
+            {"priority": 1, "defaultRequestTTL": "5s"},
+            {"priority": 2, "defaultRequestTTL": "0s"},
+            {"priority": 3},
+        ],
+        defaultNegativePriorityBand={"defaultRequestTTL": "2m", "priority": -1},
+    )
+    flow = config.flow
+    assert [flow.band(at).wait_s_max for at in (1, 2, 3, 0, -7)] == [5.0, 0.0, None, None, 120.0]
+    assert [flow.longest_wait_s(at) for at in (1, 2, 3, -7)] == [30.0, 0.0, 30.0, 120.0]
+    assert "defaultNegativePriorityBand.priority has no effect" in config.warnings[-1]
+    text = explain(config)
+    assert "bands of other negative priorities: one queue for all flows" in text
+    assert [line for line in text.splitlines() if "      longest wait while" in line] == [
+        f"      longest wait while the pool has endpoints: {limit}"
+        for limit in ("no limit", "5 s", "120 s")
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "policy"),
     [
@@ -154,6 +177,10 @@ def test_the_age_of_metrics_follows_the_scrape_interval_unless_it_is_given():
         ),
         ({"defaultRequestTTL": "-1s"}, "flowControl: a TTL is negative; it must be 0s or more"),
         (
+            {"priorityBands": [{"priority": 1, "defaultRequestTTL": "-1s"}]},
+            "flowControl: a TTL is negative; it must be 0s or more",
+        ),
+        (
             {"priorityBands": [{"priority": 1}, {"priority": 1}]},
             "flowControl.priorityBands has priority 1 2 times",
         ),
@@ -201,6 +228,10 @@ def test_a_detector_that_contains_itself_is_refused():
     [
         ({"defaultRequestTTL": "300s"}, "Envoy ends a stream after 300s"),
         ({"defaultRequestTTL": "0s"}, "requests may wait without a limit"),
+        (
+            {"priorityBands": [{"priority": 3, "defaultRequestTTL": "400s"}]},
+            "requests may wait up to 400s",
+        ),
         ({"maxRequests": 0}, "5000 requests may wait, but Envoy allows 1024 streams"),
         (
             {"usageLimitPolicyPluginRef": "soft-reflective-ceiling-policy"},

@@ -7,6 +7,7 @@ room that another one has taken.
 """
 
 import heapq
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import Final, Protocol
@@ -166,14 +167,11 @@ class FlowControl:
         """Place what has room now, then refuse the tickets that have waited too long."""
         verdicts = self.pump(now)
         late: list[Ticket] = []
-        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
-        if budget_s:
-            since_s = self._since_s
-            for _, band in self._in_order():
-                for ticket in band.tickets():
-                    if max(ticket.enqueued_at_s, since_s) + budget_s > now:
-                        break
-                    late.append(ticket)
+        for _, band in self._in_order():
+            for ticket in band.tickets():
+                if self._end_in(band, ticket) > now:
+                    break
+                late.append(ticket)
         while self._limited and self._limited[0][0] <= now:
             _, _, ticket = heapq.heappop(self._limited)
             if ticket.state is State.WAITING and self._own_end_s(ticket) <= now:
@@ -189,16 +187,13 @@ class FlowControl:
             return now
         if not self.requests:
             return None
-        ends_s: list[Seconds] = []
-        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
-        if budget_s:
-            first = min(next(band.tickets()).enqueued_at_s for _, band in self._in_order())
-            ends_s.append(max(first, self._since_s) + budget_s)
+        ends_s = [self._end_in(band, next(band.tickets())) for _, band in self._in_order()]
         while self._limited and self._limited[0][2].state is not State.WAITING:
             heapq.heappop(self._limited)
         if self._limited:
             ends_s.append(max(now, self._limited[0][0]))
-        return min(ends_s, default=None)
+        end_s = min(ends_s)
+        return None if end_s == math.inf else end_s
 
     def settled(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Correct what the flow of a placed `ticket` was charged to the `tokens` that it used."""
@@ -299,7 +294,7 @@ class FlowControl:
         return Verdict(ticket, result)
 
     def _add(self, ticket: Ticket, band: Band, now: Seconds) -> None:
-        band.add(ticket, self.settings.wait_s_max, now)
+        band.add(ticket, self.settings.budget_s(band.settings, empty_pool=False), now)
         self.requests += 1
         self.bytes += ticket.body_bytes
         if ticket.wait_s_max is not None or ticket.answer_within_s is not None:
@@ -309,6 +304,11 @@ class FlowControl:
         self._bands[self._priority_of(ticket)].remove(ticket)
         self.requests -= 1
         self.bytes -= ticket.body_bytes
+
+    def _end_in(self, band: Band, ticket: Ticket) -> Seconds:
+        """Return the time at which the settings end the wait of `ticket` in `band`; inf for never."""
+        budget_s = self.settings.budget_s(band.settings, empty_pool=self._empty_pool)
+        return max(ticket.enqueued_at_s, self._since_s) + (budget_s or math.inf)
 
     def _own_end_s(self, ticket: Ticket) -> Seconds:
         """Return the time at which the ticket's own limits end its wait.
@@ -320,7 +320,7 @@ class FlowControl:
             ends_s.append(ticket.enqueued_at_s + ticket.answer_within_s)
         if ticket.wait_s_max is not None and not self._empty_pool:
             ends_s.append(max(ticket.enqueued_at_s, self._since_s) + ticket.wait_s_max)
-        return min(ends_s, default=float("inf"))
+        return min(ends_s, default=math.inf)
 
     def _make_space(self, ticket: Ticket, verdicts: Verdicts, now: Seconds) -> bool:
         """Displace the newest tickets of lower bands until `ticket` fits into the limits of the whole

@@ -52,6 +52,10 @@ class BandSettings(Struct, frozen=True, kw_only=True):
     requests_max: Annotated[int, Meta(ge=1)] = BAND_REQUESTS_MAX
     bytes_max: Annotated[int, Meta(ge=1)] = BAND_BYTES_MAX
     """Maximum number of body bytes of waiting requests."""
+    wait_s_max: Annotated[float, Meta(ge=0)] | None = None
+    """Maximum wait in seconds while the pool has endpoints; 0 for no limit, or None for that of the
+    queue.
+    """
     fairness: Fairness = Fairness.NONE
     half_life_s: Annotated[float, Meta(gt=0)] = HALF_LIFE_S
     """Seconds in which a charge loses half of its weight under `Fairness.DECAYING_TOKENS`."""
@@ -97,9 +101,21 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
             return self.default_negative_band
         return self.default_band
 
-    def budget_s(self, *, empty_pool: bool) -> Seconds:
-        """Return the maximum wait in seconds for the present state of the pool; 0 for no limit."""
-        return self.empty_pool_wait_s_max if empty_pool else self.wait_s_max
+    def budget_s(self, band: BandSettings, *, empty_pool: bool) -> Seconds:
+        """Return the maximum wait in seconds of the requests of `band` for the present state of the
+        pool; 0 for no limit.
+        """
+        if empty_pool:
+            return self.empty_pool_wait_s_max
+        return self.wait_s_max if band.wait_s_max is None else band.wait_s_max
+
+    def longest_wait_s(self, priority: int) -> Seconds:
+        """Return the longest wait in seconds of a request with `priority` in either state of the
+        pool; 0 for no limit.
+        """
+        band = self.band(priority if self.by_priority else 0)
+        limits_s = [self.budget_s(band, empty_pool=empty) for empty in (False, True)]
+        return max(limits_s) if all(limits_s) else 0.0
 
 
 HELD_BY_PLUGINS: Final = FlowSettings(

@@ -127,12 +127,9 @@ class FlowQueue:
         """Return whether requests may have to wait, by the present settings of the scheduler."""
         return self._wanted() is not None
 
-    @property
-    def wait_s_max(self) -> Seconds:
-        """Return the longest wait in seconds in either state of the pool; 0 for no limit."""
-        settings = self.control.settings
-        limits_s = (settings.wait_s_max, settings.empty_pool_wait_s_max)
-        return max(limits_s) if all(limits_s) else 0.0
+    def longest_wait_s(self, priority: int) -> Seconds:
+        """Return the longest wait in seconds of a request with `priority`; 0 for no limit."""
+        return self.control.settings.longest_wait_s(priority)
 
     def enter(
         self,

@@ -83,7 +83,7 @@ class AnyTraffic(RuleBasedStateMachine):
             empty_pool_wait_s_max=WAIT_S / 2,
             bands={
                 5: BandSettings(requests_max=6, fairness=Fairness.TOKENS),
-                -1: BandSettings(ordering=Ordering.FIRST_OUTPUT),
+                -1: BandSettings(ordering=Ordering.FIRST_OUTPUT, wait_s_max=WAIT_S / 4),
             },
             default_band=BandSettings(fairness=Fairness.DECAYING_TOKENS),
         )
@@ -181,7 +181,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @staticmethod
     def _order(one):
-        within_s = WAIT_S if one.first_token_within_s is None else one.first_token_within_s
+        within_s = WAIT_S / 4 if one.first_token_within_s is None else one.first_token_within_s
         return one.enqueued_at_s + within_s, one.number
 
     @invariant()
@@ -320,6 +320,30 @@ def test_an_empty_pool_has_a_wait_of_its_own():
     (verdict,) = control.expire(35.0)
     assert verdict.result.reason is RefusalReason.NO_ENDPOINTS
     assert verdict.result.status == 503
+
+
+def test_a_band_may_have_a_longest_wait_of_its_own():
+    """Shorter or longer than that of the queue, or none at all."""
+    waits = {2: BandSettings(wait_s_max=5.0), 1: BandSettings(wait_s_max=90.0)}
+    bands = waits | {-1: BandSettings(wait_s_max=0.0)}
+    control, _ = full(settings=FlowSettings(wait_s_max=60.0, bands=bands))
+    for priority in (2, 1, 0, -1):
+        control.enqueue(ticket(str(priority), priority=priority), 1.0)
+    for wake_s, name in ((6.0, "2"), (61.0, "0"), (91.0, "1")):
+        assert control.next_wake(1.0) == wake_s
+        assert control.expire(wake_s - 0.1) == []
+        assert names(control.expire(wake_s)) == [name]
+    assert control.next_wake(91.0) is None
+    assert control.expire(1e6) == []
+
+
+def test_a_client_limits_a_wait_that_its_band_does_not():
+    control, endpoints = full(settings=FlowSettings(bands={0: BandSettings(wait_s_max=0.0)}))
+    control.enqueue(ticket("a", wait_s_max=7.0), 1.0)
+    assert control.next_wake(1.0) == 8.0
+    endpoints.slots, endpoints.used = [], []
+    control.pump(2.0)
+    assert control.next_wake(2.0) == 62.0, "the client's limit says nothing about an empty pool"
 
 
 def test_a_scale_from_zero_serves_those_that_waited():

@@ -394,6 +394,7 @@ FLOW_SECTION_MEMBERS: Final = (
     "defaultNegativePriorityBand",
     "priorityBands",
     "usageLimitPolicyPluginRef",
+    "bandSelectionPolicyPluginRef",
 )
 """Members of the section `flowControl` that have an effect only if the feature gate of the same name
 is on.
@@ -415,7 +416,6 @@ Some of them correspond to flags, which take effect only at a restart.
 
 REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.discovery": "endpoints are given with --endpoints-file",
-    "flowControl.bandSelectionPolicyPluginRef": "a higher band is always served first",
     "discovery": "endpoints are given with --endpoints-file",
 }
 """Members of the configuration document that are refused and must be removed, with the reason."""

@@ -32,7 +32,14 @@ from epp.configuration.disaggregation import (
 )
 from epp.configuration.document import nearest
 from epp.configuration.findings import Findings, raised
-from epp.configuration.flow_plugins import CEILINGS, DETECTORS, FAIRNESS, FLOW_PLUGINS, ORDERINGS
+from epp.configuration.flow_plugins import (
+    BAND_SELECTIONS,
+    CEILINGS,
+    DETECTORS,
+    FAIRNESS,
+    FLOW_PLUGINS,
+    ORDERINGS,
+)
 from epp.configuration.token_producer import TokenProducer
 from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault
 from epp.core.knowledge.ejection import OutlierEjection
@@ -87,6 +94,7 @@ class Role(StrEnum):
     NOTIFIER = "notification source"
     FAIRNESS = "fairness policy"
     ORDERING = "ordering policy"
+    BAND_SELECTION = "band selection policy"
     CEILING = "usage limit policy"
     DETECTOR = "saturation detector"
     SCREENER = "screener"
@@ -136,6 +144,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     DataParallelRank.type_name: Role.REQUEST_MARKER,
     **dict.fromkeys(FAIRNESS, Role.FAIRNESS),
     **dict.fromkeys(ORDERINGS, Role.ORDERING),
+    **dict.fromkeys(BAND_SELECTIONS, Role.BAND_SELECTION),
     **dict.fromkeys(CEILINGS, Role.CEILING),
     **dict.fromkeys(DETECTORS, Role.DETECTOR),
     LatencySloAdmitter.type_name: Role.ADMITTER,

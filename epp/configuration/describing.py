@@ -96,6 +96,7 @@ def _describe_flow(flow: FlowSettings) -> dict[str, dict[str, Any]]:
             "noEndpointRequestTTL": f"{flow.empty_pool_wait_s_max:g}s",
         },
         "flow control detector": _plain(flow.detector),
+        "flow control band selection": _plain(flow.selection),
         "flow control usage limit": _plain(flow.policy),
         **{f"flow control {name}": plain_parameters(band) for name, band in bands.items()},
     }

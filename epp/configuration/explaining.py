@@ -131,6 +131,7 @@ def _queue(flow: FlowSettings) -> list[str]:
     """Return lines about the queue: when requests wait, for how long, and a table of its bands."""
     lines = ["queue: requests wait in the picker while no endpoint has room for them"]
     lines += _member("detector", flow.detector.type_name, flow.detector)
+    lines += _member("bands", flow.selection.type_name, flow.selection)
     lines += _member("ceiling", flow.policy.type_name, flow.policy)
     for when, limit_s in (
         ("while the pool has endpoints", flow.wait_s_max),

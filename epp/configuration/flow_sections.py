@@ -14,6 +14,7 @@ from epp.configuration.flow_plugins import (
     TokenFairness,
 )
 from epp.core.duration import Duration
+from epp.core.flow.band_selection import StrictBandSelection
 from epp.core.flow.ceilings import StaticCeiling
 from epp.core.flow.detectors import ConcurrencyDetector, MaxSaturation, RoomDetector, Utilization
 from epp.core.flow.settings import WAIT_S_MAX, BandSettings, FlowSettings
@@ -73,6 +74,7 @@ class FlowControlSection(Parameters, frozen=True):
     default_negative_priority_band: _Template | None = None
     priority_bands: tuple[_PriorityBand, ...] = ()
     usage_limit_policy_plugin_ref: str = ""
+    band_selection_policy_plugin_ref: str = ""
     saturation_detector: _Reference | None = None
     enable_eviction: bool = False
 
@@ -124,6 +126,7 @@ class FlowSections:
             bands=self._bands(section.priority_bands),
             default_band=template,
             default_negative_band=negative,
+            selection=self._selection(section.band_selection_policy_plugin_ref),
             policy=self._policy(section.usage_limit_policy_plugin_ref),
             detector=self._detector(detector),
         )
@@ -179,6 +182,11 @@ class FlowSections:
             policy = self._plugin(ref, given.ordering_policy_ref, Role.ORDERING)
             changes |= {} if policy is None else {"ordering": policy.ordering}
         return structs.replace(template, **changes)
+
+    def _selection(self, name: str) -> Any:
+        where = "bandSelectionPolicyPluginRef"
+        policy = self._plugin(where, name, Role.BAND_SELECTION) if name else None
+        return policy or StrictBandSelection()
 
     def _policy(self, name: str) -> Any:
         if not name:

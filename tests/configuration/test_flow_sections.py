@@ -8,6 +8,11 @@ from epp.configuration.build import build_settings, plugin_tables, settings_warn
 from epp.configuration.config import ConfigError, load_config
 from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.explaining import explain
+from epp.core.flow.band_selection import (
+    StrictBandSelection,
+    WeightDistribution,
+    WeightedBandSelection,
+)
 from epp.core.flow.ceilings import PriorityHoldback, SoftReflectiveCeiling, StaticCeiling
 from epp.core.flow.detectors import ConcurrencyDetector, MaxSaturation, RoomDetector, Utilization
 from epp.core.flow.settings import BandSettings, Fairness, Ordering
@@ -132,6 +137,28 @@ def test_a_band_may_have_a_ttl_of_its_own():
 def test_every_usage_limit_policy_loads(name, parameters, policy):
     plugin = {"type": name, "parameters": parameters}
     assert queue(plugin, usageLimitPolicyPluginRef=name).flow.policy == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "policy"),
+    [
+        ("strict-band-selection-policy", {}, StrictBandSelection()),
+        (
+            "weighted-band-selection-policy",
+            {"distribution": "linear", "saturationThreshold": 0.5},
+            WeightedBandSelection(distribution=WeightDistribution.LINEAR, saturation_threshold=0.5),
+        ),
+    ],
+)
+def test_every_band_selection_policy_loads(name, parameters, policy):
+    config = queue({"type": name, "parameters": parameters}, bandSelectionPolicyPluginRef=name)
+    assert config.flow.selection == policy
+    assert f"bands     {name}" in explain(config)
+
+
+def test_a_band_selection_policy_need_not_be_declared():
+    flow = queue(bandSelectionPolicyPluginRef="weighted-band-selection-policy").flow
+    assert flow.selection == WeightedBandSelection()
 
 
 def test_the_largest_of_several_detectors_may_depend_on_the_stage():

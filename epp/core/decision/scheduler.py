@@ -257,6 +257,16 @@ class Scheduler:
                 return False
         return not self.may_hold or not self.holds(request, now)
 
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        """Return the mean load of the endpoints of the fullest stage of `request`; 1.0 without
+        endpoints or without flow control.
+        """
+        if self.gate is None:
+            return 1.0
+        stages = self._of_stages(request, now)
+        loads = [float(self.gate.load(stage, some).mean()) for stage, some in stages if len(some)]
+        return max(loads, default=1.0)
+
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
         """Return a phrase about the endpoints that have no room for `request`."""
         if self.gate is None:

@@ -109,6 +109,8 @@ class Band:
         self.settings = settings
         self.bytes = 0
         """Body bytes of all tickets of the band."""
+        self.counter = 0.0
+        """Tokens that the band was charged while bands shared room, divided by its weight."""
         self._flows: dict[str, _Flow] = {}
         self._waiting: dict[str, _Flow] = {}
         """Flows with a waiting ticket."""

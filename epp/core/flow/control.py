@@ -8,7 +8,7 @@ room that another one has taken.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from itertools import islice
 from typing import Final, Protocol
 
@@ -45,6 +45,10 @@ class Pool(Protocol):
         """Return whether `request` can be placed, because an endpoint that may serve it has room for
         its priority.
         """
+        ...
+
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        """Return the mean load of the endpoints that may serve `request`; 1.0 is full."""
         ...
 
     def place(self, request: InferenceRequest, now: Seconds) -> object:
@@ -121,7 +125,7 @@ class FlowControl:
         band = self._band(priority)
         self._note_pool(now)
         waits = not self._empty_pool or self.settings.waits_for_endpoints
-        if not waits or (not self._waits_at_or_above(priority) and self._has_room(ticket, now)):
+        if not waits or (not self._waits_before(priority) and self._has_room(ticket, now)):
             return [self._place(ticket, band, now)]
         verdicts: Verdicts = []
         if self._draining:
@@ -150,16 +154,24 @@ class FlowControl:
         verdicts: Verdicts = []
         if self._empty_pool:
             return verdicts
-        for _, band in self._in_order():
-            while (ticket := self._next_of(band, now)) is not None:
-                if len(verdicts) == PLACED_MAX:
-                    self._again_at_s = now
-                    return verdicts
-                self._take_out(ticket)
-                verdicts.append(self._place(ticket, band, now))
-            if band.flows > HEADS_MAX:
-                # A flow that was not looked at may have room, which no lower band may take.
+        weights = self._weights(now)
+        closed: set[int] = set()
+        while (at := self._turn(weights, closed)) is not None:
+            band = self._bands[at]
+            ticket = self._next_of(band, now)
+            if ticket is None:
+                if weights is None and band.flows > HEADS_MAX:
+                    # A flow that was not looked at may have room, which no lower band may take.
+                    break
+                closed.add(at)
+                continue
+            if len(verdicts) == PLACED_MAX:
+                self._again_at_s = now
                 break
+            self._take_out(ticket)
+            verdicts.append(self._place(ticket, band, now))
+            if weights is not None:
+                band.counter += ticket.charged_tokens / weights[at]
             band.forget_idle()
         return verdicts
 
@@ -250,9 +262,35 @@ class FlowControl:
         """Yield priority and band of the bands with waiting tickets, highest priority first."""
         return (entry for entry in tuple(self._bands.items()) if entry[1].requests)
 
-    def _waits_at_or_above(self, priority: int) -> bool:
-        if not self.requests:
-            return False
+    def _weights(self, now: Seconds) -> Mapping[int, float] | None:
+        """Return the weights by which the waiting bands share the room, or None if a higher band is
+        served first.
+        """
+        if not self.settings.selection.shares or not self.requests:
+            return None
+        waiting = list(self._in_order())
+        first = next(waiting[0][1].tickets()).request
+        saturation = self._pool.saturation(first, now)
+        weights: Mapping[int, float] | None = self.settings.selection.weights(
+            saturation, [priority for priority, _ in waiting]
+        )
+        return weights
+
+    def _turn(self, weights: Mapping[int, float] | None, closed: Container[int]) -> int | None:
+        """Return the priority of the waiting band that is next, without those in `closed`, or None
+        if there is none.
+        """
+        waiting = [entry for entry in self._in_order() if entry[0] not in closed]
+        if weights is not None:
+            waiting.sort(key=lambda entry: entry[1].counter)
+        return waiting[0][0] if waiting else None
+
+    def _waits_before(self, priority: int) -> bool:
+        """Return whether a request waits whose turn may come before that of a new one with
+        `priority`.
+        """
+        if not self.requests or self.settings.selection.shares:
+            return bool(self.requests)
         return any(band.requests for at, band in self._bands.items() if at >= priority)
 
     def _has_room(self, ticket: Ticket, now: Seconds) -> bool:
@@ -294,6 +332,10 @@ class FlowControl:
         return Verdict(ticket, result)
 
     def _add(self, ticket: Ticket, band: Band, now: Seconds) -> None:
+        if not band.requests:
+            # A band gains nothing by having been idle.
+            counters = [each.counter for _, each in self._in_order()]
+            band.counter = max(band.counter, min(counters, default=0.0))
         band.add(ticket, self.settings.budget_s(band.settings, empty_pool=False), now)
         self.requests += 1
         self.bytes += ticket.body_bytes

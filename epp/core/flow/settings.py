@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, field
 
+from epp.core.flow.band_selection import StrictBandSelection
 from epp.core.flow.ceilings import StaticCeiling
 from epp.core.flow.detectors import RoomDetector
 from epp.core.types import Seconds
@@ -87,6 +88,8 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Settings of bands with a priority below 0 that `bands` does not name, or None for those of
     `default_band`.
     """
+    selection: Any = StrictBandSelection()
+    """The `BandSelection` by which bands take turns."""
     policy: Any = StaticCeiling()
     """The `CeilingPolicy` that keeps room for requests of higher priority."""
     detector: Any = RoomDetector()

@@ -350,6 +350,9 @@ class _SchedulerPool:
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
         return self._scheduler.has_room(request, now)
 
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        return self._scheduler.saturation(request, now)
+
     def place(self, request: InferenceRequest, now: Seconds) -> Result:
         return self._scheduler.schedule(request, now)
 

@@ -5,6 +5,11 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from epp.core.flow.band_selection import (
+    StrictBandSelection,
+    WeightDistribution,
+    WeightedBandSelection,
+)
 from epp.core.flow.bands import FLOWS_MAX, SHARED_FLOWS, Band, State, Ticket
 from epp.core.flow.control import HEADS_MAX, PLACED_MAX, FlowControl
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
@@ -41,6 +46,9 @@ class Endpoints:
     def has_room(self, asked, now):
         return any(self.used[at] < self.slots[at] for at in self._allowed(asked))
 
+    def saturation(self, asked, now):
+        return sum(self.used) / sum(self.slots)
+
     def cost_tokens(self, asked, decision):
         return max(1, asked.prompt_tokens)
 
@@ -72,11 +80,14 @@ def names(verdicts):
 class AnyTraffic(RuleBasedStateMachine):
     """Random calls of all verbs."""
 
+    selection = StrictBandSelection()
+
     def __init__(self):
         super().__init__()
         self.now = 0.0
         self.endpoints = Endpoints(2, 1)
         self.settings = FlowSettings(
+            selection=self.selection,
             requests_max=12,
             bytes_max=400,
             wait_s_max=WAIT_S,
@@ -195,8 +206,14 @@ class AnyTraffic(RuleBasedStateMachine):
                     assert wake <= max(self.now, one.enqueued_at_s + one.answer_within_s)
 
 
+class SharingBands(AnyTraffic):
+    selection = WeightedBandSelection(saturation_threshold=0.5)
+
+
 TestAnyTraffic = AnyTraffic.TestCase
-TestAnyTraffic.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
+TestSharingBands = SharingBands.TestCase
+for each in (TestAnyTraffic, TestSharingBands):
+    each.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def full(*, settings=None, slots=1):
@@ -235,6 +252,63 @@ def test_higher_bands_go_first_and_lower_ones_wait():
     control.enqueue(ticket("high", priority=1), 0.2)
     assert serve(control, endpoints) == ["high"]
     assert serve(control, endpoints) == ["low"]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "shares"), [("proportional", (0.75, 0.25)), ("linear", (2 / 3, 1 / 3))]
+)
+def test_waiting_bands_may_share_the_room_by_weight(distribution, shares):
+    """Of tokens: a request of the lower band has twice as many."""
+    selection = WeightedBandSelection(
+        distribution=WeightDistribution(distribution), saturation_threshold=0.0
+    )
+    control, endpoints = full(settings=FlowSettings(selection=selection))
+    for number in range(600):
+        control.enqueue(ticket(f"high-{number}", priority=2, cost=5), 0.1)
+        control.enqueue(ticket(f"low-{number}", priority=0, cost=10), 0.1)
+    tokens = {"high": 0.0, "low": 0.0}
+    for _ in range(300):
+        (name,) = serve(control, endpoints)
+        band = name.split("-")[0]
+        tokens[band] += 5.0 if band == "high" else 10.0
+    total = sum(tokens.values())
+    assert (tokens["high"] / total, tokens["low"] / total) == pytest.approx(shares, abs=0.02)
+
+
+def test_bands_share_only_while_the_pool_is_saturated():
+    selection = WeightedBandSelection(saturation_threshold=0.9)
+    control, endpoints = full(settings=FlowSettings(selection=selection), slots=2)
+    for number in range(4):
+        control.enqueue(ticket(f"low-{number}", priority=0), 0.1)
+        control.enqueue(ticket(f"high-{number}", priority=1), 0.2)
+    # One of two slots is free, which is a saturation of 0.5.
+    assert [serve(control, endpoints)[0][:4] for _ in range(4)] == ["high"] * 4
+
+
+def test_a_band_that_was_idle_saves_no_credit():
+    control, endpoints = full(
+        settings=FlowSettings(selection=WeightedBandSelection(saturation_threshold=0.0))
+    )
+    for number in range(20):
+        control.enqueue(ticket(f"a{number}", priority=0), 0.1)
+    for _ in range(10):
+        serve(control, endpoints)
+    for number in range(20):
+        control.enqueue(ticket(f"b{number}", priority=1), 0.2)
+    order = [serve(control, endpoints)[0][0] for _ in range(9)]
+    assert order.count("a") == 3
+
+
+def test_a_new_request_does_not_pass_a_band_whose_turn_it_is():
+    """Where bands share, even one of a higher band waits for the next turn."""
+    selection = WeightedBandSelection(saturation_threshold=0.0)
+    control, endpoints = full(settings=FlowSettings(selection=selection))
+    control.enqueue(ticket("high-1", priority=1), 0.1)
+    control.enqueue(ticket("low", priority=0), 0.1)
+    assert serve(control, endpoints) == ["high-1"]
+    endpoints.used[0] = 0
+    assert control.enqueue(ticket("high-2", priority=1), 0.2) == []
+    assert names(control.pump(0.2)) == ["low"]
 
 
 def test_a_request_whose_endpoints_are_full_blocks_no_other():

@@ -187,6 +187,7 @@ def build_settings(
         block_tokens=block_tokens_of(config.indexes, config.prefix),
         beliefs=tuple(name for name, index in config.indexes.items() if is_prefix(index)),
         ejection=config.ejection,
+        admitter=config.admitter,
         latency=config.latency,
         saturation=saturation,
         flow=_flow_of(config.flow, saturation_staleness_s(refresh_interval_s)),

@@ -22,6 +22,7 @@ from epp.configuration.disaggregation import (
 )
 from epp.configuration.flow_plugins import FLOW_PLUGINS
 from epp.configuration.token_producer import TokenProducer
+from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.duration import parse_duration
 from epp.core.knowledge.candidates import ATTRIBUTES_MAX
 from epp.core.knowledge.ejection import OutlierEjection
@@ -338,6 +339,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     POD_EXTRACTOR: NoParameters,
     PredictedLatency.type_name: PredictedLatency,
     LatencySloAdmitter.type_name: LatencySloAdmitter,
+    ProbabilisticAdmitter.type_name: ProbabilisticAdmitter,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -363,7 +365,6 @@ _NO_EVICTION: Final = "requests that run are not evicted from the engines"
 REFUSED: Final[Mapping[str, str]] = {
     "predicted-latency-scorer": "use latency-scorer",
     "slo-headroom-tier-filter": "use latency-scorer, which prefers endpoints that meet the SLO",
-    "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
     "sheddable-eviction-filter": f"{_NO_EVICTION}: remove it",
     "priority-then-time-eviction-order-policy": f"{_NO_EVICTION}: remove it",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",

@@ -42,6 +42,7 @@ from epp.configuration.profile_sections import ProfileSections
 from epp.configuration.stage_sections import StageSections
 from epp.configuration.token_producer import Backend, TokenProducer
 from epp.configuration.trial import failing_plugins
+from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.decision.plugin import (
     may_read_tokens,
 )
@@ -153,6 +154,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Prefill speeds of endpoints, and other settings of `inflight-load-producer`."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     """Settings of outlier ejection, which apply to every profile."""
+    admitter: ProbabilisticAdmitter | None = None
+    """Rule by which requests that may be shed are refused at random, or None if there is none."""
     latency: LatencyPrediction | None = None
     """Settings of latency prediction, or None if no latency is predicted."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
@@ -247,6 +250,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
         metrics=metrics,
         inflight=inflight,
         ejection=ejection,
+        admitter=declared.admitter(),
         latency=latency,
         tokens=tokens,
         topology=topology,

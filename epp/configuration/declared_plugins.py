@@ -41,6 +41,7 @@ from epp.configuration.flow_plugins import (
     ORDERINGS,
 )
 from epp.configuration.token_producer import TokenProducer
+from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
@@ -58,7 +59,13 @@ _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
 BLOCK_TOKENS_MIN: Final = 64
 
 P = TypeVar(
-    "P", InflightLoadProducer, OutlierEjection, TokenProducer, TopologyLabels, PredictedLatency
+    "P",
+    InflightLoadProducer,
+    OutlierEjection,
+    TokenProducer,
+    TopologyLabels,
+    PredictedLatency,
+    ProbabilisticAdmitter,
 )
 
 
@@ -148,6 +155,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     **dict.fromkeys(CEILINGS, Role.CEILING),
     **dict.fromkeys(DETECTORS, Role.DETECTOR),
     LatencySloAdmitter.type_name: Role.ADMITTER,
+    ProbabilisticAdmitter.type_name: Role.ADMITTER,
 }
 
 
@@ -400,6 +408,11 @@ class DeclaredPlugins:
             return FLOW_PLUGINS[name]()
         except TypeError:
             return None
+
+    def admitter(self) -> ProbabilisticAdmitter | None:
+        """Return the declared `probabilistic-admitter`, or None if there is none."""
+        declared = any(isinstance(p.plugin, ProbabilisticAdmitter) for p in self.plugins.values())
+        return self.only(ProbabilisticAdmitter) if declared else None
 
     def primary_port(self) -> int:
         """Return the port to which the gateway sends the requests for all data-parallel ranks of a

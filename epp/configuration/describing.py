@@ -51,6 +51,8 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         lines["data-parallel ranks"] = {"primaryPort": config.primary_port}
     if config.topology != DEFAULT_TOPOLOGY:
         lines["topology"] = plain_parameters(config.topology)
+    if config.admitter is not None:
+        lines["admitter"] = plain_parameters(config.admitter)
     if config.latency is not None:
         lines["latency prediction"] = {
             **_plain(config.latency.estimator),

@@ -10,6 +10,7 @@ from msgspec import structs
 from epp.configuration.build import build_settings
 from epp.configuration.config import DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE, PickerConfig
 from epp.configuration.describing import config_hash, plain_parameters
+from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.decision.plugin import PREFIX_READS
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
@@ -64,6 +65,8 @@ description is shown as it is.
 
 _SATURATIONS: Final = (0.5, 0.8, 0.95, 1.0)
 """Mean loads of the pool for which ceilings are shown."""
+_LOADS: Final = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
+"""Mean loads of the pool for which the share of requests refused at random is shown."""
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
@@ -113,6 +116,8 @@ def explain(config: PickerConfig) -> str:
     lines += ["", *_ejection(settings.ejection)]
     if settings.latency is not None:
         lines += ["", *_latency(settings.latency)]
+    if settings.admitter is not None:
+        lines += ["", *_admitter(settings.admitter)]
     if settings.flow is None:
         lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
         lines += _member("detector", settings.saturation.type_name, settings.saturation)
@@ -125,6 +130,16 @@ def explain(config: PickerConfig) -> str:
     for page, source in config.metrics.pages.items():
         lines += ["", f"page {page} of endpoints", *_parameters(source)]
     return "\n".join(lines) + "\n"
+
+
+def _admitter(admitter: ProbabilisticAdmitter) -> list[str]:
+    """Return lines about the random refusal of requests, with examples."""
+    shares = (f"{admitter.refused_share(load):.0%} at {load:g}" for load in _LOADS)
+    return [
+        "admission: requests of negative priority are refused at random",
+        f"  refused share by the mean load of the pool: {', '.join(shares)}",
+        *(f"  {line}" for line in _parameters(admitter)),
+    ]
 
 
 def _queue(flow: FlowSettings) -> list[str]:

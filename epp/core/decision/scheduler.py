@@ -348,6 +348,10 @@ class Scheduler:
         request = self._at_this_moment(request, affinities)
         slots = offered.with_room
         candidates = self._candidates(slots, affinities, request, now)
+        if request.priority < 0 and settings.admitter is not None:
+            refusal = settings.admitter.refusal(candidates, self._random)
+            if refusal is not None:
+                return refusal
         if not self._alone:
             return self._schedule_stages(request, candidates, offered, affinities, now)
         if (

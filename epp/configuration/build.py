@@ -2,6 +2,7 @@
 check-config` and simulator.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -23,10 +24,12 @@ from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.failures import Interrupted
+from epp.core.flow.agent_admission import AgentAdmission
 from epp.core.flow.ceilings import StaticCeiling
 from epp.core.flow.detectors import MaxSaturation, Utilization
-from epp.core.flow.settings import FlowSettings, Ordering
+from epp.core.flow.settings import Fairness, FlowSettings, Ordering
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
+from epp.core.knowledge.agent_sessions import AgentSessionSettings
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
@@ -46,6 +49,7 @@ INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
     "precise-prefix-cache-producer": ExactIndexSettings,
     "session-id-producer": SessionIndexSettings,
     "no-hit-lru-producer": NoHitLruSettings,
+    "agent-session-producer": AgentSessionSettings,
     "burst-prefix-cache-producer": BurstSettings,
     "mm-embeddings-cache-producer": EncoderCacheSettings,
 }
@@ -300,6 +304,8 @@ def _queue_warnings(flow: FlowSettings) -> list[str]:
             f"{STREAM_IDLE_S:g}s by default: set stream_idle_timeout of the gateway above that, "
             "or a shorter TTL"
         )
+    if flow.agents is not None:
+        warnings += _agent_warnings(flow, flow.agents)
     bands = [flow.band(priority) for priority in {*flow.bands, 0}]
     most = flow.requests_max or sum(band.requests_max for band in bands)
     if most >= CIRCUIT_BREAKER_REQUESTS:
@@ -319,6 +325,21 @@ def _queue_warnings(flow: FlowSettings) -> list[str]:
             "requests with the header x-llm-d-inference-ttl"
         )
     return warnings
+
+
+def _agent_warnings(flow: FlowSettings, agents: AgentAdmission) -> list[str]:
+    """Return a sentence if requests of agent sessions are refused before their session is admitted."""
+    bands = [flow.band(priority) for priority in _priorities(flow)]
+    limits_s = [
+        flow.budget_s(band, empty_pool=False)
+        for band in bands
+        if band.fairness is Fairness.SESSIONS
+    ]
+    least_s = min((limit_s for limit_s in limits_s if limit_s), default=math.inf)
+    if not agents.head_wait_s_max or agents.head_wait_s_max < least_s:
+        return []
+    what = f"requests wait for {least_s:g}s at most, but headWaitStarvationMs admits agent sessions"
+    return [f"flowControl: {what} after {agents.head_wait_s_max:g}s: set a longer TTL"]
 
 
 def _priorities(flow: FlowSettings) -> set[int]:

@@ -30,6 +30,7 @@ from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
 from epp.core.types import Seconds
+from epp.plugins.agents import AgentIdentity
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
@@ -340,6 +341,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     PredictedLatency.type_name: PredictedLatency,
     LatencySloAdmitter.type_name: LatencySloAdmitter,
     ProbabilisticAdmitter.type_name: ProbabilisticAdmitter,
+    AgentIdentity.type_name: AgentIdentity,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -368,7 +370,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "sheddable-eviction-filter": f"{_NO_EVICTION}: remove it",
     "priority-then-time-eviction-order-policy": f"{_NO_EVICTION}: remove it",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
-    "agent-identity": "a header alone names flows, x-llm-d-inference-fairness-id: remove it",
     "outlier-ejection-filter": (
         f"it needs no filter in a profile: declare {OutlierEjection.type_name}, or nothing"
     ),

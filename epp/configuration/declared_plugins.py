@@ -47,6 +47,7 @@ from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
+from epp.plugins.agents import AgentIdentity
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
@@ -66,6 +67,7 @@ P = TypeVar(
     TopologyLabels,
     PredictedLatency,
     ProbabilisticAdmitter,
+    AgentIdentity,
 )
 
 
@@ -96,6 +98,7 @@ class Role(StrEnum):
     DECIDER = "decider"
     PRODUCER = "producer"
     ADMITTER = "admitter"
+    IDENTITY = "identity plugin"
     RESPONDER = "response plugin"
     REQUEST_MARKER = "request plugin"
     NOTIFIER = "notification source"
@@ -155,6 +158,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     **dict.fromkeys(CEILINGS, Role.CEILING),
     **dict.fromkeys(DETECTORS, Role.DETECTOR),
     LatencySloAdmitter.type_name: Role.ADMITTER,
+    AgentIdentity.type_name: Role.IDENTITY,
     ProbabilisticAdmitter.type_name: Role.ADMITTER,
 }
 
@@ -413,6 +417,16 @@ class DeclaredPlugins:
         """Return the declared `probabilistic-admitter`, or None if there is none."""
         declared = any(isinstance(p.plugin, ProbabilisticAdmitter) for p in self.plugins.values())
         return self.only(ProbabilisticAdmitter) if declared else None
+
+    def identity_headers(self) -> tuple[str, ...]:
+        """Return the headers by which `agent-identity` names sessions, or () if it is not declared."""
+        declared = any(isinstance(p.plugin, AgentIdentity) for p in self.plugins.values())
+        return self.only(AgentIdentity).headers if declared else ()
+
+    def plugin_of(self, name: str) -> Any:
+        """Return the declared plugin `name`, or None if there is none."""
+        declared = self.plugins.get(name)
+        return None if declared is None else declared.plugin
 
     def primary_port(self) -> int:
         """Return the port to which the gateway sends the requests for all data-parallel ranks of a

@@ -155,6 +155,12 @@ def _queue(flow: FlowSettings) -> list[str]:
         lines.append(f"  longest wait {when}: {f'{limit_s:g} s' if limit_s else 'no limit'}")
     requests, size = _limit(flow.requests_max), _limit(flow.bytes_max)
     lines.append(f"  all bands together: {requests} requests, {size} bytes of bodies")
+    if flow.agents is not None:
+        limit_s = flow.agents.head_wait_s_max
+        when = f"after {limit_s:g} s even without room" if limit_s else "only with room"
+        lines.append(f"  a waiting agent session is admitted {when}")
+    if flow.identity_headers:
+        lines.append(f"  flows without a fairness header: by {', '.join(flow.identity_headers)}")
     priorities = sorted({*flow.bands, 0}, reverse=True)
     for priority in priorities:
         lines += _band(f"band {priority}", flow, flow.band(priority))
@@ -179,6 +185,7 @@ def _band(name: str, flow: FlowSettings, band: BandSettings) -> list[str]:
         Fairness.NONE: "one queue for all flows",
         Fairness.REQUESTS: "flows in turn by requests",
         Fairness.TOKENS: "flows in turn by tokens charged",
+        Fairness.SESSIONS: "agent sessions, admitted ones first, others when their tokens fit",
         Fairness.DECAYING_TOKENS: f"flows by tokens charged, half-life {band.half_life_s:g} s",
     }[band.fairness]
     order = {

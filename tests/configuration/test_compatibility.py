@@ -114,6 +114,7 @@ PARAMETERS = {
     "latency-slo-admitter": {"latencyPredictionInfoProducerName": "predicted-latency-producer"},
     "load-aware-scorer": {"threshold": 128},
     "max-score-picker": {"maxNumOfEndpoints": 1},
+    "agent-identity": {"additionalSessionHeaders": ["x-session-id"]},
     "probabilistic-admitter": {
         "queueDepthThreshold": 5,
         "kvCacheUtilThreshold": 0.8,

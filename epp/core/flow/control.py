@@ -9,11 +9,13 @@ room that another one has taken.
 import heapq
 import math
 from collections.abc import Container, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Final, Protocol
 
 from msgspec import Struct
 
+from epp.core.flow.agent_admission import Rank
 from epp.core.flow.bands import Band, State, Ticket
 from epp.core.flow.settings import FlowSettings
 from epp.core.prompt.request import InferenceRequest
@@ -45,6 +47,14 @@ class Pool(Protocol):
         """Return whether `request` can be placed, because an endpoint that may serve it has room for
         its priority.
         """
+        ...
+
+    def rank(self, request: InferenceRequest, waited_s: Seconds) -> Rank:
+        """Return the rank of `request` in a band of agent sessions."""
+        ...
+
+    def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
+        """Return whether an endpoint has room for the session of `request`, which is not admitted."""
         ...
 
     def saturation(self, request: InferenceRequest, now: Seconds) -> float:
@@ -125,7 +135,7 @@ class FlowControl:
         band = self._band(priority)
         self._note_pool(now)
         waits = not self._empty_pool or self.settings.waits_for_endpoints
-        if not waits or (not self._waits_before(priority) and self._has_room(ticket, now)):
+        if not waits or self._goes_at_once(ticket, band, priority, now):
             return [self._place(ticket, band, now)]
         verdicts: Verdicts = []
         if self._draining:
@@ -160,7 +170,7 @@ class FlowControl:
             band = self._bands[at]
             ticket = self._next_of(band, now)
             if ticket is None:
-                if weights is None and band.flows > HEADS_MAX:
+                if weights is None and band.flows > HEADS_MAX and not band.of_agents:
                     # A flow that was not looked at may have room, which no lower band may take.
                     break
                 closed.add(at)
@@ -293,14 +303,45 @@ class FlowControl:
             return bool(self.requests)
         return any(band.requests for at, band in self._bands.items() if at >= priority)
 
-    def _has_room(self, ticket: Ticket, now: Seconds) -> bool:
-        return not self._empty_pool and self._pool.has_room(ticket.request, now)
+    def _goes_at_once(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
+        """Return whether the new `ticket` need not wait in `band`."""
+        if self._empty_pool:
+            return False
+        if self._waits_before(priority) and not self._passes(ticket, band, priority, now):
+            return False
+        if band.of_agents and not self._admits(ticket, now):
+            return False
+        return self._pool.has_room(ticket.request, now)
+
+    def _passes(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
+        """Return whether the new `ticket` belongs to an admitted agent session and only sessions
+        that are not admitted wait before it.
+        """
+        if not band.of_agents or self.settings.selection.shares or self._rank(ticket, now):
+            return False
+        if any(other.requests for at, other in self._bands.items() if at > priority):
+            return False
+        first = next(band.heads(1, now, partial(self._rank, now=now)), None)
+        return first is None or self._rank(first, now) > Rank.ADMITTED
+
+    def _rank(self, ticket: Ticket, now: Seconds) -> Rank:
+        return self._pool.rank(ticket.request, now - ticket.enqueued_at_s)
+
+    def _admits(self, ticket: Ticket, now: Seconds) -> bool:
+        if self._rank(ticket, now) is Rank.ADMITTED:
+            return True
+        return self._pool.admits(ticket.request, now - ticket.enqueued_at_s, now)
 
     def _next_of(self, band: Band, now: Seconds) -> Ticket | None:
         """Return the first ticket in turn that has room, or None."""
         if not band.requests:
             return None
-        for ticket in band.heads(HEADS_MAX, now):
+        for ticket in band.heads(HEADS_MAX, now, partial(self._rank, now=now)):
+            if band.of_agents and not self._admits(ticket, now):
+                if ticket.request.subset is None:
+                    # Later sessions must not take the room for which this one waits.
+                    return None
+                continue
             if self._pool.has_room(ticket.request, now):
                 return ticket
             # The endpoints of its subset are full, which need not hold for others of its flow.

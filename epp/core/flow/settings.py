@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, field
 
+from epp.core.flow.agent_admission import AgentAdmission
 from epp.core.flow.band_selection import StrictBandSelection
 from epp.core.flow.ceilings import StaticCeiling
 from epp.core.flow.detectors import RoomDetector
@@ -32,6 +33,10 @@ class Fairness(StrEnum):
     DECAYING_TOKENS = "decaying-tokens"
     """The flow that was charged the fewest tokens is next. Charges lose half of their weight each
     `half_life_s`, and a flow keeps them while it does not wait.
+    """
+    SESSIONS = "agent-sessions"
+    """Each flow is an agent session. Admitted sessions are first, and others wait until an endpoint
+    has room for their tokens, first come, first served.
     """
 
 
@@ -78,6 +83,10 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Maximum wait in seconds while the pool has no endpoint; 0 for no limit."""
     waits_for_endpoints: bool = True
     """True if requests wait while the pool has no endpoint; False to refuse them at once."""
+    agents: AgentAdmission | None = None
+    """Settings of the admission of agent sessions, or None if no band has `Fairness.SESSIONS`."""
+    identity_headers: tuple[str, ...] = ()
+    """Headers, in lower case, that name the flow of a request that has no header for it."""
     by_priority: bool = True
     """True if each priority has a band of its own; False for one band."""
     bands: Mapping[int, BandSettings] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from epp.configuration.disaggregation import (
 )
 from epp.configuration.flow_plugins import FLOW_PLUGINS
 from epp.configuration.token_producer import TokenProducer
-from epp.core.decision.admission import ProbabilisticAdmitter
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.duration import parse_duration
 from epp.core.knowledge.candidates import ATTRIBUTES_MAX
 from epp.core.knowledge.ejection import OutlierEjection

@@ -42,10 +42,10 @@ from epp.configuration.profile_sections import ProfileSections
 from epp.configuration.stage_sections import StageSections
 from epp.configuration.token_producer import Backend, TokenProducer
 from epp.configuration.trial import failing_plugins
-from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.decision.plugin import (
     may_read_tokens,
 )
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.profile import (
     SchedulingProfile,
 )

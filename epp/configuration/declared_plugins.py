@@ -41,8 +41,8 @@ from epp.configuration.flow_plugins import (
     ORDERINGS,
 )
 from epp.configuration.token_producer import TokenProducer
-from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.topology import TopologyLabels

@@ -10,8 +10,8 @@ from msgspec import structs
 from epp.configuration.build import build_settings
 from epp.configuration.config import DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE, PickerConfig
 from epp.configuration.describing import config_hash, plain_parameters
-from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.decision.plugin import PREFIX_READS
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.stages import (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from epp.core.decision.admission import ProbabilisticAdmitter
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.stages import Stages
 from epp.core.flow.settings import FlowSettings

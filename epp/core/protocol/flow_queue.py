@@ -149,15 +149,16 @@ class FlowQueue:
         request meanwhile. `answer_within_s` is the time after which the gateway gives up, or None.
         """
         control, scheduler = self.control, self._scheduler
-        gate = scheduler.gate
+        gate = scheduler.state.gate
+        admission = scheduler.admission
         fits = self._agents is None or self._pool.fits_session(request, now)
         if (
             fits
             and not control.requests
             and (
                 # The first condition saves most requests a call.
-                (gate is not None and not scheduler.may_hold and gate.certainly_open(request))
-                or scheduler.has_room(request, now)
+                (gate is not None and not admission.may_hold and gate.certainly_open(request))
+                or admission.has_room(request, now)
             )
         ):
             self._at_once[request.priority] += 1
@@ -243,14 +244,14 @@ class FlowQueue:
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
         """Note the priorities that objectives give to requests."""
-        if self._scheduler.gate is not None:
-            self._scheduler.gate.know_priorities(priorities)
+        if self._scheduler.state.gate is not None:
+            self._scheduler.state.gate.know_priorities(priorities)
 
     def snapshot(self, now: Seconds) -> QueueSnapshot | None:
         """Return the state of the queue, or None if requests do not wait."""
         if not self.active:
             return None
-        gate = self._scheduler.gate
+        gate = self._scheduler.state.gate
         bands = tuple(
             BandSnapshot(
                 priority,
@@ -273,7 +274,7 @@ class FlowQueue:
         scheduler = self._scheduler
         if scheduler.settings.flow is not None:
             return scheduler.settings.flow
-        return HELD_BY_PLUGINS if scheduler.may_hold else None
+        return HELD_BY_PLUGINS if scheduler.admission.may_hold else None
 
     def _flow_of(self, request: InferenceRequest) -> str:
         """Return the id of the flow of `request`, or "" if it names none."""
@@ -365,7 +366,7 @@ class _SchedulerPool:
         return not len(self._scheduler.pool.ready(None, now))
 
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
-        return self._scheduler.has_room(request, now)
+        return self._scheduler.admission.has_room(request, now)
 
     def session_of(self, request: InferenceRequest) -> str:
         """Return the agent session of `request`, or "" if it names none."""
@@ -411,7 +412,7 @@ class _SchedulerPool:
         return index if isinstance(index, AgentSessions) else None
 
     def saturation(self, request: InferenceRequest, now: Seconds) -> float:
-        return self._scheduler.saturation(request, now)
+        return self._scheduler.admission.saturation(request, now)
 
     def place(self, request: InferenceRequest, now: Seconds) -> Result:
         return self._scheduler.schedule(request, now)
@@ -431,4 +432,4 @@ class _SchedulerPool:
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
         if not self.fits_session(request, now):
             return f"no endpoint has room for an agent session of {request.prompt_tokens} tokens"
-        return self._scheduler.why_full(request, now)
+        return self._scheduler.admission.why_full(request, now)

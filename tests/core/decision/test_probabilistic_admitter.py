@@ -4,9 +4,9 @@ import pytest
 from msgspec import structs
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
-from epp.core.decision.admission import ProbabilisticAdmitter
 from epp.core.decision.decision import Decision
 from epp.core.decision.inputs import PageScraped, PoolReplaced
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import EndpointMetrics, RefusalReason
 from tests.builders import endpoint, request

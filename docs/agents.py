@@ -43,7 +43,7 @@ SEEDS: Final = (1, 2, 3)
 DURATION_S: Final[Seconds] = 600.0
 RATES: Final = (0.15, 0.3, 0.45)
 """Tasks per second, each of which has three agents on average."""
-CONFIGS: Final = ("default", str(FOLDER / "examples" / "agents.yaml"))
+CONFIGS: Final = ("default", str(FOLDER / "examples" / "flow-control" / "agents.yaml"))
 AGENTS: Final = AgentTree(
     turns=Spread(type="lognormal", mean=15, std_dev=10, min=2, max=60),
     tool_result=Spread(type="lognormal", mean=1500, std_dev=1500, min=30, max=16_000),

@@ -12,6 +12,7 @@ from epp.configuration.config import PickerConfig
 from epp.configuration.defaults import DEFAULT_SOURCES
 from epp.configuration.describing import config_hash, plain_parameters
 from epp.core.decision.plugin import PREFIX_READS
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.stages import (
@@ -24,7 +25,7 @@ from epp.core.decision.stages import (
     Stages,
     Uncached,
 )
-from epp.core.flow.settings import Fairness, FlowSettings, Ordering
+from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.latency import ERROR_MAX, LatencyPrediction
 from epp.core.knowledge.prefix import PrefixIndexSettings
@@ -65,6 +66,8 @@ description is shown as it is.
 
 _SATURATIONS: Final = (0.5, 0.8, 0.95, 1.0)
 """Mean loads of the pool for which ceilings are shown."""
+_LOADS: Final = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
+"""Mean loads of the pool for which the share of requests refused at random is shown."""
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
@@ -114,6 +117,8 @@ def explain(config: PickerConfig) -> str:
     lines += ["", *_ejection(settings.ejection)]
     if settings.latency is not None:
         lines += ["", *_latency(settings.latency)]
+    if settings.admitter is not None:
+        lines += ["", *_admitter(settings.admitter)]
     if settings.flow is None:
         lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
         lines += _member("detector", settings.saturation.type_name, settings.saturation)
@@ -128,10 +133,21 @@ def explain(config: PickerConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _admitter(admitter: ProbabilisticAdmitter) -> list[str]:
+    """Return lines about the random refusal of requests, with examples."""
+    shares = (f"{admitter.refused_share(load):.0%} at {load:g}" for load in _LOADS)
+    return [
+        "admission: requests of negative priority are refused at random",
+        f"  refused share by the mean load of the pool: {', '.join(shares)}",
+        *(f"  {line}" for line in _parameters(admitter)),
+    ]
+
+
 def _queue(flow: FlowSettings) -> list[str]:
     """Return lines about the queue: when requests wait, for how long, and a table of its bands."""
     lines = ["queue: requests wait in the picker while no endpoint has room for them"]
     lines += _member("detector", flow.detector.type_name, flow.detector)
+    lines += _member("bands", flow.selection.type_name, flow.selection)
     lines += _member("ceiling", flow.policy.type_name, flow.policy)
     for when, limit_s in (
         ("while the pool has endpoints", flow.wait_s_max),
@@ -140,21 +156,37 @@ def _queue(flow: FlowSettings) -> list[str]:
         lines.append(f"  longest wait {when}: {f'{limit_s:g} s' if limit_s else 'no limit'}")
     requests, size = _limit(flow.requests_max), _limit(flow.bytes_max)
     lines.append(f"  all bands together: {requests} requests, {size} bytes of bodies")
+    if flow.agents is not None:
+        limit_s = flow.agents.head_wait_s_max
+        when = f"after {limit_s:g} s even without room" if limit_s else "only with room"
+        lines.append(f"  a waiting agent session is admitted {when}")
+    if flow.identity_headers:
+        lines.append(f"  flows without a fairness header: by {', '.join(flow.identity_headers)}")
     priorities = sorted({*flow.bands, 0}, reverse=True)
     for priority in priorities:
-        lines += _band(f"band {priority}", flow, priority, priorities)
-    others = "bands of other priorities, from InferenceObjectives: as band 0"
-    if 0 in flow.bands or flow.default_negative_band is not None:
-        others = "bands of other priorities, from InferenceObjectives: by their templates"
-    return [*lines, f"  {others}"]
+        lines += _band(f"band {priority}", flow, flow.band(priority))
+        ceilings = (
+            f"{flow.policy.ceilings(saturation, priorities)[priority]:.2f} at {saturation:g}"
+            for saturation in _SATURATIONS
+        )
+        uses = f"may use endpoints loaded to less than {', '.join(ceilings)}"
+        lines.append(f"      {uses} mean load of the pool")
+    if flow.default_band != flow.band(0):
+        lines += _band("bands of other priorities", flow, flow.default_band)
+    if flow.default_negative_band is not None:
+        lines += _band("bands of other negative priorities", flow, flow.default_negative_band)
+    elif flow.default_band == flow.band(0):
+        lines.append("  bands of other priorities, from InferenceObjectives: as band 0")
+    return lines
 
 
-def _band(name: str, flow: FlowSettings, priority: int, priorities: list[int]) -> list[str]:
-    band = flow.band(priority)
+def _band(name: str, flow: FlowSettings, band: BandSettings) -> list[str]:
+    """Return lines about one band, or about the template of several."""
     turns = {
         Fairness.NONE: "one queue for all flows",
         Fairness.REQUESTS: "flows in turn by requests",
         Fairness.TOKENS: "flows in turn by tokens charged",
+        Fairness.SESSIONS: "agent sessions, admitted ones first, others when their tokens fit",
         Fairness.DECAYING_TOKENS: f"flows by tokens charged, half-life {band.half_life_s:g} s",
     }[band.fairness]
     order = {
@@ -162,15 +194,15 @@ def _band(name: str, flow: FlowSettings, priority: int, priorities: list[int]) -
         Ordering.DEADLINE: "the earliest end of a wait first",
         Ordering.FIRST_OUTPUT: "the earliest due first token first",
     }[band.ordering]
-    ceilings = [
-        f"{flow.policy.ceilings(saturation, priorities)[priority]:.2f} at {saturation:g}"
-        for saturation in _SATURATIONS
-    ]
-    return [
+    lines = [
         f"  {name}: {turns}; within a flow {order}",
         f"      at most {band.requests_max} requests, {band.bytes_max} bytes of bodies",
-        f"      may use endpoints loaded to less than {', '.join(ceilings)} mean load of the pool",
     ]
+    if band.wait_s_max is not None:
+        wait_s = flow.budget_s(band, empty_pool=False)
+        limit = f"{wait_s:g} s" if wait_s else "no limit"
+        lines.append(f"      longest wait while the pool has endpoints: {limit}")
+    return lines
 
 
 def _limit(most: int) -> str:

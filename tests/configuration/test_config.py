@@ -586,8 +586,8 @@ def test_two_plugins_of_one_name_are_refused():
         ({"plugin": []}, "has unknown field `plugin`, did you mean `plugins`?"),
         ({"plugins": {}}, "plugins: expected a list, got dict"),
         (
-            {"flowControl": {"bandSelectionPolicyPluginRef": "x"}},
-            "flowControl.bandSelectionPolicyPluginRef is not supported, because a higher band is always served first: remove it",
+            {"featureGates": ["flowControl"], "flowControl": {"bandSelectionPolicyPluginRef": "x"}},
+            "flowControl.bandSelectionPolicyPluginRef: pluginRef x names no declared plugin",
         ),
         (
             {"flowControl": {"enableEviction": True}},
@@ -632,12 +632,12 @@ def test_all_problems_are_reported_together():
         load_parts,
         plugins=[
             {"type": "queue-scorer", "parameters": {"a": 1, "b": 2}},
-            {"type": "agent-identity"},
+            {"type": "request-attribute-reporter"},
         ],
         schedulingProfiles=[
             {"name": "p", "plugins": [{"pluginRef": "queue-scorer"}, {"pluginRef": "x"}]}
         ],
-        flowControl={"bandSelectionPolicyPluginRef": "x"},
+        flowControl={"enableEviction": True},
     )
     assert len(found) == 5
 

@@ -10,7 +10,7 @@ for each request, and `Fairness.DECAYING_TOKENS` has a half-life instead of that
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Final
 
@@ -109,6 +109,8 @@ class Band:
         self.settings = settings
         self.bytes = 0
         """Body bytes of all tickets of the band."""
+        self.counter = 0.0
+        """Tokens that the band was charged while bands shared room, divided by its weight."""
         self._flows: dict[str, _Flow] = {}
         self._waiting: dict[str, _Flow] = {}
         """Flows with a waiting ticket."""
@@ -128,6 +130,11 @@ class Band:
         """Return the number of flows with a waiting ticket."""
         return len(self._waiting)
 
+    @property
+    def of_agents(self) -> bool:
+        """Return whether each flow of the band is an agent session, which must be admitted."""
+        return self.settings.fairness is Fairness.SESSIONS
+
     def is_full(self, body_bytes: int) -> bool:
         """Return whether a limit of the band forbids one more ticket with `body_bytes`."""
         settings = self.settings
@@ -142,7 +149,9 @@ class Band:
         name = self._name_of(ticket.flow)
         flow = self._flows.get(name)
         if flow is None:
-            self._forget_decayed()
+            # An agent session has a queue of its own only while it waits.
+            if not self.of_agents:
+                self._forget_decayed()
             flow = self._flows[name] = _Flow(name, self.settings.weights.get(name, 1.0))
         if name not in self._waiting:
             self._begin(flow, now)
@@ -157,6 +166,8 @@ class Band:
         flow.remove(ticket)
         if not flow.tickets:
             del self._waiting[ticket.queue]
+            if self.of_agents:
+                del self._flows[ticket.queue]
         del self._tickets[ticket.number]
         self.bytes -= ticket.body_bytes
 
@@ -177,14 +188,21 @@ class Band:
             self._decay(flow, now)
             flow.counter += amount / flow.weight
 
-    def heads(self, flows_max: int, now: Seconds) -> Iterator[Ticket]:
+    def heads(
+        self, flows_max: int, now: Seconds, rank_of: Callable[[Ticket], int]
+    ) -> Iterator[Ticket]:
         """Yield the next ticket of each waiting flow, flows with the lowest counters first.
 
-        At most `flows_max` tickets are yielded.
+        In a band of agent sessions, tickets with the lowest `rank_of` come first, and the oldest of
+        several. At most `flows_max` tickets are yielded.
         """
         if len(self._waiting) == 1:
             (flow,) = self._waiting.values()
             yield flow.head()
+            return
+        if self.of_agents:
+            heads = [flow.head() for flow in self._waiting.values()]
+            yield from heapq.nsmallest(flows_max, heads, key=lambda one: (rank_of(one), one.number))
             return
         for flow in self._waiting.values():
             self._decay(flow, now)
@@ -249,7 +267,7 @@ class Band:
     def _name_of(self, flow: str) -> str:
         if self.settings.fairness is Fairness.NONE:
             return ""
-        if flow in self._flows or len(self._flows) < FLOWS_MAX:
+        if flow in self._flows or len(self._flows) < FLOWS_MAX or self.of_agents:
             return flow
         return f"\0{xxhash.xxh32_intdigest(flow.encode()) % SHARED_FLOWS}"
 

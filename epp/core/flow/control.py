@@ -7,12 +7,15 @@ room that another one has taken.
 """
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Final, Protocol
 
 from msgspec import Struct
 
+from epp.core.flow.agent_admission import Rank
 from epp.core.flow.bands import Band, State, Ticket
 from epp.core.flow.settings import FlowSettings
 from epp.core.prompt.request import InferenceRequest
@@ -44,6 +47,18 @@ class Pool(Protocol):
         """Return whether `request` can be placed, because an endpoint that may serve it has room for
         its priority.
         """
+        ...
+
+    def rank(self, request: InferenceRequest, waited_s: Seconds) -> Rank:
+        """Return the rank of `request` in a band of agent sessions."""
+        ...
+
+    def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
+        """Return whether an endpoint has room for the session of `request`, which is not admitted."""
+        ...
+
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        """Return the mean load of the endpoints that may serve `request`; 1.0 is full."""
         ...
 
     def place(self, request: InferenceRequest, now: Seconds) -> object:
@@ -120,7 +135,7 @@ class FlowControl:
         band = self._band(priority)
         self._note_pool(now)
         waits = not self._empty_pool or self.settings.waits_for_endpoints
-        if not waits or (not self._waits_at_or_above(priority) and self._has_room(ticket, now)):
+        if not waits or self._goes_at_once(ticket, band, priority, now):
             return [self._place(ticket, band, now)]
         verdicts: Verdicts = []
         if self._draining:
@@ -149,16 +164,24 @@ class FlowControl:
         verdicts: Verdicts = []
         if self._empty_pool:
             return verdicts
-        for _, band in self._in_order():
-            while (ticket := self._next_of(band, now)) is not None:
-                if len(verdicts) == PLACED_MAX:
-                    self._again_at_s = now
-                    return verdicts
-                self._take_out(ticket)
-                verdicts.append(self._place(ticket, band, now))
-            if band.flows > HEADS_MAX:
-                # A flow that was not looked at may have room, which no lower band may take.
+        weights = self._weights(now)
+        closed: set[int] = set()
+        while (at := self._turn(weights, closed)) is not None:
+            band = self._bands[at]
+            ticket = self._next_of(band, now)
+            if ticket is None:
+                if weights is None and band.flows > HEADS_MAX and not band.of_agents:
+                    # A flow that was not looked at may have room, which no lower band may take.
+                    break
+                closed.add(at)
+                continue
+            if len(verdicts) == PLACED_MAX:
+                self._again_at_s = now
                 break
+            self._take_out(ticket)
+            verdicts.append(self._place(ticket, band, now))
+            if weights is not None:
+                band.counter += ticket.charged_tokens / weights[at]
             band.forget_idle()
         return verdicts
 
@@ -166,14 +189,11 @@ class FlowControl:
         """Place what has room now, then refuse the tickets that have waited too long."""
         verdicts = self.pump(now)
         late: list[Ticket] = []
-        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
-        if budget_s:
-            since_s = self._since_s
-            for _, band in self._in_order():
-                for ticket in islice(band.tickets(), PLACED_MAX - len(late)):
-                    if max(ticket.enqueued_at_s, since_s) + budget_s > now:
-                        break
-                    late.append(ticket)
+        for _, band in self._in_order():
+            for ticket in islice(band.tickets(), PLACED_MAX - len(late)):
+                if self._end_in(band, ticket) > now:
+                    break
+                late.append(ticket)
         while len(late) < PLACED_MAX and self._limited and self._limited[0][0] <= now:
             _, _, ticket = heapq.heappop(self._limited)
             if ticket.state is State.WAITING and self._own_end_s(ticket) <= now:
@@ -189,16 +209,13 @@ class FlowControl:
             return now
         if not self.requests:
             return None
-        ends_s: list[Seconds] = []
-        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
-        if budget_s:
-            first = min(next(band.tickets()).enqueued_at_s for _, band in self._in_order())
-            ends_s.append(max(first, self._since_s) + budget_s)
+        ends_s = [self._end_in(band, next(band.tickets())) for _, band in self._in_order()]
         while self._limited and self._limited[0][2].state is not State.WAITING:
             heapq.heappop(self._limited)
         if self._limited:
             ends_s.append(max(now, self._limited[0][0]))
-        return min(ends_s, default=None)
+        end_s = min(ends_s)
+        return None if end_s == math.inf else end_s
 
     def settled(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Correct what the flow of a placed `ticket` was charged to the `tokens` that it used."""
@@ -255,19 +272,76 @@ class FlowControl:
         """Yield priority and band of the bands with waiting tickets, highest priority first."""
         return (entry for entry in tuple(self._bands.items()) if entry[1].requests)
 
-    def _waits_at_or_above(self, priority: int) -> bool:
-        if not self.requests:
-            return False
+    def _weights(self, now: Seconds) -> Mapping[int, float] | None:
+        """Return the weights by which the waiting bands share the room, or None if a higher band is
+        served first.
+        """
+        if not self.settings.selection.shares or not self.requests:
+            return None
+        waiting = list(self._in_order())
+        first = next(waiting[0][1].tickets()).request
+        saturation = self._pool.saturation(first, now)
+        weights: Mapping[int, float] | None = self.settings.selection.weights(
+            saturation, [priority for priority, _ in waiting]
+        )
+        return weights
+
+    def _turn(self, weights: Mapping[int, float] | None, closed: Container[int]) -> int | None:
+        """Return the priority of the waiting band that is next, without those in `closed`, or None
+        if there is none.
+        """
+        waiting = [entry for entry in self._in_order() if entry[0] not in closed]
+        if weights is not None:
+            waiting.sort(key=lambda entry: entry[1].counter)
+        return waiting[0][0] if waiting else None
+
+    def _waits_before(self, priority: int) -> bool:
+        """Return whether a request waits whose turn may come before that of a new one with
+        `priority`.
+        """
+        if not self.requests or self.settings.selection.shares:
+            return bool(self.requests)
         return any(band.requests for at, band in self._bands.items() if at >= priority)
 
-    def _has_room(self, ticket: Ticket, now: Seconds) -> bool:
-        return not self._empty_pool and self._pool.has_room(ticket.request, now)
+    def _goes_at_once(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
+        """Return whether the new `ticket` need not wait in `band`."""
+        if self._empty_pool:
+            return False
+        if self._waits_before(priority) and not self._passes(ticket, band, priority, now):
+            return False
+        if band.of_agents and not self._admits(ticket, now):
+            return False
+        return self._pool.has_room(ticket.request, now)
+
+    def _passes(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
+        """Return whether the new `ticket` belongs to an admitted agent session and only sessions
+        that are not admitted wait before it.
+        """
+        if not band.of_agents or self.settings.selection.shares or self._rank(ticket, now):
+            return False
+        if any(other.requests for at, other in self._bands.items() if at > priority):
+            return False
+        first = next(band.heads(1, now, partial(self._rank, now=now)), None)
+        return first is None or self._rank(first, now) > Rank.ADMITTED
+
+    def _rank(self, ticket: Ticket, now: Seconds) -> Rank:
+        return self._pool.rank(ticket.request, now - ticket.enqueued_at_s)
+
+    def _admits(self, ticket: Ticket, now: Seconds) -> bool:
+        if self._rank(ticket, now) is Rank.ADMITTED:
+            return True
+        return self._pool.admits(ticket.request, now - ticket.enqueued_at_s, now)
 
     def _next_of(self, band: Band, now: Seconds) -> Ticket | None:
         """Return the first ticket in turn that has room, or None."""
         if not band.requests:
             return None
-        for ticket in band.heads(HEADS_MAX, now):
+        for ticket in band.heads(HEADS_MAX, now, partial(self._rank, now=now)):
+            if band.of_agents and not self._admits(ticket, now):
+                if ticket.request.subset is None:
+                    # Later sessions must not take the room for which this one waits.
+                    return None
+                continue
             if self._pool.has_room(ticket.request, now):
                 return ticket
             # The endpoints of its subset are full, which need not hold for others of its flow.
@@ -299,7 +373,11 @@ class FlowControl:
         return Verdict(ticket, result)
 
     def _add(self, ticket: Ticket, band: Band, now: Seconds) -> None:
-        band.add(ticket, self.settings.wait_s_max, now)
+        if not band.requests:
+            # A band gains nothing by having been idle.
+            counters = [each.counter for _, each in self._in_order()]
+            band.counter = max(band.counter, min(counters, default=0.0))
+        band.add(ticket, self.settings.budget_s(band.settings, empty_pool=False), now)
         self.requests += 1
         self.bytes += ticket.body_bytes
         if ticket.wait_s_max is not None or ticket.answer_within_s is not None:
@@ -317,6 +395,11 @@ class FlowControl:
         self._limited = [entry for entry in self._limited if entry[2].state is State.WAITING]
         heapq.heapify(self._limited)
 
+    def _end_in(self, band: Band, ticket: Ticket) -> Seconds:
+        """Return the time at which the settings end the wait of `ticket` in `band`; inf for never."""
+        budget_s = self.settings.budget_s(band.settings, empty_pool=self._empty_pool)
+        return max(ticket.enqueued_at_s, self._since_s) + (budget_s or math.inf)
+
     def _own_end_s(self, ticket: Ticket) -> Seconds:
         """Return the time at which the ticket's own limits end its wait.
 
@@ -327,7 +410,7 @@ class FlowControl:
             ends_s.append(ticket.enqueued_at_s + ticket.answer_within_s)
         if ticket.wait_s_max is not None and not self._empty_pool:
             ends_s.append(max(ticket.enqueued_at_s, self._since_s) + ticket.wait_s_max)
-        return min(ends_s, default=float("inf"))
+        return min(ends_s, default=math.inf)
 
     def _make_space(self, ticket: Ticket, verdicts: Verdicts, now: Seconds) -> bool:
         """Displace the newest tickets of lower bands until `ticket` fits into the limits of the whole

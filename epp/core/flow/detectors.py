@@ -118,6 +118,7 @@ class Utilization(Struct, frozen=True, kw_only=True):
     """
 
     type_name: ClassVar[str] = UtilizationDetector.type_name
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detector: UtilizationDetector = field(default_factory=UtilizationDetector)
     staleness_given: bool = False
@@ -140,10 +141,25 @@ class Utilization(Struct, frozen=True, kw_only=True):
         return np.where(candidates.saturated, np.fmax(load, 1.0), load)
 
 
+class NeverSaturated(Struct, frozen=True, kw_only=True):
+    """A load of 0 at every endpoint, so that only agent sessions have to wait (`thunder-agent`)."""
+
+    type_name: ClassVar[str] = "thunder-agent"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
+
+    @property
+    def headroom(self) -> float:
+        return 0.0
+
+    def load(self, candidates: Candidates, rooms: Rooms, stage: Stage | None) -> Floats:
+        return np.zeros(len(candidates))
+
+
 class MaxSaturation(Struct, frozen=True, kw_only=True):
     """The largest load of several detectors (`max-saturation-detector`)."""
 
     type_name: ClassVar[str] = "max-saturation-detector"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detectors: tuple[Any, ...]
     """The `Detector`s, at least one."""

@@ -20,9 +20,11 @@ from epp.core.decision.account import Queued
 from epp.core.decision.decision import Decision
 from epp.core.decision.scheduler import Scheduler
 from epp.core.duration import parse_duration
+from epp.core.flow.agent_admission import AgentAdmission, Rank
 from epp.core.flow.bands import State, Ticket
 from epp.core.flow.control import FlowControl, Verdicts
-from epp.core.flow.settings import HELD_BY_PLUGINS, FlowSettings
+from epp.core.flow.settings import HELD_BY_PLUGINS, Fairness, FlowSettings
+from epp.core.knowledge.agent_sessions import AgentSessions
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import FIRST_TOKEN_HEADERS, FLOW_HEADERS, TTL_HEADER, first_of
@@ -115,6 +117,7 @@ class FlowQueue:
         self._waker = waker
         self._pool = _SchedulerPool(scheduler)
         self._settings = self._wanted() or HELD_BY_PLUGINS
+        self._agents = self._settings.agents
         self.control = FlowControl(self._settings, self._pool, now)
         self.totals = FlowTotals(Counter(), Counter(), {})
         self._at_once: defaultdict[int, int] = defaultdict(int)
@@ -135,12 +138,9 @@ class FlowQueue:
         """Return whether requests may have to wait, by the present settings of the scheduler."""
         return self._wanted() is not None
 
-    @property
-    def wait_s_max(self) -> Seconds:
-        """Return the longest wait in seconds in either state of the pool; 0 for no limit."""
-        settings = self.control.settings
-        limits_s = (settings.wait_s_max, settings.empty_pool_wait_s_max)
-        return max(limits_s) if all(limits_s) else 0.0
+    def longest_wait_s(self, priority: int) -> Seconds:
+        """Return the longest wait in seconds of a request with `priority`; 0 for no limit."""
+        return self.control.settings.longest_wait_s(priority)
 
     def enter(
         self,
@@ -158,17 +158,23 @@ class FlowQueue:
         """
         control, scheduler = self.control, self._scheduler
         gate = scheduler.state.gate
-        if not control.requests and (
-            # The first condition saves most requests a call.
-            (gate is not None and not scheduler.admission.may_hold and gate.certainly_open(request))
-            or scheduler.admission.has_room(request, now)
+        admission = scheduler.admission
+        fits = self._agents is None or self._pool.fits_session(request, now)
+        if (
+            fits
+            and not control.requests
+            and (
+                # The first condition saves most requests a call.
+                (gate is not None and not admission.may_hold and gate.certainly_open(request))
+                or admission.has_room(request, now)
+            )
         ):
             self._at_once[request.priority] += 1
             return scheduler.schedule(request, now)
         headers = request.headers
         ticket = Ticket(
             request=request,
-            flow=first_of(headers, FLOW_HEADERS)[:FLOW_CHARACTERS_MAX],
+            flow=self._flow_of(request)[:FLOW_CHARACTERS_MAX],
             body_bytes=body_bytes,
             wait_s_max=_duration_s(headers.get(TTL_HEADER, "")),
             answer_within_s=answer_within_s,
@@ -184,7 +190,7 @@ class FlowQueue:
         if own is not None:
             assert isinstance(own, Decision | Refusal)
             return own
-        why = self._scheduler.admission.why_full(request, now)
+        why = self._pool.why_full(request, now)
         place = self._places[ticket.number] = Place(self, ticket, resume, why)
         self._scheduler.changed = self._waker.soon
         self._waker.soon()
@@ -226,6 +232,7 @@ class FlowQueue:
         if wanted is None:
             self._deliver(self.control.release(now), now)
         self._settings = wanted or HELD_BY_PLUGINS
+        self._agents = self._settings.agents
         self.control.configure(self._settings, now)
         if self.control.requests:
             self._waker.soon()
@@ -279,6 +286,14 @@ class FlowQueue:
         holding = HELD_BY_PLUGINS if scheduler.admission.may_hold else None
         wanted = scheduler.settings.flow or holding
         return None if wanted is None else wanted.within(self._bytes_max)
+
+    def _flow_of(self, request: InferenceRequest) -> str:
+        """Return the id of the flow of `request`, or "" if it names none."""
+        settings = self._settings
+        band = settings.band(request.priority if settings.by_priority else 0)
+        if band.fairness is Fairness.SESSIONS:
+            return self._pool.session_of(request)
+        return first_of(request.headers, (*FLOW_HEADERS, *settings.identity_headers))
 
     def _deliver(self, verdicts: Verdicts, now: Seconds) -> None:
         """Resume the sessions of tickets that have a verdict."""
@@ -364,6 +379,52 @@ class _SchedulerPool:
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
         return self._scheduler.admission.has_room(request, now)
 
+    def session_of(self, request: InferenceRequest) -> str:
+        """Return the agent session of `request`, or "" if it names none."""
+        sessions = self._sessions
+        return "" if sessions is None else sessions.session_of(request)
+
+    def fits_session(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether a new request need not wait for the admission of its agent session."""
+        if self._agents is None or not self._of_agents(request):
+            return True
+        return self.rank(request, 0.0) is Rank.ADMITTED or self.admits(request, 0.0, now)
+
+    def rank(self, request: InferenceRequest, waited_s: Seconds) -> Rank:
+        sessions, agents = self._sessions, self._agents
+        if sessions is None or agents is None:
+            return Rank.ADMITTED
+        return agents.rank(sessions.standing(request), waited_s)
+
+    def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
+        sessions, agents = self._sessions, self._agents
+        slots = self._scheduler.pool.ready(request.subset, now)
+        if sessions is None or agents is None or not len(slots):
+            return True
+        room = sessions.rooms(request, len(self._scheduler.pool.columns.endpoints), now)
+        return float(room[slots].max()) >= agents.least_room(waited_s)
+
+    @property
+    def _agents(self) -> AgentAdmission | None:
+        flow = self._scheduler.settings.flow
+        return None if flow is None else flow.agents
+
+    def _of_agents(self, request: InferenceRequest) -> bool:
+        flow = self._scheduler.settings.flow
+        return flow is not None and flow.band(request.priority).fairness is Fairness.SESSIONS
+
+    @property
+    def _sessions(self) -> AgentSessions | None:
+        """Return the index of agent sessions, or None if it is missing, because it failed or is not
+        configured. All requests then pass.
+        """
+        agents = self._agents
+        index = None if agents is None else self._scheduler.indexes.get(agents.index)
+        return index if isinstance(index, AgentSessions) else None
+
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        return self._scheduler.admission.saturation(request, now)
+
     def place(self, request: InferenceRequest, now: Seconds) -> Result:
         return self._scheduler.schedule(request, now)
 
@@ -380,4 +441,6 @@ class _SchedulerPool:
         return estimate if limit is None else min(estimate, float(limit))
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
+        if not self.fits_session(request, now):
+            return f"no endpoint has room for an agent session of {request.prompt_tokens} tokens"
         return self._scheduler.admission.why_full(request, now)

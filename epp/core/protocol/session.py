@@ -1095,7 +1095,8 @@ class Session:
         self._wait = self._place_in_queue = entered
         if not timed:
             return []
-        return [TimeoutAnswer(min(queue.wait_s_max or TIMEOUT_S_MAX, TIMEOUT_S_MAX))]
+        longest_s = queue.longest_wait_s(request.priority)
+        return [TimeoutAnswer(min(longest_s or TIMEOUT_S_MAX, TIMEOUT_S_MAX))]
 
     def _note_cut(self, now: Seconds) -> None:
         """Note that the stream ended while the request waited in the queue."""

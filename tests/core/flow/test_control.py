@@ -7,6 +7,11 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from epp.core.flow.band_selection import (
+    StrictBandSelection,
+    WeightDistribution,
+    WeightedBandSelection,
+)
 from epp.core.flow.bands import FLOWS_MAX, SHARED_FLOWS, Band, State, Ticket
 from epp.core.flow.control import HEADS_MAX, PLACED_MAX, FlowControl
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
@@ -43,6 +48,9 @@ class Endpoints:
     def has_room(self, asked, now):
         return any(self.used[at] < self.slots[at] for at in self._allowed(asked))
 
+    def saturation(self, asked, now):
+        return sum(self.used) / sum(self.slots)
+
     def cost_tokens(self, asked, decision):
         return max(1, asked.prompt_tokens)
 
@@ -74,18 +82,21 @@ def names(verdicts):
 class AnyTraffic(RuleBasedStateMachine):
     """Random calls of all verbs."""
 
+    selection = StrictBandSelection()
+
     def __init__(self):
         super().__init__()
         self.now = 0.0
         self.endpoints = Endpoints(2, 1)
         self.settings = FlowSettings(
+            selection=self.selection,
             requests_max=12,
             bytes_max=400,
             wait_s_max=WAIT_S,
             empty_pool_wait_s_max=WAIT_S / 2,
             bands={
                 5: BandSettings(requests_max=6, fairness=Fairness.TOKENS),
-                -1: BandSettings(ordering=Ordering.FIRST_OUTPUT),
+                -1: BandSettings(ordering=Ordering.FIRST_OUTPUT, wait_s_max=WAIT_S / 4),
             },
             default_band=BandSettings(fairness=Fairness.DECAYING_TOKENS),
         )
@@ -183,7 +194,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @staticmethod
     def _order(one):
-        within_s = WAIT_S if one.first_token_within_s is None else one.first_token_within_s
+        within_s = WAIT_S / 4 if one.first_token_within_s is None else one.first_token_within_s
         return one.enqueued_at_s + within_s, one.number
 
     @invariant()
@@ -197,8 +208,14 @@ class AnyTraffic(RuleBasedStateMachine):
                     assert wake <= max(self.now, one.enqueued_at_s + one.answer_within_s)
 
 
+class SharingBands(AnyTraffic):
+    selection = WeightedBandSelection(saturation_threshold=0.5)
+
+
 TestAnyTraffic = AnyTraffic.TestCase
-TestAnyTraffic.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
+TestSharingBands = SharingBands.TestCase
+for each in (TestAnyTraffic, TestSharingBands):
+    each.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def full(*, settings=None, slots=1):
@@ -237,6 +254,63 @@ def test_higher_bands_go_first_and_lower_ones_wait():
     control.enqueue(ticket("high", priority=1), 0.2)
     assert serve(control, endpoints) == ["high"]
     assert serve(control, endpoints) == ["low"]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "shares"), [("proportional", (0.75, 0.25)), ("linear", (2 / 3, 1 / 3))]
+)
+def test_waiting_bands_may_share_the_room_by_weight(distribution, shares):
+    """Of tokens: a request of the lower band has twice as many."""
+    selection = WeightedBandSelection(
+        distribution=WeightDistribution(distribution), saturation_threshold=0.0
+    )
+    control, endpoints = full(settings=FlowSettings(selection=selection))
+    for number in range(600):
+        control.enqueue(ticket(f"high-{number}", priority=2, cost=5), 0.1)
+        control.enqueue(ticket(f"low-{number}", priority=0, cost=10), 0.1)
+    tokens = {"high": 0.0, "low": 0.0}
+    for _ in range(300):
+        (name,) = serve(control, endpoints)
+        band = name.split("-")[0]
+        tokens[band] += 5.0 if band == "high" else 10.0
+    total = sum(tokens.values())
+    assert (tokens["high"] / total, tokens["low"] / total) == pytest.approx(shares, abs=0.02)
+
+
+def test_bands_share_only_while_the_pool_is_saturated():
+    selection = WeightedBandSelection(saturation_threshold=0.9)
+    control, endpoints = full(settings=FlowSettings(selection=selection), slots=2)
+    for number in range(4):
+        control.enqueue(ticket(f"low-{number}", priority=0), 0.1)
+        control.enqueue(ticket(f"high-{number}", priority=1), 0.2)
+    # One of two slots is free, which is a saturation of 0.5.
+    assert [serve(control, endpoints)[0][:4] for _ in range(4)] == ["high"] * 4
+
+
+def test_a_band_that_was_idle_saves_no_credit():
+    control, endpoints = full(
+        settings=FlowSettings(selection=WeightedBandSelection(saturation_threshold=0.0))
+    )
+    for number in range(20):
+        control.enqueue(ticket(f"a{number}", priority=0), 0.1)
+    for _ in range(10):
+        serve(control, endpoints)
+    for number in range(20):
+        control.enqueue(ticket(f"b{number}", priority=1), 0.2)
+    order = [serve(control, endpoints)[0][0] for _ in range(9)]
+    assert order.count("a") == 3
+
+
+def test_a_new_request_does_not_pass_a_band_whose_turn_it_is():
+    """Where bands share, even one of a higher band waits for the next turn."""
+    selection = WeightedBandSelection(saturation_threshold=0.0)
+    control, endpoints = full(settings=FlowSettings(selection=selection))
+    control.enqueue(ticket("high-1", priority=1), 0.1)
+    control.enqueue(ticket("low", priority=0), 0.1)
+    assert serve(control, endpoints) == ["high-1"]
+    endpoints.used[0] = 0
+    assert control.enqueue(ticket("high-2", priority=1), 0.2) == []
+    assert names(control.pump(0.2)) == ["low"]
 
 
 def test_a_request_whose_endpoints_are_full_blocks_no_other():
@@ -322,6 +396,30 @@ def test_an_empty_pool_has_a_wait_of_its_own():
     (verdict,) = control.expire(35.0)
     assert verdict.result.reason is RefusalReason.NO_ENDPOINTS
     assert verdict.result.status == 503
+
+
+def test_a_band_may_have_a_longest_wait_of_its_own():
+    """Shorter or longer than that of the queue, or none at all."""
+    waits = {2: BandSettings(wait_s_max=5.0), 1: BandSettings(wait_s_max=90.0)}
+    bands = waits | {-1: BandSettings(wait_s_max=0.0)}
+    control, _ = full(settings=FlowSettings(wait_s_max=60.0, bands=bands))
+    for priority in (2, 1, 0, -1):
+        control.enqueue(ticket(str(priority), priority=priority), 1.0)
+    for wake_s, name in ((6.0, "2"), (61.0, "0"), (91.0, "1")):
+        assert control.next_wake(1.0) == wake_s
+        assert control.expire(wake_s - 0.1) == []
+        assert names(control.expire(wake_s)) == [name]
+    assert control.next_wake(91.0) is None
+    assert control.expire(1e6) == []
+
+
+def test_a_client_limits_a_wait_that_its_band_does_not():
+    control, endpoints = full(settings=FlowSettings(bands={0: BandSettings(wait_s_max=0.0)}))
+    control.enqueue(ticket("a", wait_s_max=7.0), 1.0)
+    assert control.next_wake(1.0) == 8.0
+    endpoints.slots, endpoints.used = [], []
+    control.pump(2.0)
+    assert control.next_wake(2.0) == 62.0, "the client's limit says nothing about an empty pool"
 
 
 def test_a_scale_from_zero_serves_those_that_waited():

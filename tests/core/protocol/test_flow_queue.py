@@ -4,6 +4,7 @@ import pytest
 from msgspec import structs
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.configuration.config import load_config
 from epp.core.decision.decision import Decision
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
 from epp.core.decision.scheduler import Scheduler
@@ -133,6 +134,100 @@ def test_a_client_may_ask_for_a_shorter_wait():
     picker.queue.pump(1.5)
     assert picker.results["b"].reason is RefusalReason.WAIT_EXPIRED
     assert "c" not in picker.results
+
+
+AGENTS = """
+apiVersion: llm-d.ai/v1
+kind: EndpointPickerConfig
+featureGates: [flowControl]
+plugins:
+- type: agent-identity
+- type: thunder-agent
+  parameters: {capacityTokens: 1000, idleLeaseSeconds: 5, headWaitStarvationMs: 0}
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: thunder-agent
+  - pluginRef: max-score-picker
+flowControl:
+  saturationDetector: {pluginRef: thunder-agent}
+  defaultPriorityBand: {fairnessPolicyRef: thunder-agent}
+"""
+
+
+class AgentPicker(Picker):
+    """A picker with two endpoints that admits agent sessions."""
+
+    def __init__(self):
+        settings = build_settings(load_config(AGENTS, "agents", plugin_tables()))
+        self.scheduler = Scheduler(settings, seed=1)
+        self.scheduler.take(PoolReplaced([endpoint(at) for at in range(2)]), 0.0)
+        for slot in range(2):
+            self.scheduler.take(PageScraped(slot, EndpointMetrics()), 0.0)
+        self.waker = Waker()
+        self.queue = FlowQueue(self.scheduler, self.waker, 0.0)
+        self.results = {}
+
+    def turn(self, name, tokens, now=0.0, **fields):
+        headers = {"session-id": name.rstrip("0123456789")}
+        return self.enter(
+            name, now, headers=headers, prompt_tokens=tokens - 1, output_tokens_max=1, **fields
+        )
+
+
+def test_agent_sessions_are_admitted_where_they_have_room():
+    """A new one goes to the endpoint with room, and an admitted one stays at its endpoint."""
+    picker = AgentPicker()
+    first = picker.turn("a1", 900).endpoint
+    second = picker.turn("b1", 900).endpoint
+    assert first != second
+    waits = picker.turn("c1", 300, 1.0)
+    assert isinstance(waits, Place)
+    assert waits.why == "no endpoint has room for an agent session of 299 tokens"
+    assert waits.ticket.flow == "c"
+    picker.end("b1", 2.0)
+    assert picker.turn("b2", 950, 3.0).endpoint == second, "an admitted session passes"
+    picker.end("b2", 4.0)
+    picker.queue.pump(8.9)
+    assert "c1" not in picker.results
+    picker.queue.pump(9.0)
+    decision = picker.results["c1"]
+    assert decision.endpoint == second
+    assert decision.account.queued.waited_s == 8.0
+    assert isinstance(picker.turn("b3", 950, 9.5), Place), "its room was taken"
+
+
+def test_requests_without_a_session_pass_those_that_wait():
+    picker = AgentPicker()
+    for name in ("a1", "b1", "c1"):
+        picker.turn(name, 900)
+    assert isinstance(picker.enter("plain"), Decision)
+
+
+def test_without_its_index_no_session_waits():
+    """It may have failed (D16)."""
+    picker = AgentPicker()
+    for name in ("a1", "b1"):
+        picker.turn(name, 900)
+    picker.scheduler.indexes._by_name.clear()
+    assert isinstance(picker.turn("c1", 900), Decision)
+
+
+def test_an_agent_names_its_flow():
+    """Unless a header names another."""
+    picker = Picker(identity_headers=("x-agent", "session-id"))
+    picker.enter("first")
+    flows = [
+        picker.enter(name, headers=headers).ticket.flow
+        for name, headers in (
+            ("a", {"session-id": "s", "x-agent": "t"}),
+            ("b", {"session-id": "s"}),
+            ("c", {"session-id": "s", "x-llm-d-inference-fairness-id": "tenant"}),
+            ("d", {}),
+        )
+    ]
+    assert flows == ["t", "s", "tenant", ""]
 
 
 def test_a_client_that_leaves_is_never_placed():

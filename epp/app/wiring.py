@@ -167,7 +167,7 @@ class EndpointPicker:
             pressure=self.pressure,
             pressed=self._pressed,
         )
-        self.queue = open_queue(self.scheduler)
+        self.queue = open_queue(self.scheduler, count=self.telemetry.task_ended)
         self.sessions = self._open_sessions()
         self.decoder = Decoder()
         self.ext_proc = self._open_ext_proc()

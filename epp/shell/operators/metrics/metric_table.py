@@ -1205,7 +1205,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_task_ends_total",
         "counter",
         "ends",
-        "Unexpected ends of background tasks, which were restarted.",
+        "Unexpected ends of background tasks, which were restarted, and failed calls of the queue "
+        "(task `queue`), which were repeated.",
         ("task",),
     ),
     MetricSpec(

@@ -272,3 +272,5 @@ class Refusal(Struct, frozen=True, kw_only=True):
     """Stage for which no endpoint was left. It is None if the configuration has only one stage, or
     if the refusal does not come from a single stage.
     """
+    retry_after_s: int | None = None
+    """Seconds after which the client should try again, or None if no time is known."""

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from msgspec import Struct
 
 from epp.core.flow.bands import Band, State, Ticket
+from epp.core.flow.drain_rate import DrainRate
 from epp.core.flow.settings import FlowSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
@@ -95,6 +96,7 @@ class FlowControl:
         self._since_s = now
         """Time at which the pool became empty or got its first endpoint again."""
         self._draining = False
+        self._rate = DrainRate()
         self._again_at_s: Seconds | None = None
         """Time of the last pump if it ended because of `PLACED_MAX`."""
 
@@ -131,6 +133,8 @@ class FlowControl:
         ticket.number = self._numbers
         ticket.ahead = self.requests
         ticket.state = State.WAITING
+        if not self.requests:
+            self._rate.begin(now)
         self._add(ticket, band, now)
         return verdicts
 
@@ -155,6 +159,7 @@ class FlowControl:
                     self._again_at_s = now
                     return verdicts
                 self._take_out(ticket)
+                self._rate.placed(now)
                 verdicts.append(self._place(ticket, band, now))
             if band.flows > HEADS_MAX:
                 # A flow that was not looked at may have room, which no lower band may take.
@@ -178,9 +183,11 @@ class FlowControl:
             _, _, ticket = heapq.heappop(self._limited)
             if ticket.state is State.WAITING and self._own_end_s(ticket) <= now:
                 late.append(ticket)
-        for ticket in dict.fromkeys(late):
+        # The refusals count all that wait, so they come first.
+        refusals = {ticket: self._expired(ticket, now) for ticket in late}
+        for ticket, refusal in refusals.items():
             self._take_out(ticket)
-            verdicts.append(_refused(ticket, State.EXPIRED, self._expired(ticket, now)))
+            verdicts.append(_refused(ticket, State.EXPIRED, refusal))
         return verdicts
 
     def next_wake(self, now: Seconds) -> Seconds | None:
@@ -374,6 +381,7 @@ class FlowControl:
             reason=RefusalReason.WAIT_EXPIRED,
             status=429,
             message=f"waited {waited_s:.1f} s: {self._pool.why_full(ticket.request, now)}",
+            retry_after_s=self._retry_after_s(ticket, now),
         )
 
     def _no_space(self, ticket: Ticket, now: Seconds) -> Refusal:
@@ -389,7 +397,16 @@ class FlowControl:
             reason=RefusalReason.SATURATED,
             status=429,
             message=f"{why}, and the queue of the picker is full with {self.requests} requests",
+            retry_after_s=self._retry_after_s(ticket, now),
         )
+
+    def _retry_after_s(self, ticket: Ticket, now: Seconds) -> int:
+        """Return the `retry-after` of the refused `ticket`: the time until the requests that wait now
+        in its band and above are expected to be placed.
+        """
+        own = self._priority_of(ticket)
+        before = sum(band.requests for priority, band in self._bands.items() if priority >= own)
+        return self._rate.retry_after_s(before, now)
 
 
 def _refused(ticket: Ticket, state: State, refusal: Refusal) -> Verdict:

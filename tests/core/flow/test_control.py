@@ -298,6 +298,23 @@ def test_a_full_queue_displaces_the_newest_of_the_lowest_band():
     assert refused.ticket.state is State.REFUSED
 
 
+def test_a_refused_request_may_come_back_when_those_before_it_are_placed():
+    """Two requests are placed each second. Those of lower bands are served later, and do not count."""
+    control, endpoints = full(settings=FlowSettings(requests_max=12, wait_s_max=10.0))
+    for number in range(12):
+        control.enqueue(ticket(f"{number}"), 0.0)
+    for now in (0.5, 1.0):
+        serve(control, endpoints, now)
+    for number in range(2):
+        control.enqueue(ticket(f"low-{number}", priority=-1), 1.0)
+    (lowest,) = control.enqueue(ticket("lowest", priority=-1), 1.0)
+    assert lowest.result.retry_after_s == 6
+    displaced, *_ = control.enqueue(ticket("new"), 1.0)
+    assert displaced.result.retry_after_s == 6
+    expired = control.expire(10.0)
+    assert {verdict.result.retry_after_s for verdict in expired} == {55}
+
+
 def test_a_band_takes_exactly_its_limits():
     bands = {0: BandSettings(requests_max=2, bytes_max=25)}
     control, _ = full(settings=FlowSettings(bands=bands))

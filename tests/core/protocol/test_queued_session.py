@@ -118,6 +118,7 @@ def test_the_wait_may_end_with_a_refusal():
         for option in answer.immediate_response.headers.set_headers
     }
     assert headers["x-llm-d-request-dropped-reason"] == b"rejected-ttl-expired"
+    assert headers["retry-after"] == b"30", "nothing was placed for 30 s"
     assert stream.session.finished
 
 

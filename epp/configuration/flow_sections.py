@@ -80,8 +80,6 @@ class FlowSections:
         """Return the section, or one with default values if it is missing or has a problem."""
         if value is None:
             return FlowControlSection()
-        if isinstance(value, dict) and value.get("enableEviction") is True:
-            self._findings.problem("flowControl.enableEviction is not supported: remove it")
         found = self._findings.convert(value, FlowControlSection, "flowControl")
         return found or FlowControlSection()
 
@@ -116,6 +114,7 @@ class FlowSections:
             bands=self._bands(section.priority_bands),
             default_band=template,
             default_negative_band=negative,
+            evicts=section.enable_eviction,
             policy=self._policy(section.usage_limit_policy_plugin_ref),
             detector=self._detector(detector),
         )

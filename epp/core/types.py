@@ -247,6 +247,8 @@ class RefusalReason(StrEnum):
     SATURATED = "rejected-saturated"
     WAIT_EXPIRED = "rejected-ttl-expired"
     """The request waited in the picker's queue for its maximum time."""
+    EVICTED = "evicted"
+    """The request ran, and ended before its response for one of higher priority."""
     SHUTTING_DOWN = "rejected-shutting-down"
     BODIES_HELD = "rejected-bodies-held"
     REQUEST_TIMEOUT = "request-timeout"

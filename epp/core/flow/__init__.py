@@ -2,5 +2,7 @@
 
 `control` is the state machine, and `bands` has the queues of one priority. `gate` decides whether
 there is room: `detectors` measure the load of endpoints, and `rooms` learns what they have room for.
-`settings` has the limits and rules. `core/protocol/flow_queue` connects them with sessions.
+`eviction` chooses a running request that ends for a waiting one, and `drain_rate` measures how fast
+the queue drains. `settings` has the limits and rules. `core/protocol/flow_queue` connects them with
+sessions.
 """

@@ -73,6 +73,10 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Maximum wait in seconds while the pool has no endpoint; 0 for no limit."""
     waits_for_endpoints: bool = True
     """True if requests wait while the pool has no endpoint; False to refuse them at once."""
+    evicts: bool = False
+    """True if running requests of negative priority may be evicted for waiting ones of higher
+    priority.
+    """
     by_priority: bool = True
     """True if each priority has a band of its own; False for one band."""
     bands: Mapping[int, BandSettings] = field(default_factory=dict)

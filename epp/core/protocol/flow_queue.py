@@ -10,11 +10,11 @@ reports them only as long as a request waits.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from epp.core.decision.account import Queued
 from epp.core.decision.decision import Decision
@@ -22,6 +22,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.duration import parse_duration
 from epp.core.flow.bands import State, Ticket
 from epp.core.flow.control import FlowControl, Verdicts
+from epp.core.flow.eviction import Running
 from epp.core.flow.settings import HELD_BY_PLUGINS, FlowSettings
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
@@ -80,6 +81,8 @@ class QueueSnapshot(Struct, frozen=True):
     bands: tuple[BandSnapshot, ...]
     saturation: float | None
     """Mean load of the endpoints at the last look, or None without a gate."""
+    evicted: Mapping[int, int] = field(default_factory=dict)
+    """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
 
 
 class Place:
@@ -235,6 +238,20 @@ class FlowQueue:
         more = OUTPUT_WEIGHT * (outcome.output_tokens - estimate)
         self.control.settled(ticket, max(1.0, ticket.charged_tokens + more), now)
 
+    def placed(self, decision: Decision, evict: Callable[[Refusal], None]) -> Running | None:
+        """Note a placed request of priority below 0, whose response has not begun. `evict` ends it
+        with a refusal. Return what `spare` needs, or None if the settings allow no eviction.
+        """
+        if not self.control.settings.evicts:
+            return None
+        running = Running(decision.lease.request.priority, decision.lease, evict)
+        self.control.evictions.add(running)
+        return running
+
+    def spare(self, running: Running) -> None:
+        """Note that `running` must not be evicted any more, because its response begins or it ends."""
+        self.control.evictions.remove(running)
+
     def know_priorities(self, priorities: Iterable[int]) -> None:
         """Note the priorities that objectives give to requests."""
         if self._scheduler.gate is not None:
@@ -261,7 +278,8 @@ class FlowQueue:
         for priority, count in self._at_once.items():
             outcomes[State.PLACED, priority] += count
         totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
-        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation)
+        evicted = dict(self.control.evictions.evicted)
+        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation, evicted)
 
     def _wanted(self) -> FlowSettings | None:
         scheduler = self._scheduler
@@ -370,3 +388,10 @@ class _SchedulerPool:
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
         return self._scheduler.why_full(request, now)
+
+    def slots_for(self, request: InferenceRequest, now: Seconds) -> Collection[int]:
+        scheduler = self._scheduler
+        if scheduler.may_hold and scheduler.holds(request, now):
+            # More room would not end this wait.
+            return ()
+        return frozenset(scheduler.pool.ready(request.subset, now).tolist())

@@ -237,6 +237,7 @@ _PASSING: Final = frozenset(
     {
         RefusalReason.SATURATED,
         RefusalReason.WAIT_EXPIRED,
+        RefusalReason.EVICTED,
         RefusalReason.OVERLOADED,
         RefusalReason.BODIES_HELD,
     }

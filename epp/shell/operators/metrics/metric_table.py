@@ -763,6 +763,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("priority",),
     ),
     _sampled(
+        "homing_flow_evictions_total",
+        "requests",
+        "Running requests that were refused before their response began, for a waiting request of "
+        "higher priority, by their own priority.",
+        ("priority",),
+        "counter",
+    ),
+    _sampled(
         "homing_flow_saturation",
         "ratio",
         "Mean load of the endpoints when the queue last looked, as a share of their room.",

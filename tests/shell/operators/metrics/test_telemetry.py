@@ -148,6 +148,7 @@ def snapshot(count=4, **fields):
             ),
             bands=(BandSnapshot(priority=0, requests=2, bytes=900, flows=1, oldest_wait_s=0.5),),
             saturation=0.75,
+            evicted={-1: 2},
         ),
         roles={
             "decode": RoleLoad(

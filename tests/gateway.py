@@ -111,12 +111,14 @@ class Told:
     def __init__(self):
         self.events = []
         self.exchange = None
+        self.refused_exchange = None
 
     def decided(self, exchange):
         self.exchange = exchange
         self.events.append("decided")
 
     def refused(self, exchange, refusal):
+        self.refused_exchange = exchange
         self.events.append(f"refused {refusal.status}")
 
     def failed(self, exchange, failure):

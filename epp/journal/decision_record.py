@@ -170,6 +170,8 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     eliminated: Mapping[str, int]
     states: int
     """Number under which the endpoint states at the time of the refusal are recorded."""
+    queued: dict[str, object] | None = None
+    """Wait of the request in the picker's queue, or None if it did not wait there."""
 
 
 class Served(Struct, frozen=True, gc=False, array_like=True):

@@ -140,6 +140,7 @@ class FlowControl:
         self._numbers += 1
         ticket.number = self._numbers
         ticket.ahead = self.requests
+        ticket.behind, ticket.behind_requests = band.loudest
         ticket.state = State.WAITING
         if not self.requests:
             self._rate.begin(now)

@@ -24,6 +24,7 @@ from epp.core.flow.bands import State, Ticket
 from epp.core.flow.control import FlowControl, Verdicts
 from epp.core.flow.eviction import Running
 from epp.core.flow.settings import HELD_BY_PLUGINS, FlowSettings
+from epp.core.flow.shares import FlowShares
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import FIRST_TOKEN_HEADERS, FLOW_HEADERS, TTL_HEADER, first_of
@@ -35,6 +36,8 @@ OUTPUT_WEIGHT: Final = 2.0
 llm-d-router use this weight.
 """
 
+FLOWS_SHOWN: Final = 8
+"""Maximum number of flows of a band that `waiting_flows` returns."""
 FLOW_CHARACTERS_MAX: Final = 256
 """Maximum length of a flow's id; clients may send any length, and the rest is ignored."""
 
@@ -64,6 +67,15 @@ class FlowTotals(Struct):
     """Sum of their waits in seconds."""
 
 
+class WaitingFlow(Struct, frozen=True):
+    """The waiting requests of one flow of a band."""
+
+    flow: str
+    """Id of the flow, or "" for the requests without one."""
+    requests: int
+    oldest_wait_s: Seconds
+
+
 class BandSnapshot(Struct, frozen=True):
     """The waiting requests of one priority."""
 
@@ -72,6 +84,10 @@ class BandSnapshot(Struct, frozen=True):
     bytes: int
     flows: int
     oldest_wait_s: Seconds
+    light_wait_ratio: float | None = None
+    """Mean wait of the flows that used little, relative to that of all flows of the band, or None if
+    it is unknown (`FlowShares`).
+    """
 
 
 class QueueSnapshot(Struct, frozen=True):
@@ -114,6 +130,7 @@ class FlowQueue:
         self._settings = self._wanted() or HELD_BY_PLUGINS
         self.control = FlowControl(self._settings, self._pool, now)
         self.totals = FlowTotals(Counter(), Counter(), {})
+        self._shares = FlowShares(now)
         self._at_once: defaultdict[int, int] = defaultdict(int)
         """Number of requests that did not wait, by priority."""
         self._places: dict[int, Place] = {}
@@ -262,6 +279,7 @@ class FlowQueue:
         if not self.active:
             return None
         gate = self._scheduler.gate
+        ratios = self._shares.light_wait_ratios(now)
         bands = tuple(
             BandSnapshot(
                 priority,
@@ -271,6 +289,7 @@ class FlowQueue:
                 max(
                     (now - ticket.enqueued_at_s for ticket in islice(band.tickets(), 1)), default=0
                 ),
+                ratios.get(priority),
             )
             for priority, band in self.control.bands()
         )
@@ -280,6 +299,38 @@ class FlowQueue:
         totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
         evicted = dict(self.control.evictions.evicted)
         return QueueSnapshot(totals, bands, None if gate is None else gate.saturation, evicted)
+
+    def waiting_flows(self, now: Seconds) -> dict[int, list[WaitingFlow]]:
+        """Return the flows with most waiting requests of each band, by priority. Each band has at
+        most `FLOWS_SHOWN`, most requests first.
+
+        The time is linear in the number of waiting requests.
+        """
+        found: dict[int, list[WaitingFlow]] = {}
+        for priority, band in self.control.bands():
+            if band.requests:
+                since_s: dict[str, Seconds] = {}
+                for ticket in band.tickets():
+                    since_s.setdefault(ticket.flow, ticket.enqueued_at_s)
+                found[priority] = [
+                    WaitingFlow(flow, requests, now - since_s[flow])
+                    for flow, requests in band.most_waiting(FLOWS_SHOWN)
+                ]
+        return found
+
+    def wait_of(self, place: Place, now: Seconds) -> Queued:
+        """Return the wait of the request at `place`, which has a verdict, for records."""
+        ticket = place.ticket
+        return Queued(
+            waited_s=now - ticket.enqueued_at_s,
+            flow=ticket.flow,
+            priority=ticket.request.priority,
+            ahead=ticket.ahead,
+            behind=ticket.behind,
+            behind_requests=ticket.behind_requests,
+            charged_tokens=ticket.charged_tokens,
+            why=place.why,
+        )
 
     def _wanted(self) -> FlowSettings | None:
         scheduler = self._scheduler
@@ -294,7 +345,8 @@ class FlowQueue:
             place = self._places.pop(ticket.number)
             self._count(ticket, now)
             if isinstance(result, Decision):
-                place.resume(_with_wait(result, place, now))
+                account = structs.replace(result.account, queued=self.wait_of(place, now))
+                place.resume(structs.replace(result, account=account))
             elif isinstance(result, Refusal):
                 place.resume(result)
 
@@ -305,10 +357,17 @@ class FlowQueue:
 
     def _count(self, ticket: Ticket, now: Seconds) -> None:
         key = ticket.state, ticket.request.priority
+        waited_s = now - ticket.enqueued_at_s
         self.totals.outcomes[key] += 1
         self.totals.waits[key] += 1
-        waited_s = self.totals.waited_s
-        waited_s[key] = waited_s.get(key, 0.0) + now - ticket.enqueued_at_s
+        self.totals.waited_s[key] = self.totals.waited_s.get(key, 0.0) + waited_s
+        self._shares.left(
+            ticket.request.priority,
+            ticket.flow,
+            tokens=ticket.charged_tokens,
+            waited_s=waited_s,
+            now=now,
+        )
 
     def _rest(self, now: Seconds) -> None:
         """Set when the queue is pumped again."""
@@ -343,20 +402,6 @@ def _milliseconds(text: str) -> Seconds | None:
     except ValueError:
         return None
     return seconds if 0.0 < seconds < math.inf else None
-
-
-def _with_wait(decision: Decision, place: Place, now: Seconds) -> Decision:
-    """Return `decision` with the wait of its request in the decision record."""
-    ticket = place.ticket
-    queued = Queued(
-        waited_s=now - ticket.enqueued_at_s,
-        flow=ticket.flow,
-        priority=ticket.request.priority,
-        ahead=ticket.ahead,
-        charged_tokens=ticket.charged_tokens,
-        why=place.why,
-    )
-    return structs.replace(decision, account=structs.replace(decision.account, queued=queued))
 
 
 class _SchedulerPool:

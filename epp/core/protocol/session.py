@@ -61,6 +61,7 @@ from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field, structs
 
+from epp.core.decision.account import Queued
 from epp.core.decision.explaining import Explained, explained, explaining_headers
 from epp.core.decision.inputs import (
     LoadReported,
@@ -241,6 +242,10 @@ class Exchange(Struct, eq=False):
     request: InferenceRequest | None = None
     request_bytes: int = 0
     decision: Decision | None = None
+    queued: Queued | None = None
+    """Wait in the queue of a request that was refused there, or None. A placed request has it in its
+    decision record.
+    """
     endpoint: Endpoint | None = None
     """Endpoint that received the request, or None if it is unknown or no longer in the pool."""
     unseen_body: BodyMode | None = None
@@ -556,6 +561,8 @@ class Session:
         self._pending = None
         if isinstance(resolution, Refusal):
             self._exchange.answered_at_s = now
+            if self._queue is not None and self._place_in_queue is not None:
+                self._exchange.queued = self._queue.wait_of(self._place_in_queue, now)
             return self._refuse(resolution)
         if isinstance(resolution, Decision):
             self._exchange.answered_at_s = now

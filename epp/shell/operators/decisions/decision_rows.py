@@ -262,6 +262,8 @@ def _refused_row(past: PastRefusal, why_not: str) -> Row:
         "status": told.status,
         "eliminated": dict(told.eliminated),
     }
+    if told.queued is not None:
+        row["queued"] = told.queued
     if why_not:
         found = [name for name in states if is_called(why_not, name, "")]
         name = found[0] if found else why_not

@@ -30,6 +30,8 @@ def _refusal(row: _Row) -> list[str]:
         f"{_request(row)}{path}, {row['at']}",
         f"refused with {row['status']}: {row['refused']}",
     ]
+    if "queued" in row:
+        lines.append(_queued(row["queued"]))
     if row["eliminated"]:
         lines.append(f"dropped: {_dropped(row)}")
     if "why_not" in row:
@@ -81,10 +83,17 @@ def _decision(row: _Row) -> list[str]:
 def _queued(row: _Row) -> str:
     """Return a line about the wait of the request in the queue, and its reason."""
     flow = f" of flow {row['flow']}" if row["flow"] else ""
-    return (
-        f"waited {row['waited_s']:g} s in the queue{flow}, where {row['ahead']} requests waited "
-        f"already, because {row['why']}; charged {row['charged_tokens']} tokens"
-    )
+    told = f"waited {row['waited_s']:g} s in the queue{flow}, behind {row['ahead']} requests"
+    most = row.get("behind_requests", 0)
+    if most:
+        told += f", most of its band ({most}) {_of_flow(row['behind'])}"
+    told += f", because {row['why']}"
+    charged = row["charged_tokens"]
+    return f"{told}; charged {charged} tokens" if charged else told
+
+
+def _of_flow(flow: str) -> str:
+    return f"of flow {flow}" if flow else "without a flow"
 
 
 def _stage(stage: Stage, row: _Row) -> list[str]:

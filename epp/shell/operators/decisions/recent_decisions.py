@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct, structs
 
-from epp.core.decision.account import Leg, runner_up_of
+from epp.core.decision.account import Leg, Queued, runner_up_of
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
@@ -378,8 +378,11 @@ class RecentDecisions:
         *,
         request_id: str = "",
         path: str = "",
+        queued: Queued | None = None,
     ) -> None:
-        """Record a refused request; `request` is None if the request was not understood."""
+        """Record a refused request; `request` is None if the request was not understood. `queued` is
+        its wait in the queue, or None if it did not wait.
+        """
         told = Refused(
             kept_text(request.request_id if request else request_id),
             kept_text(request.model) if request else "",
@@ -389,6 +392,7 @@ class RecentDecisions:
             refusal.status,
             refusal.eliminated,
             self._states_told,
+            None if queued is None else queued.fields(),
         )
         self._wait(_Other(self._clock(), REFUSED, told))
 

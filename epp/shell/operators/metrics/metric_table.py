@@ -763,6 +763,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("priority",),
     ),
     _sampled(
+        "homing_flow_light_wait_ratio",
+        "ratio",
+        "Mean wait of the flows that used less than half of the mean use, relative to the mean wait "
+        "of all flows, by priority: about 1 if light flows wait as long as heavy ones. Over the last "
+        "complete minute; missing if no flow was light.",
+        ("priority",),
+    ),
+    _sampled(
         "homing_flow_evictions_total",
         "requests",
         "Running requests that were refused before their response began, for a waiting request of "

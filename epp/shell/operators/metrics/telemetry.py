@@ -1145,6 +1145,8 @@ def _add_queue(families: _Families, queue: QueueSnapshot) -> None:
         families["homing_flow_waiting_bytes"].add_metric(labels, band.bytes)
         families["homing_flow_flows"].add_metric(labels, band.flows)
         families["homing_flow_oldest_wait_seconds"].add_metric(labels, band.oldest_wait_s)
+        if band.light_wait_ratio is not None:
+            families["homing_flow_light_wait_ratio"].add_metric(labels, band.light_wait_ratio)
     for priority, count in queue.evicted.items():
         families["homing_flow_evictions_total"].add_metric([str(priority)], count)
     if queue.saturation is not None:

@@ -434,6 +434,7 @@ class EndpointPicker:
             first_tokens=self._first_tokens.lately,
             capture=self._captured,
             kv_events=lambda endpoint: self._listener.row_of(endpoint),
+            queue=lambda: self.queue,
         )
 
     def _open_scraper(self) -> Scraper:

@@ -160,6 +160,15 @@ class LatencyErrors(Struct, frozen=True):
     learned: float
     used: str
     """The source of the predictions: "estimate", "learned" or "none"."""
+    predicted_s: Seconds = math.nan
+    """Median of the last predictions from this source, or of the better one if none is used."""
+    observed_s: Seconds = math.nan
+    """Median of what was observed of the same requests."""
+
+    @property
+    def error(self) -> float:
+        """Return the smaller of the two errors, that of the better source; NaN if unknown."""
+        return min(self.estimate, self.learned)
 
     def told(self) -> dict[str, float]:
         """Return the known errors by "estimate" and "learned"."""
@@ -186,6 +195,8 @@ class _Regression:
         """
         self._errors: dict[int, tuple[deque[float], deque[float]]] = {}
         """Errors of the estimate and of the regression, by slot."""
+        self._seen: dict[int, deque[tuple[Seconds, Seconds, Seconds]]] = {}
+        """Estimates, predictions of the regression and observations, by slot, one for each error."""
         self._observed: dict[int, int] = {}
 
     def grow(self, slots: int) -> None:
@@ -218,6 +229,8 @@ class _Regression:
         errors = self._errors.get(slot)
         if errors is None:
             errors = self._errors[slot] = (deque(maxlen=ERRORS_KEPT), deque(maxlen=ERRORS_KEPT))
+            self._seen[slot] = deque(maxlen=ERRORS_KEPT)
+        self._seen[slot].append((estimate, predicted_s, seen_s))
         errors[0].append(abs(estimate - seen_s) / seen_s)
         errors[1].append(abs(predicted_s - seen_s) / seen_s)
         observed = self._observed[slot] = self._observed.get(slot, 0) + 1
@@ -262,7 +275,11 @@ class _Regression:
         used = "learned" if self.uses_learned[slot] else "estimate"
         if self.unusable[slot]:
             used = "none"
-        return LatencyErrors(observed, median(errors[0]), median(errors[1]), used)
+        estimates, learned, seen = map(median, zip(*self._seen[slot], strict=True))
+        predicted_s = learned if self.uses_learned[slot] else estimates
+        return LatencyErrors(
+            observed, median(errors[0]), median(errors[1]), used, predicted_s, seen
+        )
 
     def forget(self, slot: int) -> None:
         if slot >= len(self.coefficients):
@@ -270,7 +287,7 @@ class _Regression:
         self.coefficients[slot] = self.prior
         self.used_error[slot] = math.nan
         self.uses_learned[slot] = self.unusable[slot] = False
-        for known in (self._sums, self._errors, self._observed):
+        for known in (self._sums, self._errors, self._seen, self._observed):
             known.pop(slot, None)
 
 

@@ -134,12 +134,16 @@ def test_the_page_of_endpoints_shows_the_errors():
     scheduler = scheduler_of(endpoints=1)
     (row,) = endpoint_rows(scheduler, EndpointStates(scheduler), 1.0)
     assert (row["ttft_prediction"], row["ttft_prediction_errors"]) == ("estimate", {})
+    assert row["ttft_predicted_s"] is row["ttft_observed_s"] is None
     for _ in range(100):
         serve(scheduler, slow=(0.4,))
     (row,) = endpoint_rows(scheduler, EndpointStates(scheduler), 1.0)
     assert row["ttft_prediction"] == "learned"
     assert row["ttft_prediction_errors"]["estimate"] == pytest.approx(0.75)
     assert row["ttft_prediction_errors"]["learned"] < 0.1
+    assert row["ttft_observed_s"] == pytest.approx(0.4)
+    assert row["ttft_predicted_s"] == pytest.approx(0.4, rel=0.1)
+    assert (row["tpot_predicted_s"], row["tpot_observed_s"]) == pytest.approx((0.02, 0.02), rel=0.1)
     scheduler.take(Reconfigured(structs.replace(scheduler.settings, latency=None)), 2.0)
     (row,) = endpoint_rows(scheduler, EndpointStates(scheduler), 1.0)
     assert "ttft_prediction" not in row

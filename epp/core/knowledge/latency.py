@@ -15,6 +15,7 @@ acts on one. Everything is bounded, and there is no clock and no randomness.
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
 from typing import Final, Protocol
 
@@ -84,6 +85,10 @@ TPOT_HEADERS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 """Request headers with the maximum time per output token in ms, the newer spelling first."""
 
 
+_MS_DIGITS: Final = 6
+"""Number of decimals of the milliseconds in such a header that the picker writes."""
+
+
 class ExpectedLatency(Struct, frozen=True, eq=False):
     """The estimate for each of n candidates, in parts: float64[n] in seconds each."""
 
@@ -124,12 +129,26 @@ class Slo(Struct, frozen=True):
         """Return the SLO in the headers of `request`. A header that is not a positive finite
         number of milliseconds is ignored.
         """
-        return cls(_limit_s(request, TTFT_HEADERS), _limit_s(request, TPOT_HEADERS))
+        return cls.in_headers(request.headers)
+
+    @classmethod
+    def in_headers(cls, headers: Mapping[str, str]) -> "Slo":
+        """Return the SLO in request headers, as `of` does."""
+        return cls(_limit_s(headers, TTFT_HEADERS), _limit_s(headers, TPOT_HEADERS))
+
+    def headers(self) -> dict[str, str]:
+        """Return the request headers from which `of` reads this SLO."""
+        limits_s = {TTFT_HEADERS[0]: self.ttft_s, TPOT_HEADERS[0]: self.tpot_s}
+        return {
+            name: f"{round(1000.0 * limit_s, _MS_DIGITS)!r}"
+            for name, limit_s in limits_s.items()
+            if limit_s is not None
+        }
 
 
-def _limit_s(request: InferenceRequest, names: tuple[str, ...]) -> Seconds | None:
+def _limit_s(headers: Mapping[str, str], names: tuple[str, ...]) -> Seconds | None:
     for name in names:
-        text = request.headers.get(name)
+        text = headers.get(name)
         if text is not None:
             try:
                 limit_s = float(text) / 1000.0

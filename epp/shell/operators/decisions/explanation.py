@@ -11,6 +11,7 @@ from epp.shell.printable import printable
 _Row: TypeAlias = dict[str, Any]
 
 _DIGITS: Final = 3
+_LATENCIES: Final = {"ttft": "time to first token", "tpot": "time per output token"}
 _LEVEL: Final = 1e-4
 """Difference of scores below which two totals count as equal; totals are rounded to it."""
 
@@ -76,8 +77,25 @@ def _decision(row: _Row) -> list[str]:
     lines += [_scored(row), _predicted(row)]
     if row.get("expected_first_token_s") is not None:
         lines.append(_first_token(row))
+    lines += _latencies(row.get("latency", {}))
     lines.append(_ended(row))
     return lines
+
+
+def _latencies(row: _Row) -> list[str]:
+    """Return a line for each kind of latency that was predicted or would have been, e.g. "predicted
+    time to first token 0.41 s, observed 0.38 s; median error 7%".
+    """
+    return [
+        f"predicted {_LATENCIES[name]} {_predicted_s(each['predicted_s'])}, "
+        f"observed {_predicted_s(each['observed_s'])}; median error "
+        + ("unknown" if each["error"] is None else f"{each['error']:.0%}")
+        for name, each in row.items()
+    ]
+
+
+def _predicted_s(value: float | None) -> str:
+    return "?" if value is None else f"{_short(value)} s"
 
 
 def _queued(row: _Row) -> str:

@@ -362,13 +362,13 @@ MOVED_TO_INDEX: Final = (
 )
 """Parameters that `prefix-cache-scorer` had before the prefix index became a separate plugin."""
 
-_NO_EVICTION: Final = "requests that run are not evicted from the engines"
 
 REFUSED: Final[Mapping[str, str]] = {
     "predicted-latency-scorer": "use latency-scorer",
     "slo-headroom-tier-filter": "use latency-scorer, which prefers endpoints that meet the SLO",
-    "sheddable-eviction-filter": f"{_NO_EVICTION}: remove it",
-    "priority-then-time-eviction-order-policy": f"{_NO_EVICTION}: remove it",
+    "sheddable-eviction-filter": "enableEviction evicts only requests of negative priority: remove it",
+    "priority-then-time-eviction-order-policy": "enableEviction always evicts the lowest priority "
+    "first, and of those the newest: remove it",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "outlier-ejection-filter": (
         f"it needs no filter in a profile: declare {OutlierEjection.type_name}, or nothing"
@@ -397,6 +397,7 @@ FLOW_SECTION_MEMBERS: Final = (
     "priorityBands",
     "usageLimitPolicyPluginRef",
     "bandSelectionPolicyPluginRef",
+    "enableEviction",
 )
 """Members of the section `flowControl` that have an effect only if the feature gate of the same name
 is on.

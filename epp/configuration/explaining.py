@@ -25,6 +25,7 @@ from epp.core.decision.stages import (
     Stages,
     Uncached,
 )
+from epp.core.flow.eviction import EVICT_AFTER_S
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.latency import ERROR_MAX, LatencyPrediction
@@ -154,6 +155,11 @@ def _queue(flow: FlowSettings) -> list[str]:
         ("while it has none", flow.empty_pool_wait_s_max),
     ):
         lines.append(f"  longest wait {when}: {f'{limit_s:g} s' if limit_s else 'no limit'}")
+    if flow.evicts:
+        lines.append(
+            f"  eviction: a running request of negative priority ends before its response begins, "
+            f"if one of higher priority has waited {EVICT_AFTER_S:g} s or the queue is full"
+        )
     requests, size = _limit(flow.requests_max), _limit(flow.bytes_max)
     lines.append(f"  all bands together: {requests} requests, {size} bytes of bodies")
     if flow.agents is not None:

@@ -99,8 +99,6 @@ class FlowSections:
         """Return the section, or one with default values if it is missing or has a problem."""
         if value is None:
             return FlowControlSection()
-        if isinstance(value, dict) and value.get("enableEviction") is True:
-            self._findings.problem("flowControl.enableEviction is not supported: remove it")
         found = self._findings.convert(value, FlowControlSection, "flowControl")
         return found or FlowControlSection()
 
@@ -139,6 +137,7 @@ class FlowSections:
             default_band=template,
             default_negative_band=negative,
             selection=self._selection(section.band_selection_policy_plugin_ref),
+            evicts=section.enable_eviction,
             policy=self._policy(section.usage_limit_policy_plugin_ref),
             detector=self._detector(detector),
         )

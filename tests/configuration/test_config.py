@@ -590,10 +590,6 @@ def test_two_plugins_of_one_name_are_refused():
             "flowControl.bandSelectionPolicyPluginRef: pluginRef x names no declared plugin",
         ),
         (
-            {"flowControl": {"enableEviction": True}},
-            "flowControl.enableEviction is not supported: remove it",
-        ),
-        (
             {"dataLayer": {"discovery": {"pluginRef": "x"}}},
             "dataLayer.discovery is not supported, because endpoints are given with --endpoints-file: remove it",
         ),

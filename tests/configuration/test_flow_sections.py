@@ -70,6 +70,13 @@ def test_the_defaults_are_those_of_the_field():
     assert flow.detector == RoomDetector()
 
 
+@pytest.mark.parametrize("given", [{}, {"enableEviction": False}, {"enableEviction": True}])
+def test_running_requests_are_evicted_only_if_that_is_switched_on(given):
+    config = queue(**given)
+    assert config.flow.evicts is given.get("enableEviction", False)
+    assert ("eviction: a running request" in explain(config)) is config.flow.evicts
+
+
 def test_the_guide_of_the_field_loads_as_it_means():
     flow = queue(
         {"type": "concurrency-detector", "parameters": {"maxConcurrency": 132}},
@@ -240,7 +247,6 @@ def test_the_age_of_metrics_follows_the_scrape_interval_unless_it_is_given():
                 "detector"
             ),
         ),
-        ({"enableEviction": True}, "flowControl.enableEviction is not supported: remove it"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(section, problem):

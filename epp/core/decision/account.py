@@ -194,8 +194,14 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
     priority: int
     ahead: int
     """Number of requests that waited already when this one began to."""
+    behind: str
+    """Id of the flow of the same band that had most waiting requests when this one began to wait; ""
+    if these named none.
+    """
+    behind_requests: int
+    """Number of these requests; 0 if none of the band waited."""
     charged_tokens: float
-    """Tokens that the flow was charged for the request."""
+    """Tokens that the flow was charged for the request; 0 if it was not placed."""
     why: str
     """Phrase about the reason of the wait, as it was when the wait began."""
 
@@ -205,6 +211,8 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
             "waited_s": round(self.waited_s, 3),
             "flow": self.flow,
             "ahead": self.ahead,
+            "behind": self.behind,
+            "behind_requests": self.behind_requests,
             "charged_tokens": round(self.charged_tokens),
             "why": self.why,
         }

@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from itertools import islice
 from typing import Final
 
 import xxhash
@@ -26,6 +27,10 @@ FLOWS_MAX: Final = 1_024
 queues, so that a client that invents a flow for each request gains nothing.
 """
 SHARED_FLOWS: Final = 64
+LOUDEST_OF: Final = 64
+"""Number of flows, those that have waited longest, among which the one with most tickets is found
+again after it had fewer.
+"""
 
 
 class State(StrEnum):
@@ -63,6 +68,10 @@ class Ticket(Struct, kw_only=True, eq=False):
     """Position in the order of all tickets that ever waited."""
     ahead: int = 0
     """Number of tickets that waited when this one began to."""
+    behind: str = ""
+    """Id of the flow of the band that had most waiting tickets then."""
+    behind_requests: int = 0
+    """Number of these tickets."""
     queue: str = ""
     """Name of the queue in which the ticket waits; set by `Band.add`."""
     charged_tokens: float = 0.0
@@ -116,6 +125,11 @@ class Band:
         """Flows with a waiting ticket."""
         self._tickets: OrderedDict[int, Ticket] = OrderedDict()
         """All waiting tickets by number, oldest first."""
+        self._counts: dict[str, int] = {}
+        """Number of waiting tickets by the id of their flow, whatever queue they are in."""
+        self._loudest = ""
+        self._loudest_most = 0
+        """Number of tickets of the loudest flow when it was found."""
 
     def __repr__(self) -> str:
         return f"<Band [{self.requests} requests of {self.flows} flows, {self.bytes} bytes]>"
@@ -134,6 +148,19 @@ class Band:
     def of_agents(self) -> bool:
         """Return whether each flow of the band is an agent session, which must be admitted."""
         return self.settings.fairness is Fairness.SESSIONS
+
+    @property
+    def loudest(self) -> tuple[str, int]:
+        """Return the id of the flow with most waiting tickets and their number, about: flows whose
+        numbers fall are compared again only now and then.
+        """
+        return self._loudest, self._counts.get(self._loudest, 0)
+
+    def most_waiting(self, flows_max: int) -> list[tuple[str, int]]:
+        """Return the ids of the `flows_max` flows with most waiting tickets and their numbers, most
+        first.
+        """
+        return heapq.nlargest(flows_max, self._counts.items(), key=lambda entry: entry[1])
 
     def is_full(self, body_bytes: int) -> bool:
         """Return whether a limit of the band forbids one more ticket with `body_bytes`."""
@@ -156,6 +183,7 @@ class Band:
         if name not in self._waiting:
             self._begin(flow, now)
         ticket.queue = name
+        self._count(ticket.flow, 1)
         flow.add(ticket, self._key_of(ticket, wait_s_max))
         self._tickets[ticket.number] = ticket
         self.bytes += ticket.body_bytes
@@ -169,7 +197,22 @@ class Band:
             if self.of_agents:
                 del self._flows[ticket.queue]
         del self._tickets[ticket.number]
+        self._count(ticket.flow, -1)
         self.bytes -= ticket.body_bytes
+
+    def _count(self, flow: str, change: int) -> None:
+        """Count a ticket of `flow` that is added or removed, and find the loudest flow again if that
+        one has only half of its tickets left.
+        """
+        counts = self._counts
+        count = counts[flow] = counts.get(flow, 0) + change
+        if not count:
+            del counts[flow]
+        if count > counts.get(self._loudest, 0) or (flow == self._loudest and change > 0):
+            self._loudest, self._loudest_most = flow, count
+        elif flow == self._loudest and 2 * count <= self._loudest_most:
+            self._loudest = max(islice(counts, LOUDEST_OF), key=counts.__getitem__, default="")
+            self._loudest_most = counts.get(self._loudest, 0)
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Charge the flow of `ticket`, which was placed, with `tokens` or with one request."""

@@ -8,7 +8,7 @@ room that another one has taken.
 
 import heapq
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Final, Protocol
@@ -17,6 +17,8 @@ from msgspec import Struct
 
 from epp.core.flow.agent_admission import Rank
 from epp.core.flow.bands import Band, State, Ticket
+from epp.core.flow.drain_rate import DrainRate
+from epp.core.flow.eviction import EVICT_AFTER_S, PAUSE_S, Evictions
 from epp.core.flow.settings import FlowSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
@@ -27,6 +29,8 @@ then asks for another call at once, so that a burst does not block the event loo
 """
 HEADS_MAX: Final = 16
 """Maximum number of flows of a band whose next request is compared with the gate in one call."""
+EVICTED_MAX: Final = 16
+"""Maximum number of requests that one call evicts."""
 
 
 _SHUTTING_DOWN: Final = Refusal(
@@ -73,6 +77,10 @@ class Pool(Protocol):
         """Return a phrase about the endpoints that have no room, for a refusal."""
         ...
 
+    def slots_for(self, request: InferenceRequest, now: Seconds) -> Collection[int]:
+        """Return the slots of the endpoints that may serve `request` once they have room."""
+        ...
+
 
 class Verdict(Struct, frozen=True):
     """The end of a ticket in flow control."""
@@ -98,6 +106,7 @@ class FlowControl:
         """Number of waiting tickets."""
         self.bytes = 0
         """Number of body bytes of all waiting tickets."""
+        self.evictions = Evictions()
         self._pool = pool
         self._bands: dict[int, Band] = {}
         """Bands that have or had waiting tickets, by priority, highest first."""
@@ -110,6 +119,7 @@ class FlowControl:
         self._since_s = now
         """Time at which the pool became empty or got its first endpoint again."""
         self._draining = False
+        self._rate = DrainRate()
         self._again_at_s: Seconds | None = None
         """Time of the last pump if it ended because of `PLACED_MAX`."""
 
@@ -145,7 +155,10 @@ class FlowControl:
         self._numbers += 1
         ticket.number = self._numbers
         ticket.ahead = self.requests
+        ticket.behind, ticket.behind_requests = band.loudest
         ticket.state = State.WAITING
+        if not self.requests:
+            self._rate.begin(now)
         self._add(ticket, band, now)
         return verdicts
 
@@ -158,6 +171,24 @@ class FlowControl:
         return [Verdict(ticket, None)]
 
     def pump(self, now: Seconds) -> Verdicts:
+        """Place waiting tickets while there is room, and return their verdicts. Evict running requests
+        for those that have waited long, if the settings allow.
+        """
+        verdicts = self._place_waiting(now)
+        if not (self.settings.evicts and self.requests and self.evictions):
+            return verdicts
+        for _ in range(EVICTED_MAX):
+            if self._again_at_s is not None or not self._evict(now):
+                return verdicts
+            placed = self._place_waiting(now)
+            if not placed:
+                self.evictions.paused_until_s = now + PAUSE_S
+                return verdicts
+            verdicts += placed
+        self._again_at_s = now
+        return verdicts
+
+    def _place_waiting(self, now: Seconds) -> Verdicts:
         """Place waiting tickets while there is room, and return their verdicts."""
         self._note_pool(now)
         self._again_at_s = None
@@ -179,6 +210,7 @@ class FlowControl:
                 self._again_at_s = now
                 break
             self._take_out(ticket)
+            self._rate.placed(now)
             verdicts.append(self._place(ticket, band, now))
             if weights is not None:
                 band.counter += ticket.charged_tokens / weights[at]
@@ -198,9 +230,11 @@ class FlowControl:
             _, _, ticket = heapq.heappop(self._limited)
             if ticket.state is State.WAITING and self._own_end_s(ticket) <= now:
                 late.append(ticket)
-        for ticket in dict.fromkeys(late):
+        # The refusals count all that wait, so they come first.
+        refusals = {ticket: self._expired(ticket, now) for ticket in late}
+        for ticket, refusal in refusals.items():
             self._take_out(ticket)
-            verdicts.append(_refused(ticket, State.EXPIRED, self._expired(ticket, now)))
+            verdicts.append(_refused(ticket, State.EXPIRED, refusal))
         return verdicts
 
     def next_wake(self, now: Seconds) -> Seconds | None:
@@ -214,6 +248,8 @@ class FlowControl:
             heapq.heappop(self._limited)
         if self._limited:
             ends_s.append(max(now, self._limited[0][0]))
+        if self.settings.evicts and self.evictions and not self._empty_pool:
+            ends_s += self._next_evictions_s(now)
         end_s = min(ends_s)
         return None if end_s == math.inf else end_s
 
@@ -363,6 +399,44 @@ class FlowControl:
             full.add(subset)
         return None
 
+    def _evict(self, now: Seconds) -> bool:
+        """Evict one running request for a ticket of higher priority that has waited long enough.
+        Return False if there is none.
+        """
+        if self._empty_pool or now < self.evictions.paused_until_s:
+            return False
+        for priority, band in self._in_order():
+            if not self.evictions.any_below(priority):
+                break
+            for ticket in islice(band.tickets(), HEADS_MAX):
+                if now < self._evicts_from_s(ticket, band):
+                    break
+                slots = self._pool.slots_for(ticket.request, now)
+                victim = self.evictions.victim(priority, slots)
+                if victim is not None:
+                    self.evictions.end(victim, self._evicted_for(ticket, victim.priority, now))
+                    return True
+        return False
+
+    def _evicts_from_s(self, ticket: Ticket, band: Band) -> Seconds:
+        """Return the time from which `ticket`, the oldest one of `band`, may have a running request
+        evicted. It is the time of its arrival if the next request would be refused for lack of space.
+        """
+        arrived_s = ticket.enqueued_at_s
+        if band.is_full(0) or self._exceeds(self.requests + 1, self.bytes):
+            return arrived_s
+        longest_s = self._own_end_s(ticket) - arrived_s
+        if self.settings.wait_s_max:
+            longest_s = min(longest_s, self.settings.wait_s_max)
+        return arrived_s + min(EVICT_AFTER_S, longest_s / 2.0)
+
+    def _next_evictions_s(self, now: Seconds) -> list[Seconds]:
+        """Return the later times at which a band may have a running request evicted."""
+        bands = (entry for entry in self._in_order() if self.evictions.any_below(entry[0]))
+        from_s = [self._evicts_from_s(next(band.tickets()), band) for _, band in bands]
+        times_s = [max(one, self.evictions.paused_until_s) for one in from_s]
+        return [time_s for time_s in times_s if time_s > now]
+
     def _place(self, ticket: Ticket, band: Band, now: Seconds) -> Verdict:
         result = self._pool.place(ticket.request, now)
         if isinstance(result, Refusal):
@@ -464,6 +538,7 @@ class FlowControl:
             reason=RefusalReason.WAIT_EXPIRED,
             status=429,
             message=f"waited {waited_s:.1f} s: {self._pool.why_full(ticket.request, now)}",
+            retry_after_s=self._retry_after_s(self._priority_of(ticket), now),
         )
 
     def _no_space(self, ticket: Ticket, now: Seconds) -> Refusal:
@@ -479,7 +554,26 @@ class FlowControl:
             reason=RefusalReason.SATURATED,
             status=429,
             message=f"{why}, and the queue of the picker is full with {self.requests} requests",
+            retry_after_s=self._retry_after_s(self._priority_of(ticket), now),
         )
+
+    def _evicted_for(self, ticket: Ticket, priority: int, now: Seconds) -> Refusal:
+        """Return the refusal of a running request of `priority` that is evicted for `ticket`."""
+        waited_s = now - ticket.enqueued_at_s
+        return Refusal(
+            reason=RefusalReason.EVICTED,
+            status=429,
+            message=f"evicted before its response began, for a request of priority "
+            f"{ticket.request.priority} that has waited {waited_s:.1f} s",
+            retry_after_s=self._retry_after_s(priority, now),
+        )
+
+    def _retry_after_s(self, own: int, now: Seconds) -> int:
+        """Return the `retry-after` of a refused request of priority `own`: the time until the requests
+        that wait now in its band and above are expected to be placed.
+        """
+        before = sum(band.requests for priority, band in self._bands.items() if priority >= own)
+        return self._rate.retry_after_s(before, now)
 
 
 def _refused(ticket: Ticket, state: State, refusal: Refusal) -> Verdict:

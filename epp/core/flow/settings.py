@@ -87,6 +87,10 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Settings of the admission of agent sessions, or None if no band has `Fairness.SESSIONS`."""
     identity_headers: tuple[str, ...] = ()
     """Headers, in lower case, that name the flow of a request that has no header for it."""
+    evicts: bool = False
+    """True if running requests of negative priority may be evicted for waiting ones of higher
+    priority.
+    """
     by_priority: bool = True
     """True if each priority has a band of its own; False for one band."""
     bands: Mapping[int, BandSettings] = field(default_factory=dict)

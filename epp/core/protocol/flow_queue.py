@@ -10,11 +10,11 @@ reports them only as long as a request waits.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from epp.core.decision.account import Queued
 from epp.core.decision.decision import Decision
@@ -23,7 +23,9 @@ from epp.core.duration import parse_duration
 from epp.core.flow.agent_admission import AgentAdmission, Rank
 from epp.core.flow.bands import State, Ticket
 from epp.core.flow.control import FlowControl, Verdicts
+from epp.core.flow.eviction import Running
 from epp.core.flow.settings import HELD_BY_PLUGINS, Fairness, FlowSettings
+from epp.core.flow.shares import FlowShares
 from epp.core.knowledge.agent_sessions import AgentSessions
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
@@ -36,6 +38,8 @@ OUTPUT_WEIGHT: Final = 2.0
 llm-d-router use this weight.
 """
 
+FLOWS_SHOWN: Final = 8
+"""Maximum number of flows of a band that `waiting_flows` returns."""
 FLOW_CHARACTERS_MAX: Final = 256
 """Maximum length of a flow's id; clients may send any length, and the rest is ignored."""
 
@@ -65,6 +69,15 @@ class FlowTotals(Struct):
     """Sum of their waits in seconds."""
 
 
+class WaitingFlow(Struct, frozen=True):
+    """The waiting requests of one flow of a band."""
+
+    flow: str
+    """Id of the flow, or "" for the requests without one."""
+    requests: int
+    oldest_wait_s: Seconds
+
+
 class BandSnapshot(Struct, frozen=True):
     """The waiting requests of one priority."""
 
@@ -73,6 +86,10 @@ class BandSnapshot(Struct, frozen=True):
     bytes: int
     flows: int
     oldest_wait_s: Seconds
+    light_wait_ratio: float | None = None
+    """Mean wait of the flows that used little, relative to that of all flows of the band, or None if
+    it is unknown (`FlowShares`).
+    """
 
 
 class QueueSnapshot(Struct, frozen=True):
@@ -82,6 +99,8 @@ class QueueSnapshot(Struct, frozen=True):
     bands: tuple[BandSnapshot, ...]
     saturation: float | None
     """Mean load of the endpoints at the last look, or None without a gate."""
+    evicted: Mapping[int, int] = field(default_factory=dict)
+    """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
 
 
 class Place:
@@ -120,6 +139,7 @@ class FlowQueue:
         self._agents = self._settings.agents
         self.control = FlowControl(self._settings, self._pool, now)
         self.totals = FlowTotals(Counter(), Counter(), {})
+        self._shares = FlowShares(now)
         self._at_once: defaultdict[int, int] = defaultdict(int)
         """Number of requests that did not wait, by priority."""
         self._places: dict[int, Place] = {}
@@ -253,6 +273,20 @@ class FlowQueue:
         more = OUTPUT_WEIGHT * (outcome.output_tokens - estimate)
         self.control.settled(ticket, max(1.0, ticket.charged_tokens + more), now)
 
+    def placed(self, decision: Decision, evict: Callable[[Refusal], None]) -> Running | None:
+        """Note a placed request of priority below 0, whose response has not begun. `evict` ends it
+        with a refusal. Return what `spare` needs, or None if the settings allow no eviction.
+        """
+        if not self.control.settings.evicts:
+            return None
+        running = Running(decision.lease.request.priority, decision.lease, evict)
+        self.control.evictions.add(running)
+        return running
+
+    def spare(self, running: Running) -> None:
+        """Note that `running` must not be evicted any more, because its response begins or it ends."""
+        self.control.evictions.remove(running)
+
     def know_priorities(self, priorities: Iterable[int]) -> None:
         """Note the priorities that objectives give to requests."""
         if self._scheduler.state.gate is not None:
@@ -263,6 +297,7 @@ class FlowQueue:
         if not self.active:
             return None
         gate = self._scheduler.state.gate
+        ratios = self._shares.light_wait_ratios(now)
         bands = tuple(
             BandSnapshot(
                 priority,
@@ -272,6 +307,7 @@ class FlowQueue:
                 max(
                     (now - ticket.enqueued_at_s for ticket in islice(band.tickets(), 1)), default=0
                 ),
+                ratios.get(priority),
             )
             for priority, band in self.control.bands()
         )
@@ -279,7 +315,40 @@ class FlowQueue:
         for priority, count in self._at_once.items():
             outcomes[State.PLACED, priority] += count
         totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
-        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation)
+        evicted = dict(self.control.evictions.evicted)
+        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation, evicted)
+
+    def waiting_flows(self, now: Seconds) -> dict[int, list[WaitingFlow]]:
+        """Return the flows with most waiting requests of each band, by priority. Each band has at
+        most `FLOWS_SHOWN`, most requests first.
+
+        The time is linear in the number of waiting requests.
+        """
+        found: dict[int, list[WaitingFlow]] = {}
+        for priority, band in self.control.bands():
+            if band.requests:
+                since_s: dict[str, Seconds] = {}
+                for ticket in band.tickets():
+                    since_s.setdefault(ticket.flow, ticket.enqueued_at_s)
+                found[priority] = [
+                    WaitingFlow(flow, requests, now - since_s[flow])
+                    for flow, requests in band.most_waiting(FLOWS_SHOWN)
+                ]
+        return found
+
+    def wait_of(self, place: Place, now: Seconds) -> Queued:
+        """Return the wait of the request at `place`, which has a verdict, for records."""
+        ticket = place.ticket
+        return Queued(
+            waited_s=now - ticket.enqueued_at_s,
+            flow=ticket.flow,
+            priority=ticket.request.priority,
+            ahead=ticket.ahead,
+            behind=ticket.behind,
+            behind_requests=ticket.behind_requests,
+            charged_tokens=ticket.charged_tokens,
+            why=place.why,
+        )
 
     def _wanted(self) -> FlowSettings | None:
         scheduler = self._scheduler
@@ -302,7 +371,8 @@ class FlowQueue:
             place = self._places.pop(ticket.number)
             self._count(ticket, now)
             if isinstance(result, Decision):
-                place.resume(_with_wait(result, place, now))
+                account = structs.replace(result.account, queued=self.wait_of(place, now))
+                place.resume(structs.replace(result, account=account))
             elif isinstance(result, Refusal):
                 place.resume(result)
 
@@ -313,10 +383,17 @@ class FlowQueue:
 
     def _count(self, ticket: Ticket, now: Seconds) -> None:
         key = ticket.state, ticket.request.priority
+        waited_s = now - ticket.enqueued_at_s
         self.totals.outcomes[key] += 1
         self.totals.waits[key] += 1
-        waited_s = self.totals.waited_s
-        waited_s[key] = waited_s.get(key, 0.0) + now - ticket.enqueued_at_s
+        self.totals.waited_s[key] = self.totals.waited_s.get(key, 0.0) + waited_s
+        self._shares.left(
+            ticket.request.priority,
+            ticket.flow,
+            tokens=ticket.charged_tokens,
+            waited_s=waited_s,
+            now=now,
+        )
 
     def _rest(self, now: Seconds) -> None:
         """Set when the queue is pumped again."""
@@ -351,20 +428,6 @@ def _milliseconds(text: str) -> Seconds | None:
     except ValueError:
         return None
     return seconds if 0.0 < seconds < math.inf else None
-
-
-def _with_wait(decision: Decision, place: Place, now: Seconds) -> Decision:
-    """Return `decision` with the wait of its request in the decision record."""
-    ticket = place.ticket
-    queued = Queued(
-        waited_s=now - ticket.enqueued_at_s,
-        flow=ticket.flow,
-        priority=ticket.request.priority,
-        ahead=ticket.ahead,
-        charged_tokens=ticket.charged_tokens,
-        why=place.why,
-    )
-    return structs.replace(decision, account=structs.replace(decision.account, queued=queued))
 
 
 class _SchedulerPool:
@@ -444,3 +507,10 @@ class _SchedulerPool:
         if not self.fits_session(request, now):
             return f"no endpoint has room for an agent session of {request.prompt_tokens} tokens"
         return self._scheduler.admission.why_full(request, now)
+
+    def slots_for(self, request: InferenceRequest, now: Seconds) -> Collection[int]:
+        scheduler = self._scheduler
+        if scheduler.admission.holds(request, now):
+            # More room would not end this wait.
+            return ()
+        return frozenset(scheduler.pool.ready(request.subset, now).tolist())

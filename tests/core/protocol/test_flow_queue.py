@@ -13,7 +13,7 @@ from epp.core.flow.control import PLACED_MAX
 from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.inflight import Ending, Outcome
-from epp.core.protocol.flow_queue import FlowQueue, Place
+from epp.core.protocol.flow_queue import FLOWS_SHOWN, FlowQueue, Place
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from tests.builders import endpoint, request
 
@@ -43,9 +43,11 @@ class Picker:
 
     def __init__(self, pods=1, each=1, memory_bytes=0, **flow):
         self.flow = FlowSettings(
-            detector=ConcurrencyDetector(max_concurrency=each),
-            default_band=BandSettings(fairness=Fairness.TOKENS),
-            **flow,
+            **{
+                "detector": ConcurrencyDetector(max_concurrency=each),
+                "default_band": BandSettings(fairness=Fairness.TOKENS),
+            }
+            | flow
         )
         self.scheduler = Scheduler(scheduler_settings(flow=self.flow), seed=1)
         self.scheduler.take(PoolReplaced([endpoint(at) for at in range(pods)]), 0.0)
@@ -383,3 +385,56 @@ def test_the_charge_is_corrected_by_the_usage(tokens, charged):
     outcome = Outcome(ending=Ending.COMPLETE, status=200, output_tokens=tokens)
     picker.queue.settled(place, outcome, 2.0)
     assert place.ticket.charged_tokens == before + charged
+
+
+def test_the_record_says_behind_which_flow_a_request_waited():
+    picker = Picker()
+    picker.enter("first")
+    for number in range(3):
+        picker.enter(f"big{number}", tenant="big")
+    picker.enter("small", 1.0, tenant="small")
+    picker.end("first", 2.0)
+    picker.end("big0", 3.0)
+    queued = picker.results["small"].account.queued
+    assert (queued.ahead, queued.behind, queued.behind_requests) == (3, "big", 3)
+    assert picker.results["big0"].account.queued.behind_requests == 0
+
+
+def test_waiting_flows_are_listed_by_their_requests():
+    picker = Picker()
+    picker.enter("first")
+    picker.enter("small", 1.0, tenant="small")
+    for number in range(2):
+        picker.enter(f"big{number}", 2.0 + number, tenant="big")
+    picker.enter("urgent", 4.0, priority=1)
+    (urgent,), flows = picker.queue.waiting_flows(5.0).values()
+    assert (urgent.flow, urgent.requests, urgent.oldest_wait_s) == ("", 1, 1.0)
+    assert [(one.flow, one.requests, one.oldest_wait_s) for one in flows] == [
+        ("big", 2, 3.0),
+        ("small", 1, 4.0),
+    ]
+
+
+def test_the_number_of_listed_flows_is_bounded():
+    picker = Picker()
+    picker.enter("first")
+    for number in range(FLOWS_SHOWN + 5):
+        picker.enter(f"{number}", tenant=f"tenant-{number}")
+    (flows,) = picker.queue.waiting_flows(1.0).values()
+    assert len(flows) == FLOWS_SHOWN
+    assert picker.queue.snapshot(1.0).bands[0].flows == FLOWS_SHOWN + 5
+
+
+def test_a_light_flow_that_waits_as_long_as_a_heavy_one_is_shown():
+    """In turn by arrival, because the band has one queue for all flows."""
+    picker = Picker(default_band=BandSettings())
+    picker.enter("first")
+    for number in range(4):
+        picker.enter(f"big{number}", tenant="big", prompt_tokens=10_000)
+    picker.enter("small", tenant="small", prompt_tokens=10)
+    done = ["first", *(f"big{number}" for number in range(4))]
+    for at, name in enumerate(done):
+        picker.end(name, 1.0 + at)
+    assert picker.queue.snapshot(6.0).bands[0].light_wait_ratio is None
+    ratios = {band.priority: band.light_wait_ratio for band in picker.queue.snapshot(61.0).bands}
+    assert ratios[0] == pytest.approx(5.0 / 3.0)

@@ -56,6 +56,8 @@ class Remembered(Struct, frozen=True):
     """Scores of all candidates of the decision, or None if they are no longer available."""
     members: Members | None = None
     """Members of the pool at the time of the decision, or None if they are no longer available."""
+    output_time_s: Seconds | None = None
+    """Observed time per output token in seconds, or None if it is unknown."""
 
 
 def row_of(
@@ -131,6 +133,8 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
         row["shadow"] = told.shadow
     if told.queued is not None:
         row["queued"] = told.queued
+    if told.predicted:
+        row["latency"] = _latency(past, remembered)
     if told.route:
         row |= {"route": told.route, "uncached_tokens": told.uncached_tokens}
         row |= {
@@ -140,6 +144,31 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     if why_not:
         row["why_not"] = _why_not(why_not, past, remembered, row, ranked)
     return row
+
+
+def _latency(past: PastDecision, remembered: Remembered) -> Row:
+    """Return the predicted and observed latencies of a request, with the median errors of the
+    predictions when it was placed. The times count from the decision, but the observed time to first
+    token includes the arrival of the body.
+    """
+    ttft_s, tpot_s, ttft_error, tpot_error = map(_known, past.told.predicted)
+    waited_s = (past.told.queued or {}).get("waited_s", 0.0)
+    observed_s = None if past.end is None else past.end.first_output_s
+    if observed_s is not None and isinstance(waited_s, float | int):
+        observed_s = round(observed_s - waited_s, DIGITS)
+    output_s = remembered.output_time_s
+    return {
+        "ttft": {"predicted_s": ttft_s, "observed_s": observed_s, "error": ttft_error},
+        "tpot": {
+            "predicted_s": tpot_s,
+            "observed_s": None if output_s is None else round(output_s, DIGITS),
+            "error": tpot_error,
+        },
+    }
+
+
+def _known(value: float) -> float | None:
+    return round(value, DIGITS) if math.isfinite(value) else None
 
 
 def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
@@ -261,6 +290,8 @@ def _refused_row(past: PastRefusal, why_not: str) -> Row:
         "status": told.status,
         "eliminated": dict(told.eliminated),
     }
+    if told.queued is not None:
+        row["queued"] = told.queued
     if why_not:
         found = [name for name in states if is_called(why_not, name, "")]
         name = found[0] if found else why_not

@@ -763,6 +763,22 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("priority",),
     ),
     _sampled(
+        "homing_flow_light_wait_ratio",
+        "ratio",
+        "Mean wait of the flows that used less than half of the mean use, relative to the mean wait "
+        "of all flows, by priority: about 1 if light flows wait as long as heavy ones. Over the last "
+        "complete minute; missing if no flow was light.",
+        ("priority",),
+    ),
+    _sampled(
+        "homing_flow_evictions_total",
+        "requests",
+        "Running requests that were refused before their response began, for a waiting request of "
+        "higher priority, by their own priority.",
+        ("priority",),
+        "counter",
+    ),
+    _sampled(
         "homing_flow_saturation",
         "ratio",
         "Mean load of the endpoints when the queue last looked, as a share of their room.",
@@ -1205,7 +1221,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_task_ends_total",
         "counter",
         "ends",
-        "Unexpected ends of background tasks, which were restarted.",
+        "Unexpected ends of background tasks, which were restarted, and failed calls of the queue "
+        "(task `queue`), which were repeated.",
         ("task",),
     ),
     MetricSpec(

@@ -895,7 +895,7 @@ def _model_labels(request: InferenceRequest, model_name: str) -> tuple[str, str,
 
 def _error_code(outcome: Outcome) -> str:
     """Return the error code of a refused or failed request, or "" for a success."""
-    if outcome.ending is Ending.CLIENT_LEFT:
+    if outcome.ending in {Ending.CLIENT_LEFT, Ending.EVICTED}:
         return outcome.ending.value
     if outcome.status is not None and outcome.status >= 400:
         return str(outcome.status) if outcome.status < 600 else OTHER
@@ -1145,6 +1145,10 @@ def _add_queue(families: _Families, queue: QueueSnapshot) -> None:
         families["homing_flow_waiting_bytes"].add_metric(labels, band.bytes)
         families["homing_flow_flows"].add_metric(labels, band.flows)
         families["homing_flow_oldest_wait_seconds"].add_metric(labels, band.oldest_wait_s)
+        if band.light_wait_ratio is not None:
+            families["homing_flow_light_wait_ratio"].add_metric(labels, band.light_wait_ratio)
+    for priority, count in queue.evicted.items():
+        families["homing_flow_evictions_total"].add_metric([str(priority)], count)
     if queue.saturation is not None:
         families["homing_flow_saturation"].add_metric([], queue.saturation)
 

@@ -25,7 +25,7 @@ from epp.core.flow.bands import State, Ticket
 from epp.core.flow.control import FlowControl, Verdicts
 from epp.core.flow.eviction import Running
 from epp.core.flow.settings import HELD_BY_PLUGINS, Fairness, FlowSettings
-from epp.core.flow.shares import FlowShares
+from epp.core.flow.uses import FlowUses
 from epp.core.knowledge.agent_sessions import AgentSessions
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
@@ -88,7 +88,7 @@ class BandSnapshot(Struct, frozen=True):
     oldest_wait_s: Seconds
     light_wait_ratio: float | None = None
     """Mean wait of the flows that used little, relative to that of all flows of the band, or None if
-    it is unknown (`FlowShares`).
+    it is unknown (`FlowUses`).
     """
 
 
@@ -139,7 +139,7 @@ class FlowQueue:
         self._agents = self._settings.agents
         self.control = FlowControl(self._settings, self._pool, now)
         self.totals = FlowTotals(Counter(), Counter(), {})
-        self._shares = FlowShares(now)
+        self._uses = FlowUses(now)
         self._at_once: defaultdict[int, int] = defaultdict(int)
         """Number of requests that did not wait, by priority."""
         self._places: dict[int, Place] = {}
@@ -297,7 +297,7 @@ class FlowQueue:
         if not self.active:
             return None
         gate = self._scheduler.state.gate
-        ratios = self._shares.light_wait_ratios(now)
+        ratios = self._uses.light_wait_ratios(now)
         bands = tuple(
             BandSnapshot(
                 priority,
@@ -387,7 +387,7 @@ class FlowQueue:
         self.totals.outcomes[key] += 1
         self.totals.waits[key] += 1
         self.totals.waited_s[key] = self.totals.waited_s.get(key, 0.0) + waited_s
-        self._shares.left(
+        self._uses.left(
             ticket.request.priority,
             ticket.flow,
             tokens=ticket.charged_tokens,

@@ -1,4 +1,4 @@
-"""How the flows of a band share the queue: whether light flows wait as long as heavy ones.
+"""The use of the queue by the flows of a band: whether light flows wait as long as heavy ones.
 
 The waits of all flows say nothing about fairness by themselves, because a flow that sends ten times
 as much as the others must wait longer. A flow that used little should hardly wait at all.
@@ -28,7 +28,7 @@ class FlowUse(Struct):
     """Sum of the waits of the requests."""
 
 
-class FlowShares:
+class FlowUses:
     """The use and the waits of the flows of each band in the present and the last window."""
 
     def __init__(self, now: Seconds) -> None:

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.core.flow.shares import FLOWS_MAX, WINDOW_S, FlowShares
+from epp.core.flow.uses import FLOWS_MAX, WINDOW_S, FlowUses
 
 
 def ratio_of(*uses, now=WINDOW_S):
     """The ratio after a window with `uses`: (flow, tokens, wait) of each request."""
-    shares = FlowShares(0.0)
+    uses = FlowUses(0.0)
     for flow, tokens, waited_s in uses:
-        shares.left(0, flow, tokens=tokens, waited_s=waited_s, now=1.0)
-    return shares.light_wait_ratios(now).get(0)
+        uses.left(0, flow, tokens=tokens, waited_s=waited_s, now=1.0)
+    return uses.light_wait_ratios(now).get(0)
 
 
 def test_a_light_flow_that_waits_like_a_heavy_one_is_unfair():
@@ -57,16 +57,16 @@ def test_only_the_last_complete_window_counts():
     )
 )
 def test_it_is_finite_and_bounded_by_the_number_of_requests(uses):
-    shares, now = FlowShares(0.0), 0.0
+    uses, now = FlowUses(0.0), 0.0
     for flow, tokens, waited_s, after_s in uses:
         now += after_s
-        shares.left(0, flow, tokens=tokens, waited_s=waited_s, now=now)
-        for ratio in shares.light_wait_ratios(now).values():
+        uses.left(0, flow, tokens=tokens, waited_s=waited_s, now=now)
+        for ratio in uses.light_wait_ratios(now).values():
             assert 0.0 <= ratio <= len(uses) + 1e-6
 
 
 def test_invented_flows_are_not_all_remembered():
-    shares = FlowShares(0.0)
+    uses = FlowUses(0.0)
     for number in range(FLOWS_MAX + 10):
-        shares.left(0, str(number), tokens=1.0, waited_s=1.0, now=1.0)
-    assert len(shares._bands[0]) == FLOWS_MAX
+        uses.left(0, str(number), tokens=1.0, waited_s=1.0, now=1.0)
+    assert len(uses._bands[0]) == FLOWS_MAX

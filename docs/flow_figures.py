@@ -1,0 +1,355 @@
+"""Measure what the queue does in overload: `python -m docs.flow_figures`.
+
+Four pods of one profile serve three kinds of traffic, without the queue, with it, and with it and
+several pickers. The figures go to docs/flow-figures.json, from which `python -m docs.reference`
+makes the tables of docs/flow-control.md and `python -m docs.diagrams` the picture.
+
+1. `tenants`: a tenant sends ten times as many tokens as another one, and both together send one and
+   a half times as much as the pods can serve.
+2. `batch`: interactive requests beside batch requests that no client slows down.
+3. `burst`: ten times the usual rate for five seconds.
+
+The requests that the queue protects are also served alone, on the same pods and at the same times.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product, takewhile
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from docs.row_lines import row_lines
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Seconds
+from epp.plugins.strategy import config_of, step
+from sim.cluster.cluster import Cluster
+from sim.cluster.peering import PeerSettings
+from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
+from sim.cluster.simulated_pod import PodKind
+from sim.cluster.simulated_request import Fate, SimulatedRequest
+from sim.engine.profiles import find_profile
+from sim.measurement.intervals import student_t
+from sim.measurement.measures import tpot_of, ttft_of
+from sim.output import write_whole
+from sim.reports.report import markdown_table
+from sim.traces.arrival import Arrival
+from sim.traces.prompts import PromptHashes, request_of
+from sim.traces.standard import STANDARD
+from sim.traces.workloads import arrivals
+
+FOLDER: Final = Path(__file__).parent
+RESULTS: Final = FOLDER / "flow-figures.json"
+PROFILE: Final = "qwen3-32b-h100-tp2"
+PODS: Final = 4
+BLOCK_TOKENS: Final = 64
+SEEDS: Final = (1, 2, 3, 4, 5)
+CONFIDENCE: Final = 0.95
+DURATION_S: Final[Seconds] = 60.0
+"""Time in seconds during which requests arrive."""
+WARM_UP_S: Final[Seconds] = 10.0
+"""Time in seconds after which requests count."""
+BURST_S: Final = (20.0, 25.0)
+"""Beginning and end of the burst."""
+SAMPLE_S: Final[Seconds] = 0.05
+"""Interval in seconds at which the queues of the engines are counted."""
+TTFT_TARGET_S: Final[Seconds] = 2.0
+TPOT_TARGET_S: Final[Seconds] = 0.1
+"""Targets of goodput, which counts requests that meet both."""
+PICKERS: Final = (1, 2, 4)
+PEER_DELAY_S: Final[Seconds] = 0.001
+BIN_S: Final[Seconds] = 2.0
+"""Width of the intervals in which the picture shows the TTFT of requests by arrival."""
+
+ALONE: Final = "alone"
+OFF: Final = "off"
+ON: Final = "on"
+ARMS: Final = (ALONE, OFF, ON)
+
+_QUEUE: Final = (
+    "featureGates: [flowControl]\n"
+    "flowControl: {defaultPriorityBand: {fairnessPolicyRef: token-fairness-policy}}\n"
+)
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """Traffic, and the requests that the queue protects."""
+
+    workload: str
+    """Name of the standard workload."""
+    protected: Callable[[Arrival], bool]
+    protects: str
+    """Name of the protected requests in tables."""
+    others: str
+    """Name of the other requests in tables, or "" if there are none."""
+
+
+def _is_small(arrival: Arrival) -> bool:
+    return any(value == "small" for _, value in arrival.headers)
+
+
+SCENARIOS: Final[Mapping[str, Scenario]] = {
+    "tenants": Scenario(
+        workload="two-tenants",
+        protected=_is_small,
+        protects="small tenant",
+        others="large tenant",
+    ),
+    "batch": Scenario(
+        workload="chat-and-batch",
+        protected=lambda arrival: arrival.priority > 0,
+        protects="interactive",
+        others="batch",
+    ),
+    "burst": Scenario(
+        workload="one-burst", protected=lambda arrival: True, protects="all requests", others=""
+    ),
+}
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """One simulation to make."""
+
+    scenario: str
+    arm: str
+    pickers: int
+    seed: int
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """The figures of one run; times are in seconds. Requests of the warm-up do not count."""
+
+    run: Run
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    """Percentiles of the TTFT of the protected requests."""
+    others_ttft_p90_s: float | None
+    goodput_per_s: float
+    """Requests per second of arrivals that met both targets, of all kinds."""
+    served_per_s: float
+    """Requests that ended per second while requests arrived."""
+    queue_p99: float
+    """99th percentile of the number of requests that waited in an engine, over pods and time."""
+    queue_max: float
+    refused: int
+    """Requests that were refused with 429."""
+    failed: int
+    """Requests that ended with a status of 500 or more."""
+    drained_s: float | None
+    """Time from the end of the burst to the first token of its last request; None without burst."""
+    series: list[list[float]] = []
+    """Arrival time in seconds and 90th percentile of the TTFT of protected requests, by intervals;
+    only of the first seed with one picker.
+    """
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def traffic(scenario: Scenario, arm: str, seed: int) -> Iterator[Arrival]:
+    """Yield the requests of `scenario`, or only the protected ones."""
+    drawn = arrivals(STANDARD[scenario.workload], seed)
+    within = takewhile(lambda one: one.time_s < DURATION_S, drawn)
+    sent = (one for one in within if arm != ALONE or scenario.protected(one))
+    for index, one in enumerate(sent):
+        yield replace(one, index=index)
+
+
+def source_of(arm: str) -> PolicySource:
+    """Return the default strategy, with the queue for the arm `ON`."""
+    text = config_of(step("added-time-scorer"))
+    return PolicySource(name=arm, text=text + _QUEUE if arm == ON else text, source=arm)
+
+
+class _Queues:
+    """The numbers of requests that wait in the engines, counted at intervals."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.found: list[float] = []
+        cluster.loop.after(WARM_UP_S, self._count)
+
+    def _count(self) -> None:
+        cluster = self._cluster
+        now = cluster.loop.now
+        for pod in cluster.pods.announced():
+            page = pod.page(now)
+            if page is not None:
+                self.found.append(page.waiting_requests)
+        if now < DURATION_S:
+            cluster.loop.after(SAMPLE_S, self._count)
+
+
+def simulated(run: Run) -> Row:
+    """Return the figures of one run."""
+    scenario = SCENARIOS[run.scenario]
+    settings = ClusterSettings(
+        pods=(PodKind.of(find_profile(PROFILE)),) * PODS,
+        replicas=run.pickers,
+        peers=PeerSettings(delay_s=PEER_DELAY_S) if run.pickers > 1 else None,
+    )
+    ended: list[SimulatedRequest] = []
+    cluster = Cluster(
+        settings,
+        settings.opener(source_of(run.arm)),
+        _parsed,
+        list(traffic(scenario, run.arm, run.seed)),
+        seed=run.seed,
+        ended=ended.append,
+    )
+    queues = _Queues(cluster)
+    cluster.run()
+    return row_of(run, ended, queues.found)
+
+
+def _parsed(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
+    return request_of(arrival, (BLOCK_TOKENS,), hashes)
+
+
+def row_of(run: Run, ended: Sequence[SimulatedRequest], queues: Sequence[float]) -> Row:
+    """Return the figures of the requests that ended."""
+    scenario = SCENARIOS[run.scenario]
+    counted = [one for one in ended if one.arrived_at >= WARM_UP_S]
+    done = [one for one in counted if one.fate is Fate.COMPLETE]
+    mine = [one for one in done if scenario.protected(one.arrival)]
+    others = [one for one in done if not scenario.protected(one.arrival)]
+    ttft_s = np.array([ttft_of(one) for one in mine])
+    length_s = DURATION_S - WARM_UP_S
+    in_time = sum(WARM_UP_S <= (one.ended_at or 0.0) < DURATION_S for one in ended)
+    first_seed = run.seed == SEEDS[0] and run.pickers == 1
+    return Row(
+        run=run,
+        ttft_p50_s=_percentile(ttft_s, 50),
+        ttft_p90_s=_percentile(ttft_s, 90),
+        ttft_p99_s=_percentile(ttft_s, 99),
+        others_ttft_p90_s=(
+            _percentile(np.array([ttft_of(one) for one in others]), 90) if others else None
+        ),
+        goodput_per_s=round(sum(map(_meets_targets, done)) / length_s, 4),
+        served_per_s=round(in_time / length_s, 4),
+        queue_p99=_percentile(np.array(queues), 99),
+        queue_max=max(queues, default=0.0),
+        refused=sum(one.fate is Fate.REFUSED and one.status == 429 for one in ended),
+        failed=sum(one.status >= 500 for one in ended),
+        drained_s=_drained_s(ended) if run.scenario == "burst" else None,
+        series=_series(mine) if first_seed else [],
+    )
+
+
+def _percentile(values: np.ndarray, rank: float) -> float:
+    return round(float(np.percentile(values, rank)), 5)
+
+
+def _meets_targets(request: SimulatedRequest) -> bool:
+    # The TPOT of an answer of one token is unknown.
+    return ttft_of(request) <= TTFT_TARGET_S and not tpot_of(request) > TPOT_TARGET_S
+
+
+def _drained_s(ended: Sequence[SimulatedRequest]) -> Seconds:
+    begin_s, end_s = BURST_S
+    firsts = [
+        one.first_token_at
+        for one in ended
+        if begin_s <= one.arrived_at < end_s and one.first_token_at is not None
+    ]
+    return round(max(firsts) - end_s, 3)
+
+
+def _series(requests: Sequence[SimulatedRequest]) -> list[list[float]]:
+    by_bin: dict[int, list[float]] = {}
+    for one in requests:
+        by_bin.setdefault(int(one.arrived_at // BIN_S), []).append(ttft_of(one))
+    return [
+        [number * BIN_S, _percentile(np.array(found), 90)]
+        for number, found in sorted(by_bin.items())
+    ]
+
+
+def planned_runs() -> list[Run]:
+    """Return all runs. A burst has no requests that are protected from others, so it has no run
+    alone.
+    """
+    return [
+        Run(scenario=scenario, arm=arm, pickers=pickers, seed=seed)
+        for scenario, arm, pickers, seed in product(SCENARIOS, ARMS, PICKERS, SEEDS)
+        if (arm == ON or pickers == 1) and not (arm == ALONE and scenario == "burst")
+    ]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+class Estimate(Struct, frozen=True):
+    """A mean over the seeds with its 95 % interval."""
+
+    value: float
+    half_width: float
+
+
+def estimate_of(values: Sequence[float]) -> Estimate:
+    """Return the mean of `values`, one for each seed, with its interval."""
+    found = np.array(values)
+    count = len(found)
+    error = float(found.std(ddof=1)) / math.sqrt(count)
+    return Estimate(float(found.mean()), student_t(CONFIDENCE, count - 1) * error)
+
+
+def read() -> list[Row]:
+    """Return the content of docs/flow-figures.json."""
+    return msgspec.json.decode(RESULTS.read_bytes(), type=list[Row])
+
+
+def by_seed(
+    rows: Sequence[Row], scenario: str, arm: str, figure: str, pickers: int = 1
+) -> list[float]:
+    """Return one figure of all seeds, in their order."""
+    found = {
+        row.run.seed: getattr(row, figure)
+        for row in rows
+        if (row.run.scenario, row.run.arm, row.run.pickers) == (scenario, arm, pickers)
+    }
+    return [found[seed] for seed in SEEDS]
+
+
+def ratio(
+    rows: Sequence[Row], scenario: str, figure: str, one: tuple[str, int], to: tuple[str, int]
+) -> Estimate:
+    """Return the mean ratio of a figure of two arms, each with a number of pickers. The seeds have
+    equal traffic.
+    """
+    values = zip(
+        by_seed(rows, scenario, one[0], figure, one[1]),
+        by_seed(rows, scenario, to[0], figure, to[1]),
+        strict=True,
+    )
+    return estimate_of([value / other for value, other in values])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure everything and write docs/flow-figures.json. Return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.flow_figures", description="measure what the queue does in overload"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="number of processes (default: 2)")
+    given = parser.parse_args(arguments)
+    runs = planned_runs()
+    rows = []
+    with ProcessPoolExecutor(given.workers) as pool:
+        for row in pool.map(simulated, runs):
+            rows.append(row)
+            print(f"{len(rows)} of {len(runs)} runs", file=sys.stderr, flush=True)
+    write_whole(RESULTS, row_lines(msgspec.to_builtins(rows)).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

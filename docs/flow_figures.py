@@ -40,7 +40,6 @@ from sim.engine.profiles import find_profile
 from sim.measurement.intervals import student_t
 from sim.measurement.measures import tpot_of, ttft_of
 from sim.output import write_whole
-from sim.reports.report import markdown_table
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes, request_of
 from sim.traces.standard import STANDARD

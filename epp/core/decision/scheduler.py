@@ -72,6 +72,7 @@ from epp.core.decision.staged_choice import (
 from epp.core.decision.stages import Order, PrefillEnd, rotation_of
 from epp.core.failures import PluginFailures
 from epp.core.flow.gate import Gate
+from epp.core.flow.shares import FlowShares
 from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.availability import Available, available
 from epp.core.knowledge.candidates import PREDICTED_LATENCY, Affinity, Candidates, Ints
@@ -176,6 +177,8 @@ class Scheduler:
         """
         self.may_hold = False
         """True if any plugin of a profile can make requests wait."""
+        self.shares = FlowShares()
+        """What this picker and its peers share of flow control."""
         self.gate: Gate | None = None
         """Estimate of the endpoints' room, or None without flow control."""
         self.changed: Callable[[], None] | None = None
@@ -1014,7 +1017,7 @@ class Scheduler:
         if settings.flow is None:
             self.gate = None
         elif self.gate is None:
-            self.gate = Gate(settings.flow, self.pool.columns)
+            self.gate = Gate(settings.flow, self.pool.columns, self.shares)
         else:
             self.gate.configure(settings.flow)
         self.may_hold = any(one.holders for _, one in settings.stages.profiles())

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from epp.core.flow.bands import Band, State, Ticket
 from epp.core.flow.settings import FlowSettings
+from epp.core.flow.shares import FlowShares
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
 
@@ -77,8 +78,11 @@ class FlowControl:
     Every ticket gets exactly one verdict, from whichever call causes it.
     """
 
-    def __init__(self, settings: FlowSettings, pool: Pool, now: Seconds) -> None:
+    def __init__(
+        self, settings: FlowSettings, pool: Pool, now: Seconds, shares: FlowShares | None = None
+    ) -> None:
         self.settings = settings
+        self._shares = shares or FlowShares()
         self.requests = 0
         """Number of waiting tickets."""
         self.bytes = 0
@@ -123,6 +127,7 @@ class FlowControl:
         if not waits or (not self._waits_at_or_above(priority) and self._has_room(ticket, now)):
             return [self._place(ticket, band, now)]
         verdicts: Verdicts = []
+        self._add_charges(now)
         if self._draining:
             return [_refused(ticket, State.DRAINED, _SHUTTING_DOWN)]
         if band.is_full(ticket.body_bytes) or not self._make_space(ticket, verdicts, now):
@@ -145,6 +150,7 @@ class FlowControl:
     def pump(self, now: Seconds) -> Verdicts:
         """Place waiting tickets while there is room, and return their verdicts."""
         self._note_pool(now)
+        self._add_charges(now)
         self._again_at_s = None
         verdicts: Verdicts = []
         if self._empty_pool:
@@ -247,7 +253,9 @@ class FlowControl:
     def _band(self, priority: int) -> Band:
         band = self._bands.get(priority)
         if band is None:
-            self._bands[priority] = band = Band(self.settings.band(priority))
+            self._bands[priority] = band = Band(
+                self.settings.band(priority), priority, self._shares
+            )
             self._bands = dict(sorted(self._bands.items(), reverse=True))
         return band
 
@@ -327,7 +335,8 @@ class FlowControl:
         queue. Return False, without displacing any, if it cannot fit.
         """
         requests, size = self.requests, self.bytes
-        if not self._exceeds(requests + 1, size + ticket.body_bytes):
+        more = ticket.body_bytes
+        if not self._exceeds(requests + 1, size + more, more):
             return True
         own = self._priority_of(ticket)
         below = (band for priority, band in reversed(self._bands.items()) if priority < own)
@@ -336,7 +345,7 @@ class FlowControl:
             displaced.append(each)
             requests -= 1
             size -= each.body_bytes
-            if not self._exceeds(requests + 1, size + ticket.body_bytes):
+            if not self._exceeds(requests + 1, size + more, more):
                 break
         else:
             return False
@@ -345,12 +354,24 @@ class FlowControl:
             verdicts.append(_refused(each, State.DISPLACED, self._no_space(each, now)))
         return True
 
-    def _exceeds(self, requests: int, size: int) -> bool:
-        settings = self.settings
+    def _exceeds(self, requests: int, size: int, body_bytes: int) -> bool:
+        """Return whether a queue with so many requests and bytes exceeds this picker's share of the
+        limits of the whole queue. `size` includes `body_bytes` of the last request.
+        """
+        settings, shares = self.settings, self._shares
+        if settings.requests_max and requests > shares.share_of(settings.requests_max):
+            return True
+        used = size - body_bytes
         return bool(
-            (settings.requests_max and requests > settings.requests_max)
-            or (settings.bytes_max and size > settings.bytes_max)
+            settings.bytes_max and shares.exceeds_bytes(used, body_bytes, settings.bytes_max)
         )
+
+    def _add_charges(self, now: Seconds) -> None:
+        """Add what other pickers charged the flows."""
+        if self._shares.fresh:
+            charges = self._shares.take_fresh()
+            for band in self._bands.values():
+                band.add_charges(charges, now)
 
     def _note_pool(self, now: Seconds) -> None:
         """Start a new budget for all waiting tickets if the pool became empty, or is no longer."""

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Final
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from epp.core.decision.inputs import PeersUnheard
 from epp.core.decision.scheduler import Scheduler
@@ -45,6 +45,8 @@ from epp.core.peers.frames import (
     OtherVersionError,
     Record,
     UnreadableError,
+    charges_bytes,
+    charges_of,
     decode,
     encode,
     encode_record,
@@ -262,19 +264,20 @@ class PeerExchange:
             records.append(record)
             size += len(record)
         load = self._load(now, whole=beat) if beat or self.peers else b""
-        if records or load or beat:
-            frames.append(
-                self._frame(
-                    Kind.LIVE,
-                    now,
-                    indexes=indexes,
-                    records=records,
-                    load=load,
-                    whole=beat,
-                    unread=self._unread() if beat else (),
-                    wanted=self._wanted() if beat else (),
-                )
+        charges = charges_bytes(self._scheduler.shares.outgoing(whole=beat))
+        if records or load or charges or beat:
+            last = self._frame(
+                Kind.LIVE,
+                now,
+                indexes=indexes,
+                records=records,
+                load=load,
+                whole=beat,
+                unread=self._unread() if beat else (),
+                wanted=self._wanted() if beat else (),
             )
+            frames.append(structs.replace(last, charges=charges))
+        self._scheduler.shares.reports += 1
         if beat:
             self._beat_at_s = now
         if self.peers or self._silent:
@@ -359,6 +362,7 @@ class PeerExchange:
             peer.inbox.put(frame, now)
             # A late frame reports a past load.
             self._take_load(peer, frame, now)
+            self._take_charges(frame)
         elif peer.missed.came(frame.number):
             self.frames_recovered += 1
             peer.inbox.put(frame, now, _age_s(frame))
@@ -458,6 +462,7 @@ class PeerExchange:
         return peer
 
     def _count(self, now: Seconds) -> None:
+        self._scheduler.shares.pickers = 1 + len(self.peers)
         self._scheduler.take(PeersUnheard(self.unheard), now)
 
     def _note(self, peer: Peer, kind: str, now: Seconds) -> None:
@@ -477,6 +482,7 @@ class PeerExchange:
         loads = self._scheduler.pool.columns.peers
         if loads is not None:
             loads.forget(origin)
+        self._scheduler.shares.forget(origin)
 
     def _take_load(self, peer: Peer, frame: Frame, now: Seconds) -> None:
         loads = self._scheduler.pool.columns.peers
@@ -503,6 +509,15 @@ class PeerExchange:
             whole=frame.whole,
             size=len(self._scheduler.pool.columns),
         )
+        self._scheduler.shares.loads_heard += 1
+        if self._scheduler.changed is not None:
+            # Requests of the peer may have ended, which makes room for waiting ones.
+            self._scheduler.changed()
+
+    def _take_charges(self, frame: Frame) -> None:
+        if frame.charges or frame.whole:
+            charges = charges_of(frame.charges)
+            self._scheduler.shares.hear(frame.origin, charges, whole=frame.whole)
 
     # Content of frames.
 
@@ -524,7 +539,16 @@ class PeerExchange:
         uptime_s = now - self._started_at_s
         blob = b"".join(records or ())
         return Frame(
-            self.origin, number, kind, uptime_s, indexes, blob, load, whole, unread, wanted
+            origin=self.origin,
+            number=number,
+            kind=kind,
+            uptime_s=uptime_s,
+            indexes=indexes,
+            records=blob,
+            load=load,
+            whole=whole,
+            unread=unread,
+            wanted=wanted,
         )
 
     def _records(self, now: Seconds) -> Iterator[bytes]:

@@ -109,7 +109,7 @@ class FlowQueue:
         self._waker = waker
         self._pool = _SchedulerPool(scheduler)
         self._settings = self._wanted() or HELD_BY_PLUGINS
-        self.control = FlowControl(self._settings, self._pool, now)
+        self.control = FlowControl(self._settings, self._pool, now, scheduler.shares)
         self.totals = FlowTotals(Counter(), Counter(), {})
         self._at_once: defaultdict[int, int] = defaultdict(int)
         """Number of requests that did not wait, by priority."""

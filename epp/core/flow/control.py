@@ -220,7 +220,7 @@ class FlowControl:
         self.settings = settings
         self._bands.clear()
         self._limited.clear()
-        self.requests = self.bytes = 0
+        self.requests = self.bytes = self._shares.waiting = 0
         for ticket in sorted(waiting, key=lambda ticket: ticket.number):
             self._add(ticket, self._band(self._priority_of(ticket)), now)
 
@@ -310,6 +310,7 @@ class FlowControl:
         band.add(ticket, self.settings.wait_s_max, now)
         self.requests += 1
         self.bytes += ticket.body_bytes
+        self._shares.waiting = self.requests
         if ticket.wait_s_max is not None or ticket.answer_within_s is not None:
             heapq.heappush(self._limited, (self._own_end_s(ticket), ticket.number, ticket))
 
@@ -317,6 +318,7 @@ class FlowControl:
         self._bands[self._priority_of(ticket)].remove(ticket)
         self.requests -= 1
         self.bytes -= ticket.body_bytes
+        self._shares.waiting = self.requests
 
     def _own_end_s(self, ticket: Ticket) -> Seconds:
         """Return the time at which the ticket's own limits end its wait.

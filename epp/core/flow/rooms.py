@@ -246,16 +246,47 @@ class Rooms:
         growing = np.fmax(candidates.running_requests, 0.0) * (self.answer_tokens / 2.0)
         kv = candidates.kv_cache_usage + (sent_tokens + growing) / capacity
         pending = candidates.inflight_prefill_tokens
-        peers = self._shares.pickers - 1
-        if peers:
-            # Each peer may have sent as much as this picker, and not have reported it yet.
-            self._begin_untold()
-            requests = requests + peers * self._rows[_UNTOLD, candidates.slot]
-            pending = pending + peers * self._rows[_UNTOLD_TOKENS, candidates.slot]
-            kv = kv + peers * sent_tokens / capacity
         speed = self._columns.prefill_drain_tokens_per_s[candidates.slot]
         pending_max = speed * interval_s
+        peers = self._shares.pickers - 1
+        if peers:
+            kv = kv + peers * sent_tokens / capacity
+            pending_max *= self._speed_ratio(candidates, requests)
+            requests, pending = self._divided(candidates, requests, others, pending, peers)
         return slots, queue, requests, kv, pending, np.maximum(pending_max, 1.0)
+
+    def _speed_ratio(self, candidates: Candidates, requests: Floats) -> Floats:
+        """Return float64[n], at least 1: the estimated prefill speed of each candidate divided by
+        the speed that was measured with the requests of this picker, which are some of `requests`.
+
+        The engine computes the prompts of all pickers in turn. Its speed is at most the configured
+        one, unless the picker measured a higher one.
+        """
+        own = np.maximum(self._columns.inflight_requests[candidates.slot], 1)
+        measured = self._columns.prefill_drain_tokens_per_s[candidates.slot]
+        most = candidates.prefill_tokens_per_s / measured
+        ratio: Floats = np.maximum(np.minimum(requests / own, most), 1.0)
+        return ratio
+
+    def _divided(
+        self,
+        candidates: Candidates,
+        requests: Floats,
+        others: Floats,
+        pending: Floats,
+        peers: int,
+    ) -> tuple[Floats, Floats]:
+        """Return the requests and the pending prefill tokens with which this picker leaves its peers
+        their shares of the room, float64[n] each.
+        """
+        self._begin_untold()
+        untold, untold_tokens = self._rows[_UNTOLD:, candidates.slot]
+        waiting = self._shares.pickers_waiting
+        own = self._columns.inflight_requests[candidates.slot]
+        return (
+            np.maximum(requests + peers * untold, waiting * own + others),
+            np.maximum(pending + peers * untold_tokens, waiting * candidates.own_prefill_tokens),
+        )
 
     def _inflight(self, slot: int) -> float:
         """Return the number of requests of this picker and its peers at the endpoint in `slot`."""

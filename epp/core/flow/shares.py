@@ -5,7 +5,9 @@ Every picker has a queue of its own. Three things make several queues behave lik
 - Limits are divided by the number of pickers that are heard. A picker whose peers fall silent or
   leave has the whole limits, and no share is ever 0.
 - Room is counted with the requests that peers report. Reports come late, so a picker assumes that
-  each peer has sent as many requests since its last report as the picker has since its own.
+  each peer has sent as many requests since its last report as the picker has since its own. Pickers
+  in whose queues requests wait divide the room evenly. Otherwise the picker that has most requests
+  in flight would learn of room first, and keep it.
 - Charges of flows are exchanged as totals since the start of each picker. A lost report is repaired
   by the next one.
 
@@ -43,6 +45,8 @@ class FlowShares:
     def __init__(self) -> None:
         self.pickers = 1
         """Number of pickers that are heard, this one included."""
+        self.waiting = 0
+        """Number of requests that wait in the queue of this picker."""
         self.reports = 0
         """Number of reports of this picker's load to its peers so far."""
         self.loads_heard = 0
@@ -52,11 +56,19 @@ class FlowShares:
         self._own: OrderedDict[Key, float] = OrderedDict()
         """Totals of this picker by key; the flow that was charged last comes last."""
         self._unsent: set[Key] = set()
+        self._waiting_peers: set[Origin] = set()
         self._peers: dict[Origin, dict[Key, float]] = {}
         """Totals that each peer reported last."""
 
     def __repr__(self) -> str:
         return f"<FlowShares [{self.pickers} pickers, {len(self._own)} flows]>"
+
+    @property
+    def pickers_waiting(self) -> int:
+        """Return the number of pickers that divide the room, at least 1: this one, and the peers in
+        whose queues requests wait.
+        """
+        return 1 + len(self._waiting_peers)
 
     # This picker.
 
@@ -115,6 +127,19 @@ class FlowShares:
     def forget(self, origin: Origin) -> None:
         """Drop the totals of a peer that is gone. What it charged stays with the flows."""
         self._peers.pop(origin, None)
+        self._waiting_peers.discard(origin)
+
+    def waits(self, origin: Origin, *, waits: bool) -> bool:
+        """Note whether requests wait in the queue of the peer `origin`. Return whether that is
+        new.
+        """
+        if waits == (origin in self._waiting_peers):
+            return False
+        if not waits:
+            self._waiting_peers.discard(origin)
+        elif len(self._waiting_peers) < ORIGINS_MAX:
+            self._waiting_peers.add(origin)
+        return True
 
     def take_fresh(self) -> dict[Key, float]:
         """Return the charges by peers since the last call, by key."""

@@ -206,8 +206,11 @@ class PeerExchange:
         """
         self.replicas = replicas
         self._scheduler = scheduler
+        self._shares = scheduler.state.shares
         self._started_at_s = now
         self._number = 0
+        self._sent_waits = False
+        """True if requests waited in the queue when the last frame was sent."""
         self._beat_at_s: Seconds = -math.inf
         self._snapshot = Inbox(self.restored)
         self._book = ChainBook(BOOK_BYTES_MAX)
@@ -230,7 +233,7 @@ class PeerExchange:
         self._sent_at_s = now
         self._turn = 0
         if has_peers:
-            scheduler.tell_peers()
+            scheduler.placements.tell_peers()
         self._count(now)
 
     @property
@@ -264,8 +267,10 @@ class PeerExchange:
             records.append(record)
             size += len(record)
         load = self._load(now, whole=beat) if beat or self.peers else b""
-        charges = charges_bytes(self._scheduler.shares.outgoing(whole=beat))
-        if records or load or charges or beat:
+        charges = charges_bytes(self._shares.outgoing(whole=beat))
+        waits = self._shares.waiting > 0
+        if records or load or charges or beat or waits != self._sent_waits:
+            self._sent_waits = waits
             last = self._frame(
                 Kind.LIVE,
                 now,
@@ -276,8 +281,8 @@ class PeerExchange:
                 unread=self._unread() if beat else (),
                 wanted=self._wanted() if beat else (),
             )
-            frames.append(structs.replace(last, charges=charges))
-        self._scheduler.shares.reports += 1
+            frames.append(structs.replace(last, charges=charges, waits=waits))
+        self._shares.reports += 1
         if beat:
             self._beat_at_s = now
         if self.peers or self._silent:
@@ -362,7 +367,7 @@ class PeerExchange:
             peer.inbox.put(frame, now)
             # A late frame reports a past load.
             self._take_load(peer, frame, now)
-            self._take_charges(frame)
+            self._take_queue(frame)
         elif peer.missed.came(frame.number):
             self.frames_recovered += 1
             peer.inbox.put(frame, now, _age_s(frame))
@@ -462,7 +467,7 @@ class PeerExchange:
         return peer
 
     def _count(self, now: Seconds) -> None:
-        self._scheduler.shares.pickers = 1 + len(self.peers)
+        self._shares.pickers = 1 + len(self.peers)
         self._scheduler.take(PeersUnheard(self.unheard), now)
 
     def _note(self, peer: Peer, kind: str, now: Seconds) -> None:
@@ -482,7 +487,7 @@ class PeerExchange:
         loads = self._scheduler.pool.columns.peers
         if loads is not None:
             loads.forget(origin)
-        self._scheduler.shares.forget(origin)
+        self._shares.forget(origin)
 
     def _take_load(self, peer: Peer, frame: Frame, now: Seconds) -> None:
         loads = self._scheduler.pool.columns.peers
@@ -509,15 +514,17 @@ class PeerExchange:
             whole=frame.whole,
             size=len(self._scheduler.pool.columns),
         )
-        self._scheduler.shares.loads_heard += 1
-        if self._scheduler.changed is not None:
-            # Requests of the peer may have ended, which makes room for waiting ones.
-            self._scheduler.changed()
 
-    def _take_charges(self, frame: Frame) -> None:
+    def _take_queue(self, frame: Frame) -> None:
+        shares = self._shares
         if frame.charges or frame.whole:
-            charges = charges_of(frame.charges)
-            self._scheduler.shares.hear(frame.origin, charges, whole=frame.whole)
+            shares.hear(frame.origin, charges_of(frame.charges), whole=frame.whole)
+        waited = shares.waits(frame.origin, waits=frame.waits)
+        if frame.load or frame.whole or waited:
+            shares.loads_heard += 1
+            if self._scheduler.changed is not None:
+                # Requests of the peer may have ended, which makes room for waiting ones.
+                self._scheduler.changed()
 
     # Content of frames.
 
@@ -555,7 +562,7 @@ class PeerExchange:
         """Yield the encoded records of the decisions since the last call, at most
         `RECORDS_PER_OUTGOING_MAX`.
         """
-        sent = self._scheduler.sent
+        sent = self._scheduler.placements.sent
         if not sent:
             return
         if not self.peers and not self._silent:

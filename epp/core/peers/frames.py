@@ -102,6 +102,8 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     """Totals that the sender charged to flows of its queue, as an array of `CHARGE`. If `whole`, the
     sender has charged no others.
     """
+    waits: bool = False
+    """True if requests wait in the queue of the sender."""
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):

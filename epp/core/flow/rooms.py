@@ -189,6 +189,21 @@ class Rooms:
         tokens = known[_SENT_TOKENS] - sent * self.answer_tokens
         mean = np.maximum(tokens, 1.0) / np.maximum(sent, 1.0)
         found: Floats = np.minimum(sent, np.ceil(pending / np.maximum(mean, 1.0)))
+        # Each peer may have sent as many.
+        return self._shares.pickers * found
+
+    @property
+    def pickers(self) -> int:
+        """Return the number of pickers that use the endpoints, as far as they are heard."""
+        return self._shares.pickers
+
+    def divided_requests(self, candidates: Candidates) -> Floats:
+        """Return float64[n]: the requests at each candidate, with which this picker leaves its peers
+        their shares of the room.
+        """
+        requests = candidates.inflight_requests.astype(np.float64)
+        none = np.zeros(len(candidates))
+        found, _ = self._divided(candidates, requests, none, none, self.pickers - 1)
         return found
 
     def spare(self, candidates: Candidates) -> tuple["Spare", Bools]:

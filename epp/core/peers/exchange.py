@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Final
 
 import numpy as np
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from epp.core.decision.inputs import PeersUnheard
 from epp.core.decision.scheduler import Scheduler
@@ -45,8 +45,6 @@ from epp.core.peers.frames import (
     OtherVersionError,
     Record,
     UnreadableError,
-    charges_bytes,
-    charges_of,
     decode,
     encode,
     encode_record,
@@ -55,6 +53,7 @@ from epp.core.peers.frames import (
     loads_of,
 )
 from epp.core.peers.inbox import Inbox, Received
+from epp.core.peers.queue_reports import QueueReports
 from epp.core.peers.retelling import KEPT_S_MAX, MissedFrames, SentFrames
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
@@ -206,11 +205,9 @@ class PeerExchange:
         """
         self.replicas = replicas
         self._scheduler = scheduler
-        self._shares = scheduler.state.shares
+        self._queue = QueueReports(scheduler.state.shares)
         self._started_at_s = now
-        self._number = 0
-        self._sent_waits = False
-        """True if requests waited in the queue when the last frame was sent."""
+        self._number = self._turn = 0
         self._beat_at_s: Seconds = -math.inf
         self._snapshot = Inbox(self.restored)
         self._book = ChainBook(BOOK_BYTES_MAX)
@@ -231,7 +228,6 @@ class PeerExchange:
         self._sent_requests: Ints = np.zeros(0, dtype=np.int64)
         self._sent_tokens: Floats = np.zeros(0)
         self._sent_at_s = now
-        self._turn = 0
         if has_peers:
             scheduler.placements.tell_peers()
         self._count(now)
@@ -267,10 +263,7 @@ class PeerExchange:
             records.append(record)
             size += len(record)
         load = self._load(now, whole=beat) if beat or self.peers else b""
-        charges = charges_bytes(self._shares.outgoing(whole=beat))
-        waits = self._shares.waiting > 0
-        if records or load or charges or beat or waits != self._sent_waits:
-            self._sent_waits = waits
+        if self._queue.collect(whole=beat) or records or load or beat:
             last = self._frame(
                 Kind.LIVE,
                 now,
@@ -281,8 +274,7 @@ class PeerExchange:
                 unread=self._unread() if beat else (),
                 wanted=self._wanted() if beat else (),
             )
-            frames.append(structs.replace(last, charges=charges, waits=waits))
-        self._shares.reports += 1
+            frames.append(self._queue.added_to(last))
         if beat:
             self._beat_at_s = now
         if self.peers or self._silent:
@@ -367,7 +359,9 @@ class PeerExchange:
             peer.inbox.put(frame, now)
             # A late frame reports a past load.
             self._take_load(peer, frame, now)
-            self._take_queue(frame)
+            if self._queue.take(frame) and self._scheduler.changed is not None:
+                # Requests of the peer may have ended, which makes room for waiting ones.
+                self._scheduler.changed()
         elif peer.missed.came(frame.number):
             self.frames_recovered += 1
             peer.inbox.put(frame, now, _age_s(frame))
@@ -467,7 +461,7 @@ class PeerExchange:
         return peer
 
     def _count(self, now: Seconds) -> None:
-        self._shares.pickers = 1 + len(self.peers)
+        self._queue.count(len(self.peers))
         self._scheduler.take(PeersUnheard(self.unheard), now)
 
     def _note(self, peer: Peer, kind: str, now: Seconds) -> None:
@@ -487,7 +481,7 @@ class PeerExchange:
         loads = self._scheduler.pool.columns.peers
         if loads is not None:
             loads.forget(origin)
-        self._shares.forget(origin)
+        self._queue.forget(origin)
 
     def _take_load(self, peer: Peer, frame: Frame, now: Seconds) -> None:
         loads = self._scheduler.pool.columns.peers
@@ -514,17 +508,6 @@ class PeerExchange:
             whole=frame.whole,
             size=len(self._scheduler.pool.columns),
         )
-
-    def _take_queue(self, frame: Frame) -> None:
-        shares = self._shares
-        if frame.charges or frame.whole:
-            shares.hear(frame.origin, charges_of(frame.charges), whole=frame.whole)
-        waited = shares.waits(frame.origin, waits=frame.waits)
-        if frame.load or frame.whole or waited:
-            shares.loads_heard += 1
-            if self._scheduler.changed is not None:
-                # Requests of the peer may have ended, which makes room for waiting ones.
-                self._scheduler.changed()
 
     # Content of frames.
 

@@ -27,6 +27,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from docs.row_lines import row_lines
+from epp.core.flow.rooms import QUEUE_MIN
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 from epp.plugins.strategy import config_of, step
@@ -40,6 +41,7 @@ from sim.engine.profiles import find_profile
 from sim.measurement.intervals import student_t
 from sim.measurement.measures import tpot_of, ttft_of
 from sim.output import write_whole
+from sim.reports.report import markdown_table
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes, request_of
 from sim.traces.standard import STANDARD
@@ -293,6 +295,9 @@ class Estimate(Struct, frozen=True):
     value: float
     half_width: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ± {self.half_width:.2f}"
+
 
 def estimate_of(values: Sequence[float]) -> Estimate:
     """Return the mean of `values`, one for each seed, with its interval."""
@@ -331,6 +336,212 @@ def ratio(
         strict=True,
     )
     return estimate_of([value / other for value, other in values])
+
+
+# What the queue must reach, and the traffic in which it must.
+ALONE_RATIO_TENANTS: Final = 1.5
+ALONE_RATIO_BATCH: Final = 2.5
+PICKERS_RATIO: Final = 1.1
+SEVERAL: Final = 4
+
+_COLUMNS: Final[Mapping[str, Callable[[float], str]]] = {
+    "ttft_p50_s": lambda value: f"{value:.3g} s",
+    "ttft_p90_s": lambda value: f"{value:.3g} s",
+    "ttft_p99_s": lambda value: f"{value:.3g} s",
+    "others_ttft_p90_s": lambda value: f"{value:.3g} s",
+    "goodput_per_s": lambda value: f"{value:.2f}",
+    "served_per_s": lambda value: f"{value:.1f}",
+    "queue_p99": lambda value: f"{value:.0f}",
+    "refused": lambda value: f"{value:.0f}",
+    "drained_s": lambda value: f"{value:.1f} s",
+}
+
+
+def table(rows: Sequence[Row], scenario: str) -> str:
+    """Return the means of all runs of one kind of traffic."""
+    known = SCENARIOS[scenario]
+    shown = ["ttft_p50_s", "ttft_p90_s", "ttft_p99_s"]
+    head = ["queue, pickers", *(f"{known.protects}: TTFT p{rank}" for rank in (50, 90, 99))]
+    if known.others:
+        shown.append("others_ttft_p90_s")
+        head.append(f"{known.others}: TTFT p90")
+    shown += ["goodput_per_s", "served_per_s", "queue_p99", "refused"]
+    head += ["goodput, 1/s", "served, 1/s", "engine queue p99", "429"]
+    if scenario == "burst":
+        shown.append("drained_s")
+        head.append("drained after")
+    found = [head]
+    for arm, pickers in arms_of(rows, scenario):
+        cells = [f"{known.protects} alone" if arm == ALONE else f"{arm}, {pickers}"]
+        for figure in shown:
+            values = by_seed(rows, scenario, arm, figure, pickers)
+            missing = any(value is None for value in values)
+            cells.append("" if missing else _COLUMNS[figure](float(np.mean(values))))
+        found.append(cells)
+    return markdown_table(found)
+
+
+def arms_of(rows: Sequence[Row], scenario: str) -> list[tuple[str, int]]:
+    """Return the arms of a kind of traffic and their numbers of pickers, in order."""
+    known = {(row.run.arm, row.run.pickers) for row in rows if row.run.scenario == scenario}
+    return sorted(known, key=lambda one: (ARMS.index(one[0]), one[1]))
+
+
+class Target(Struct, frozen=True, kw_only=True):
+    """A figure that the queue must reach, and what was measured."""
+
+    says: str
+    wanted: str
+    measured: str
+    met: bool
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    """Return all targets with what was measured."""
+    one = (ON, 1)
+    found = [
+        _at_most(
+            "small tenant, TTFT p90: on ÷ alone",
+            ratio(rows, "tenants", "ttft_p90_s", one, (ALONE, 1)),
+            ALONE_RATIO_TENANTS,
+        ),
+        _at_most(
+            "interactive, TTFT p99: on ÷ alone",
+            ratio(rows, "batch", "ttft_p99_s", one, (ALONE, 1)),
+            ALONE_RATIO_BATCH,
+        ),
+        _at_most(
+            "two tenants, engine queue p99",
+            estimate_of(by_seed(rows, "tenants", ON, "queue_p99")),
+            QUEUE_MIN,
+        ),
+    ]
+    for scenario in SCENARIOS:
+        measured = ratio(rows, scenario, "goodput_per_s", one, (OFF, 1))
+        found.append(_at_least(f"{WORKLOADS[scenario]}, goodput: on ÷ off", measured, 1.0))
+    failed = max(max(by_seed(rows, scenario, ON, "failed")) for scenario in SCENARIOS)
+    found.append(Target(says="answers 5xx", wanted="0", measured=f"{failed:.0f}", met=failed == 0))
+    several = (("tenants", "ttft_p90_s"), ("batch", "ttft_p99_s"), ("burst", "drained_s"))
+    for scenario, figure in several:
+        measured = ratio(rows, scenario, figure, (ON, SEVERAL), one)
+        says = f"{WORKLOADS[scenario]}, {_NAMES[figure]}: {SEVERAL} pickers ÷ 1"
+        found.append(_at_most(says, measured, PICKERS_RATIO))
+    for scenario in SCENARIOS:
+        measured = ratio(rows, scenario, "goodput_per_s", (ON, SEVERAL), one)
+        says = f"{WORKLOADS[scenario]}, goodput: {SEVERAL} pickers ÷ 1"
+        found.append(_at_least(says, measured, 0.9))
+    return found
+
+
+WORKLOADS: Final = {
+    "tenants": "two tenants",
+    "batch": "interactive and batch",
+    "burst": "burst",
+}
+_NAMES: Final = {
+    "ttft_p90_s": "small tenant's TTFT p90",
+    "ttft_p99_s": "interactive TTFT p99",
+    "drained_s": "time until drained",
+}
+
+
+def _at_most(says: str, measured: Estimate, limit: float) -> Target:
+    return Target(
+        says=says,
+        wanted=f"≤ {limit:g}",
+        measured=str(measured),
+        met=measured.value <= limit,
+    )
+
+
+def _at_least(says: str, measured: Estimate, limit: float) -> Target:
+    return Target(
+        says=says,
+        wanted=f"≥ {limit:g}",
+        measured=str(measured),
+        met=measured.value >= limit,
+    )
+
+
+def target_table(rows: Sequence[Row]) -> str:
+    """Return the table of all targets."""
+    found = [["figure", "target", "measured", "reached"]]
+    for target in targets(rows):
+        met = "yes" if target.met else "**no**"
+        found.append([target.says, target.wanted, target.measured, met])
+    return markdown_table(found)
+
+
+# --- picture --------------------------------------------------------------------------------------
+
+WIDTH: Final = 760
+HEIGHT: Final = 250
+PANEL_WIDTH: Final = 190
+PANEL_HEIGHT: Final = 150
+LEFT: Final = 52
+TOP: Final = 36
+APART: Final = 242
+LEAST_S: Final = 0.03
+MOST_S: Final = 100.0
+COLOURS: Final = {ALONE: "#8a96a3", OFF: "#e0a030", ON: "#2f6fb0"}
+STYLE: Final = (
+    "text{font:12px sans-serif;fill:#4c5866}.page{fill:#fff}.frame{fill:none;stroke:#c5ccd3}"
+    "polyline{fill:none;stroke-width:2}"
+    "@media(prefers-color-scheme:dark){text{fill:#c5ccd3}.page{fill:#1c2128}}"
+)
+
+
+def picture() -> str:
+    """Return an SVG with the TTFT of the protected requests over their arrival time, one plot for
+    each kind of traffic.
+    """
+    rows = read()
+    panels = [
+        _panel(rows, scenario, x=LEFT + APART * number) for number, scenario in enumerate(SCENARIOS)
+    ]
+    keys = [
+        f'<rect x="{LEFT + 110 * number}" y="{HEIGHT - 16}" width="12" height="12" fill="{colour}"/>'
+        f'<text x="{LEFT + 18 + 110 * number}" y="{HEIGHT - 6}">{_KEYS[arm]}</text>'
+        for number, (arm, colour) in enumerate(COLOURS.items())
+    ]
+    label = "TTFT p90 of the protected requests by arrival time, with and without the queue"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{label}"><style>{STYLE}</style>'
+        f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>{"".join((*panels, *keys))}</svg>\n'
+    )
+
+
+_KEYS: Final = {ALONE: "alone", OFF: "queue off", ON: "queue on"}
+
+
+def _panel(rows: Sequence[Row], scenario: str, *, x: int) -> str:
+    """Return one plot, whose left edge is at `x`. The TTFT has a logarithmic axis."""
+    bottom = TOP + PANEL_HEIGHT
+    parts = [
+        f'<rect x="{x}" y="{TOP}" width="{PANEL_WIDTH}" height="{PANEL_HEIGHT}" class="frame"/>',
+        f'<text x="{x}" y="{TOP - 12}">{SCENARIOS[scenario].protects}: TTFT p90</text>',
+        f'<text x="{x}" y="{bottom + 18}">0 s</text>',
+        f'<text x="{x + PANEL_WIDTH - 60}" y="{bottom + 18}">arrival {DURATION_S:g} s</text>',
+        *(
+            f'<text x="{x - 40}" y="{_height(value) + 4:.0f}">{value:g} s</text>'
+            for value in (0.1, 1.0, 10.0)
+        ),
+    ]
+    for row in rows:
+        if row.run.scenario != scenario or not row.series:
+            continue
+        points = " ".join(
+            f"{x + at_s / DURATION_S * PANEL_WIDTH:.1f},{_height(ttft_s):.1f}"
+            for at_s, ttft_s in row.series
+        )
+        parts.append(f'<polyline stroke="{COLOURS[row.run.arm]}" points="{points}"/>')
+    return "".join(parts)
+
+
+def _height(ttft_s: float) -> float:
+    share = math.log(max(ttft_s, LEAST_S) / LEAST_S) / math.log(MOST_S / LEAST_S)
+    return TOP + PANEL_HEIGHT * (1.0 - min(share, 1.0))
 
 
 def finished(file: Path) -> list[Row]:

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 from msgspec import Struct
 
-from docs import frontier
+from docs import flow_figures, frontier
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, prefill_work
 from epp.plugins.added_time import DECODE_SHARE, HALF_WEIGHT_S, AddedTime
 
@@ -198,6 +198,7 @@ def _svg(height: int, label: str, parts: Sequence[str]) -> str:
 DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {
     "added-time": bars,
     "worth-a-wait": lines,
+    "flow": flow_figures.picture,
     "frontier": frontier.picture,
 }
 

@@ -39,6 +39,7 @@ from docs import (
     estimate_tables,
     estimates,
     exact,
+    flow_figures,
     frontier,
     inventory,
     ladders,
@@ -218,6 +219,10 @@ def refreshed(page: str) -> str:
         "disaggregation-parts": lambda: disaggregation_figures.part_table(
             disaggregation_figures.read()
         ),
+        "flow-targets": lambda: flow_figures.target_table(flow_figures.read()),
+        "flow-tenants": lambda: flow_figures.table(flow_figures.read(), "tenants"),
+        "flow-batch": lambda: flow_figures.table(flow_figures.read(), "batch"),
+        "flow-burst": lambda: flow_figures.table(flow_figures.read(), "burst"),
         "frontier-chosen": lambda: frontier.table("chosen"),
         "frontier-confirmed": lambda: frontier.table("confirmed"),
         "frontier-further": lambda: frontier.table("further"),

@@ -10,7 +10,7 @@ for each request, and `Fairness.DECAYING_TOKENS` has a half-life instead of that
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from itertools import islice
 from typing import Final
@@ -19,6 +19,7 @@ import xxhash
 from msgspec import Struct
 
 from epp.core.flow.settings import BandSettings, Fairness, Ordering
+from epp.core.flow.shares import FlowShares, key_of
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
@@ -81,11 +82,13 @@ class Ticket(Struct, kw_only=True, eq=False):
 class _Flow:
     """The waiting tickets of one flow in their order, and its counter."""
 
-    __slots__ = ("_heap", "charged_at_s", "counter", "name", "tickets", "weight")
+    __slots__ = ("_heap", "charged_at_s", "counter", "key", "name", "tickets", "weight")
 
-    def __init__(self, name: str, weight: float) -> None:
+    def __init__(self, name: str, weight: float, key: int) -> None:
         self.name = name
         self.weight = weight
+        self.key = key
+        """Identifier of the flow between pickers."""
         self.counter = 0.0
         self.charged_at_s = 0.0
         """Time of the value of `counter`, if charges decay."""
@@ -114,8 +117,12 @@ class _Flow:
 class Band:
     """The waiting tickets of one priority. `heads` yields the next ticket of each flow in turn."""
 
-    def __init__(self, settings: BandSettings) -> None:
+    def __init__(
+        self, settings: BandSettings, priority: int = 0, shares: FlowShares | None = None
+    ) -> None:
         self.settings = settings
+        self._priority = priority
+        self._shares = shares or FlowShares()
         self.bytes = 0
         """Body bytes of all tickets of the band."""
         self.counter = 0.0
@@ -164,9 +171,9 @@ class Band:
 
     def is_full(self, body_bytes: int) -> bool:
         """Return whether a limit of the band forbids one more ticket with `body_bytes`."""
-        settings = self.settings
-        return (
-            self.requests >= settings.requests_max or self.bytes + body_bytes > settings.bytes_max
+        settings, shares = self.settings, self._shares
+        return self.requests >= shares.share_of(settings.requests_max) or shares.exceeds_bytes(
+            self.bytes, body_bytes, settings.bytes_max
         )
 
     def add(self, ticket: Ticket, wait_s_max: Seconds, now: Seconds) -> None:
@@ -179,7 +186,8 @@ class Band:
             # An agent session has a queue of its own only while it waits.
             if not self.of_agents:
                 self._forget_decayed()
-            flow = self._flows[name] = _Flow(name, self.settings.weights.get(name, 1.0))
+            key = key_of(self.settings.fairness, self._priority, name)
+            flow = self._flows[name] = _Flow(name, self.settings.weights.get(name, 1.0), key)
         if name not in self._waiting:
             self._begin(flow, now)
         ticket.queue = name
@@ -230,6 +238,16 @@ class Band:
         if flow is not None:
             self._decay(flow, now)
             flow.counter += amount / flow.weight
+            if self.settings.fairness is not Fairness.NONE:
+                self._shares.charge(flow.key, amount)
+
+    def add_charges(self, charges: Mapping[int, float], now: Seconds) -> None:
+        """Add `charges` by other pickers, by `_Flow.key`, to the flows that are known here."""
+        for flow in self._flows.values():
+            amount = charges.get(flow.key)
+            if amount is not None:
+                self._decay(flow, now)
+                flow.counter += amount / flow.weight
 
     def heads(
         self, flows_max: int, now: Seconds, rank_of: Callable[[Ticket], int]

@@ -20,6 +20,7 @@ from epp.core.flow.bands import Band, State, Ticket
 from epp.core.flow.drain_rate import DrainRate
 from epp.core.flow.eviction import EVICT_AFTER_S, PAUSE_S, Evictions
 from epp.core.flow.settings import FlowSettings
+from epp.core.flow.shares import FlowShares
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
 
@@ -100,8 +101,11 @@ class FlowControl:
     Every ticket gets exactly one verdict, from whichever call causes it.
     """
 
-    def __init__(self, settings: FlowSettings, pool: Pool, now: Seconds) -> None:
+    def __init__(
+        self, settings: FlowSettings, pool: Pool, now: Seconds, shares: FlowShares | None = None
+    ) -> None:
         self.settings = settings
+        self._shares = shares or FlowShares()
         self.requests = 0
         """Number of waiting tickets."""
         self.bytes = 0
@@ -148,6 +152,7 @@ class FlowControl:
         if not waits or self._goes_at_once(ticket, band, priority, now):
             return [self._place(ticket, band, now)]
         verdicts: Verdicts = []
+        self._add_charges(now)
         if self._draining:
             return [_refused(ticket, State.DRAINED, _SHUTTING_DOWN)]
         if band.is_full(ticket.body_bytes) or not self._make_space(ticket, verdicts, now):
@@ -191,6 +196,7 @@ class FlowControl:
     def _place_waiting(self, now: Seconds) -> Verdicts:
         """Place waiting tickets while there is room, and return their verdicts."""
         self._note_pool(now)
+        self._add_charges(now)
         self._again_at_s = None
         verdicts: Verdicts = []
         if self._empty_pool:
@@ -267,7 +273,7 @@ class FlowControl:
         self.settings = settings
         self._bands.clear()
         self._limited.clear()
-        self.requests = self.bytes = 0
+        self.requests = self.bytes = self._shares.waiting = 0
         for ticket in sorted(waiting, key=lambda ticket: ticket.number):
             self._add(ticket, self._band(self._priority_of(ticket)), now)
 
@@ -300,7 +306,9 @@ class FlowControl:
     def _band(self, priority: int) -> Band:
         band = self._bands.get(priority)
         if band is None:
-            self._bands[priority] = band = Band(self.settings.band(priority))
+            self._bands[priority] = band = Band(
+                self.settings.band(priority), priority, self._shares
+            )
             self._bands = dict(sorted(self._bands.items(), reverse=True))
         return band
 
@@ -423,11 +431,12 @@ class FlowControl:
         evicted. It is the time of its arrival if the next request would be refused for lack of space.
         """
         arrived_s = ticket.enqueued_at_s
-        if band.is_full(0) or self._exceeds(self.requests + 1, self.bytes):
+        if band.is_full(0) or self._exceeds(self.requests + 1, self.bytes, 0):
             return arrived_s
         longest_s = self._own_end_s(ticket) - arrived_s
-        if self.settings.wait_s_max:
-            longest_s = min(longest_s, self.settings.wait_s_max)
+        budget_s = self.settings.budget_s(band.settings, empty_pool=False)
+        if budget_s:
+            longest_s = min(longest_s, budget_s)
         return arrived_s + min(EVICT_AFTER_S, longest_s / 2.0)
 
     def _next_evictions_s(self, now: Seconds) -> list[Seconds]:
@@ -454,6 +463,7 @@ class FlowControl:
         band.add(ticket, self.settings.budget_s(band.settings, empty_pool=False), now)
         self.requests += 1
         self.bytes += ticket.body_bytes
+        self._shares.waiting = self.requests
         if ticket.wait_s_max is not None or ticket.answer_within_s is not None:
             heapq.heappush(self._limited, (self._own_end_s(ticket), ticket.number, ticket))
 
@@ -461,6 +471,7 @@ class FlowControl:
         self._bands[self._priority_of(ticket)].remove(ticket)
         self.requests -= 1
         self.bytes -= ticket.body_bytes
+        self._shares.waiting = self.requests
         if len(self._limited) > 2 * self.requests + PLACED_MAX:
             self._forget_ended()
 
@@ -491,7 +502,8 @@ class FlowControl:
         queue. Return False, without displacing any, if it cannot fit.
         """
         requests, size = self.requests, self.bytes
-        if not self._exceeds(requests + 1, size + ticket.body_bytes):
+        more = ticket.body_bytes
+        if not self._exceeds(requests + 1, size + more, more):
             return True
         own = self._priority_of(ticket)
         below = (band for priority, band in reversed(self._bands.items()) if priority < own)
@@ -500,7 +512,7 @@ class FlowControl:
             displaced.append(each)
             requests -= 1
             size -= each.body_bytes
-            if not self._exceeds(requests + 1, size + ticket.body_bytes):
+            if not self._exceeds(requests + 1, size + more, more):
                 break
         else:
             return False
@@ -509,12 +521,24 @@ class FlowControl:
             verdicts.append(_refused(each, State.DISPLACED, self._no_space(each, now)))
         return True
 
-    def _exceeds(self, requests: int, size: int) -> bool:
-        settings = self.settings
+    def _exceeds(self, requests: int, size: int, body_bytes: int) -> bool:
+        """Return whether a queue with so many requests and bytes exceeds this picker's share of the
+        limits of the whole queue. `size` includes `body_bytes` of the last request.
+        """
+        settings, shares = self.settings, self._shares
+        if settings.requests_max and requests > shares.share_of(settings.requests_max):
+            return True
+        used = size - body_bytes
         return bool(
-            (settings.requests_max and requests > settings.requests_max)
-            or (settings.bytes_max and size > settings.bytes_max)
+            settings.bytes_max and shares.exceeds_bytes(used, body_bytes, settings.bytes_max)
         )
+
+    def _add_charges(self, now: Seconds) -> None:
+        """Add what other pickers charged the flows."""
+        if self._shares.fresh:
+            charges = self._shares.take_fresh()
+            for band in self._bands.values():
+                band.add_charges(charges, now)
 
     def _note_pool(self, now: Seconds) -> None:
         """Start a new budget for all waiting tickets if the pool became empty, or is no longer."""

@@ -137,7 +137,7 @@ class FlowQueue:
         self._pool = _SchedulerPool(scheduler)
         self._settings = self._wanted() or HELD_BY_PLUGINS
         self._agents = self._settings.agents
-        self.control = FlowControl(self._settings, self._pool, now)
+        self.control = FlowControl(self._settings, self._pool, now, scheduler.state.shares)
         self.totals = FlowTotals(Counter(), Counter(), {})
         self._uses = FlowUses(now)
         self._at_once: defaultdict[int, int] = defaultdict(int)

@@ -673,23 +673,24 @@ class Candidates:
         speed. Tokens of peers are included.
         """
         columns = self._columns
-        left = self.own_prefill_tokens
-        if columns.peers is not None:
-            speed = columns.prefill_drain_tokens_per_s[self._slot]
-            left += columns.peers.prefill_tokens(self._slot, self._now, speed)
-        return left
-
-    @property
-    def own_prefill_tokens(self) -> Floats:
-        """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
-        columns = self._columns
         # An array is used here as above, because a Python float takes twice as long.
         done = np.array(self._now) - columns.prefill_drained_at_s[self._slot]
         speed = columns.prefill_drain_tokens_per_s[self._slot]
         done *= speed
         left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)
         np.maximum(left, _NOTHING, out=left)
+        if columns.peers is not None:
+            left += columns.peers.prefill_tokens(self._slot, self._now, speed)
         return left
+
+    @property
+    def own_prefill_tokens(self) -> Floats:
+        """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
+        columns, tokens = self._columns, self.inflight_prefill_tokens
+        if columns.peers is None:
+            return tokens
+        speed = columns.prefill_drain_tokens_per_s[self._slot]
+        return tokens - columns.peers.prefill_tokens(self._slot, self._now, speed)
 
     @property
     def prefill_tokens_per_s(self) -> Floats:

@@ -9,10 +9,10 @@ from epp.core.flow.uses import FLOWS_MAX, WINDOW_S, FlowUses
 
 def ratio_of(*uses, now=WINDOW_S):
     """The ratio after a window with `uses`: (flow, tokens, wait) of each request."""
-    uses = FlowUses(0.0)
+    noted = FlowUses(0.0)
     for flow, tokens, waited_s in uses:
-        uses.left(0, flow, tokens=tokens, waited_s=waited_s, now=1.0)
-    return uses.light_wait_ratios(now).get(0)
+        noted.left(0, flow, tokens=tokens, waited_s=waited_s, now=1.0)
+    return noted.light_wait_ratios(now).get(0)
 
 
 def test_a_light_flow_that_waits_like_a_heavy_one_is_unfair():
@@ -57,11 +57,11 @@ def test_only_the_last_complete_window_counts():
     )
 )
 def test_it_is_finite_and_bounded_by_the_number_of_requests(uses):
-    uses, now = FlowUses(0.0), 0.0
+    noted, now = FlowUses(0.0), 0.0
     for flow, tokens, waited_s, after_s in uses:
         now += after_s
-        uses.left(0, flow, tokens=tokens, waited_s=waited_s, now=now)
-        for ratio in uses.light_wait_ratios(now).values():
+        noted.left(0, flow, tokens=tokens, waited_s=waited_s, now=now)
+        for ratio in noted.light_wait_ratios(now).values():
             assert 0.0 <= ratio <= len(uses) + 1e-6
 
 

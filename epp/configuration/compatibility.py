@@ -330,6 +330,8 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     DCGM_EXTRACTOR: NoParameters,
     TOPOLOGY_EXTRACTOR: TopologyLabels,
     "local-syncer": NoParameters,
+    "sheddable-eviction-filter": NoParameters,
+    "priority-then-time-eviction-order-policy": NoParameters,
     "model-server-protocol-metrics": CoreMetricsExtractor,
     OutlierEjection.type_name: OutlierEjection,
     DestinationEndpointServedVerifier.type_name: DestinationEndpointServedVerifier,
@@ -366,9 +368,6 @@ MOVED_TO_INDEX: Final = (
 REFUSED: Final[Mapping[str, str]] = {
     "predicted-latency-scorer": "use latency-scorer",
     "slo-headroom-tier-filter": "use latency-scorer, which prefers endpoints that meet the SLO",
-    "sheddable-eviction-filter": "enableEviction evicts only requests of negative priority: remove it",
-    "priority-then-time-eviction-order-policy": "enableEviction always evicts the lowest priority "
-    "first, and of those the newest: remove it",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "outlier-ejection-filter": (
         f"it needs no filter in a profile: declare {OutlierEjection.type_name}, or nothing"

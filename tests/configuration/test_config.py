@@ -331,7 +331,7 @@ def test_no_type_is_both_known_and_refused():
     assert set(DEPRECATED) <= known
 
 
-@pytest.mark.parametrize(("name", "count"), [("flow-control", 4)])
+@pytest.mark.parametrize(("name", "count"), [("flow-control", 3)])
 def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count):
     """Every problem at once, each in one line, none of them a consequence of another."""
     with pytest.raises(ConfigError) as error:

@@ -149,6 +149,7 @@ def snapshot(count=4, **fields):
             bands=(BandSnapshot(priority=0, requests=2, bytes=900, flows=1, oldest_wait_s=0.5),),
             saturation=0.75,
         ),
+        revision_shares={"a1b2": 0.75},
         roles={
             "decode": RoleLoad(
                 endpoints=2,

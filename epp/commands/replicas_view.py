@@ -7,7 +7,14 @@ from typing import TypeVar
 from msgspec import structs
 
 from epp.shell.operators.journal import JournalSnapshot
-from epp.shell.operators.live.live_view import DECISIONS_SHOWN, ENDPOINTS_MAX, Live, LiveEndpoint
+from epp.shell.operators.live.live_view import (
+    DECISIONS_SHOWN,
+    ENDPOINTS_MAX,
+    PREFILLS_MAX,
+    Live,
+    LiveEndpoint,
+    LivePrefills,
+)
 
 T = TypeVar("T")
 
@@ -22,6 +29,7 @@ def as_one(lives: Sequence[Live]) -> Live:
     - Its requests in flight are the maximum, because pickers that share state count each other's.
     - Its routed and failed requests and their tokens are the sums over all pickers, and its shares
       of cache hits are the means weighted by tokens.
+    - Prefills in flight are the sums, because a picker counts only its own by pair.
 
     The figures of the process are those with the greatest event-loop lag, and the capture is the
     sum of all.
@@ -56,10 +64,23 @@ def as_one(lives: Sequence[Live]) -> Live:
         configuration_refused=next(
             (live.configuration_refused for live in lives if live.configuration_refused), None
         ),
+        prefills=_prefills(lives),
         process=latest.process,
         process_at=latest.process_at,
         capture=_captures([live.capture for live in lives if live.capture]),
     )
+
+
+def _prefills(lives: Sequence[Live]) -> list[LivePrefills]:
+    """Return the prefills in flight of all pickers, by pair of endpoints, most requests first."""
+    summed: Counter[tuple[str, str]] = Counter()
+    for live in lives:
+        for one in live.prefills:
+            summed[one.prefill, one.decode] += one.requests
+    return [
+        LivePrefills(prefill=prefill, decode=decode, requests=requests)
+        for (prefill, decode), requests in summed.most_common(PREFILLS_MAX)
+    ]
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -43,6 +43,8 @@ _COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
 """Colours of scorers in the bar of a decision, in the order of the scorers; their names distinguish
 them too.
 """
+_PREFILLS_SHOWN_MAX: Final = 3
+"""Maximum number of pairs of endpoints whose prefills in flight the screen shows."""
 _FULL: Final = 0.9
 _UNHEARD: Final = frozenset({"none", "stale", "silent"})
 """States of KV events in which the cached blocks of the endpoint are unknown."""
@@ -57,6 +59,7 @@ def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = ""
     columns = max(columns, COLUMNS_MIN)
     reasons = min(sum(bool(one.reason) for one in live.endpoints), _REASONS_MAX + 1)
     others = _OTHER_LINES + _DECISIONS_MAX + reasons + any(map(_is_unheard, live.endpoints))
+    others += bool(live.prefills)
     room = None if lines is None else max(_PODS_MIN, lines - others)
     parts: list[RenderableType] = [_head(live), *_picker(live), *_problem(problem), Text()]
     parts.append(_pods(live, columns, room))
@@ -150,7 +153,21 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
     left_out = live.endpoints_total - len(shown)
     if left_out > 0:
         shown_parts.append(Text(f"{left_out} more, with fewer requests", "dim"))
-    return Group(*shown_parts, *_reasons(live), *_unheard(live))
+    return Group(*shown_parts, *_reasons(live), *_unheard(live), *_prefills(live))
+
+
+def _prefills(live: Live) -> Iterable[Text]:
+    """Yield a line with the prefills in flight by pair of endpoints; nothing if there are none."""
+    if live.prefills:
+        line = Text("prefills in flight: ", no_wrap=True, overflow="ellipsis")
+        half = _NAME_COLUMNS_MIN
+        told = [
+            f"{one.requests} {_tail(one.prefill, half)} → {_tail(one.decode, half)}"
+            for one in live.prefills[:_PREFILLS_SHOWN_MAX]
+        ]
+        line.append(", ".join(told))
+        left_out = len(live.prefills) - len(told)
+        yield line.append(f" and {left_out} more pairs", "dim") if left_out > 0 else line
 
 
 def _events(one: LiveEndpoint) -> Text:

@@ -6,6 +6,7 @@ import pytest
 from epp.commands.replicas_view import as_one, differences
 from epp.journal.records import Applied
 from epp.shell.operators.journal import JournalSnapshot
+from epp.shell.operators.live.live_view import LivePrefills
 from epp.shell.process.own_process import ProcessLately
 from tests.commands.test_top_screen import live, live_decision, live_endpoint
 
@@ -114,3 +115,13 @@ def test_differences_are_told():
     )
     assert differences([live(), live()]) == ""
     assert differences([live(), other]) == "they have 2 versions and 2 configurations"
+
+
+def test_prefills_in_flight_are_sums_by_pair():
+    """A picker counts only its own."""
+
+    def pair(decode, requests):
+        return LivePrefills(prefill="p", decode=decode, requests=requests)
+
+    both = as_one([live(prefills=[pair("a", 1), pair("b", 2)]), live(prefills=[pair("a", 4)])])
+    assert both.prefills == [pair("a", 5), pair("b", 2)]

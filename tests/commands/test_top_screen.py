@@ -10,7 +10,13 @@ from rich.console import Console
 from epp.commands.top_screen import top_screen
 from epp.journal.records import Applied, RefusedDocument
 from epp.shell.operators.journal import JournalSnapshot
-from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
+from epp.shell.operators.live.live_view import (
+    Live,
+    LiveDecision,
+    LiveEndpoint,
+    LivePrefills,
+    LiveScore,
+)
 from epp.shell.process.own_process import ProcessLately
 
 WEIGHTS = {
@@ -323,3 +329,15 @@ def test_costs_are_shown_in_their_unit():
     line = line_of(drawn(live(decisions=[one])), "12:00:01")
     assert " 0.12s " in line
     assert " 0.31s  queue" in line
+
+
+def test_prefills_in_flight_are_shown_by_pair():
+    """With the most requests first; without any, there is no such line."""
+    pairs = [
+        LivePrefills(prefill=f"llm/prefill-{at}", decode=f"llm/decode-{at}", requests=9 - at)
+        for at in range(5)
+    ]
+    line = line_of(drawn(live(prefills=pairs), columns=140), "prefills in flight")
+    assert line.startswith("prefills in flight: 9 prefill-0 → decode-0, 8 prefill-1 → decode-1, ")
+    assert line.rstrip().endswith("and 2 more pairs")
+    assert not any("prefills in flight" in one for one in drawn(live()))

@@ -11,9 +11,11 @@ from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.live.live_view import (
     DECISIONS_SHOWN,
     ENDPOINTS_MAX,
+    PREFILLS_MAX,
     Live,
     LiveBand,
     LiveEndpoint,
+    LivePrefills,
 )
 
 T = TypeVar("T")
@@ -30,6 +32,7 @@ def as_one(lives: Sequence[Live]) -> Live:
     - Its room is that of the picker that estimates the highest load.
     - Its routed and failed requests and their tokens are the sums over all pickers, and its shares
       of cache hits are the means weighted by tokens.
+    - Prefills in flight are the sums, because a picker counts only its own by pair.
 
     Waiting requests of all pickers are added up by priority and flow.
 
@@ -66,12 +69,25 @@ def as_one(lives: Sequence[Live]) -> Live:
         configuration_refused=next(
             (live.configuration_refused for live in lives if live.configuration_refused), None
         ),
+        prefills=_prefills(lives),
         process=latest.process,
         process_at=latest.process_at,
         capture=_captures([live.capture for live in lives if live.capture]),
         queue=_queues([live.queue for live in lives if live.queue is not None]),
         evicted_total=sum(live.evicted_total for live in lives),
     )
+
+
+def _prefills(lives: Sequence[Live]) -> list[LivePrefills]:
+    """Return the prefills in flight of all pickers, by pair of endpoints, most requests first."""
+    summed: Counter[tuple[str, str]] = Counter()
+    for live in lives:
+        for one in live.prefills:
+            summed[one.prefill, one.decode] += one.requests
+    return [
+        LivePrefills(prefill=prefill, decode=decode, requests=requests)
+        for (prefill, decode), requests in summed.most_common(PREFILLS_MAX)
+    ]
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

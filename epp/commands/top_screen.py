@@ -56,6 +56,8 @@ _FLOWS_MAX: Final = 4
 """Maximum number of flows that the screen shows of each band."""
 _LATENCIES_MAX: Final = 6
 """Maximum number of endpoints whose predicted latencies the screen shows, worst errors first."""
+_PREFILLS_SHOWN_MAX: Final = 3
+"""Maximum number of pairs of endpoints whose prefills in flight the screen shows."""
 _FULL: Final = 0.9
 _UNHEARD: Final = frozenset({"none", "stale", "silent"})
 """States of KV events in which the cached blocks of the endpoint are unknown."""
@@ -72,6 +74,7 @@ def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = ""
     bands, latencies = [*_queue(live)], [*_latencies(live)]
     others = _OTHER_LINES + _DECISIONS_MAX + reasons + any(map(_is_unheard, live.endpoints))
     others += len(bands) + len(latencies)
+    others += bool(live.prefills)
     room = None if lines is None else max(_PODS_MIN, lines - others)
     parts: list[RenderableType] = [_head(live), *_picker(live), *_problem(problem), Text()]
     parts.append(_pods(live, columns, room))
@@ -177,7 +180,21 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
     left_out = live.endpoints_total - len(shown)
     if left_out > 0:
         shown_parts.append(Text(f"{left_out} more, with fewer requests", "dim"))
-    return Group(*shown_parts, *_reasons(live), *_unheard(live))
+    return Group(*shown_parts, *_reasons(live), *_unheard(live), *_prefills(live))
+
+
+def _prefills(live: Live) -> Iterable[Text]:
+    """Yield a line with the prefills in flight by pair of endpoints; nothing if there are none."""
+    if live.prefills:
+        line = Text("prefills in flight: ", no_wrap=True, overflow="ellipsis")
+        half = _NAME_COLUMNS_MIN
+        told = [
+            f"{one.requests} {_tail(one.prefill, half)} → {_tail(one.decode, half)}"
+            for one in live.prefills[:_PREFILLS_SHOWN_MAX]
+        ]
+        line.append(", ".join(told))
+        left_out = len(live.prefills) - len(told)
+        yield line.append(f" and {left_out} more pairs", "dim") if left_out > 0 else line
 
 
 def _age(one: LiveEndpoint) -> Text:

@@ -7,7 +7,7 @@ from epp.commands.replicas_view import as_one, differences
 from epp.core.protocol.flow_queue import WaitingFlow
 from epp.journal.records import Applied
 from epp.shell.operators.journal import JournalSnapshot
-from epp.shell.operators.live.live_view import LiveBand
+from epp.shell.operators.live.live_view import LiveBand, LivePrefills
 from epp.shell.process.own_process import ProcessLately
 from tests.commands.test_top_screen import live, live_decision, live_endpoint
 
@@ -162,3 +162,13 @@ def test_waiting_requests_of_all_are_added_up():
     (one,) = seen.endpoints
     assert (one.room_load, one.room_requests) == (0.9, 2)
     assert as_one([live(), live()]).queue is None
+
+
+def test_prefills_in_flight_are_sums_by_pair():
+    """A picker counts only its own."""
+
+    def pair(decode, requests):
+        return LivePrefills(prefill="p", decode=decode, requests=requests)
+
+    both = as_one([live(prefills=[pair("a", 1), pair("b", 2)]), live(prefills=[pair("a", 4)])])
+    assert both.prefills == [pair("a", 5), pair("b", 2)]

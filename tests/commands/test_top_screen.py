@@ -17,6 +17,7 @@ from epp.shell.operators.live.live_view import (
     LiveDecision,
     LiveEndpoint,
     LiveLatency,
+    LivePrefills,
     LiveScore,
 )
 from epp.shell.process.own_process import ProcessLately
@@ -409,3 +410,15 @@ def test_the_screen_fits_with_a_queue_and_predictions():
     endpoints = [live_endpoint(at, latencies=latencies, room_load=0.5) for at in range(10)]
     seen = live(endpoints=endpoints, endpoints_total=10, queue=[band(at) for at in range(9, 0, -1)])
     assert len(drawn(seen, columns=120, lines=50)) <= 50
+
+
+def test_prefills_in_flight_are_shown_by_pair():
+    """With the most requests first; without any, there is no such line."""
+    pairs = [
+        LivePrefills(prefill=f"llm/prefill-{at}", decode=f"llm/decode-{at}", requests=9 - at)
+        for at in range(5)
+    ]
+    line = line_of(drawn(live(prefills=pairs), columns=140), "prefills in flight")
+    assert line.startswith("prefills in flight: 9 prefill-0 → decode-0, 8 prefill-1 → decode-1, ")
+    assert line.rstrip().endswith("and 2 more pairs")
+    assert not any("prefills in flight" in one for one in drawn(live()))

@@ -13,31 +13,37 @@ from structlog.testing import capture_logs
 from epp.commands.decisions import _text
 from epp.core.decision.account import Route
 from epp.core.decision.explaining import REASON_HEADER, explained, explaining_headers
-from epp.core.decision.inputs import PageScraped, ResponseStarted, Tick
+from epp.core.decision.inputs import PageScraped, PoolReplaced, ResponseStarted, Tick
 from epp.core.decision.stages import Always, ByTime, Never, Order, Stages
 from epp.core.journal.events import Responding
 from epp.core.journal.witness import CaptureWitness, Sample
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, prefill_work
+from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import Exchange
 from epp.core.types import EndpointMetrics, KvTransfers
 from epp.journal.decision_record import PACKED_FROM, Decided, unpack_decided
 from epp.journal.past import NO_SETTING, PastDecision
 from epp.plugins.added_time import AddedTime
 from epp.plugins.filters import DecodeRole, PrefillRole
+from epp.plugins.rollout import RolloutScreener
 from epp.plugins.scorers import ActiveRequests
 from epp.plugins.stage_time import DecodeTime, PrefillTime
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.decision_sums import Stretch
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
+from epp.shell.operators.live.live_view import Live, LivePrefills, LiveView
 from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.metrics.snapshot import pool_snapshot
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.pages.debug_pages import DebugPages
 from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from epp.shell.operators.traces.tracing import _destination
-from tests.core.decision.staged import BOTH, DECODE, chat, pool_of, profile, scrape
+from epp.shell.process.pressure import MemoryPressure
+from tests.core.decision.staged import BOTH, DECODE, chat, of_role, pool_of, profile, scrape
 
 
 def exchange_of(decision):
@@ -331,3 +337,52 @@ def test_the_page_of_endpoints_has_the_transfers_of_kv_caches():
     assert (decode["kv_received_tokens"], decode["kv_transfers_failed"]) == (512.0, 1.0)
     assert decode["kv_transfers_expired"] is None
     assert prefill["kv_received_tokens"] is None
+
+
+REVISION = "disaggregatedset.x-k8s.io/revision"
+SET_ROLE = "disaggregatedset.x-k8s.io/role"
+
+
+def test_operators_see_which_revisions_are_screened():
+    """The share of each revision, and how many endpoints the screener dropped."""
+    gating = {"mode": "sum", "requireRoles": {"values": ["prefill", "decode"]}}
+    screener = msgspec.convert({"revisionGating": gating}, RolloutScreener)
+    made = pool_of([], structs.replace(BOTH, screen=profile("screen", screener)))
+    revisions = [("a", "prefill"), ("a", "decode"), ("b", "decode")]
+    members = [
+        of_role(at, role, address=f"10.0.0.{at}:8000") for at, (_, role) in enumerate(revisions)
+    ]
+    members = [
+        structs.replace(one, labels=one.labels | {REVISION: revision, SET_ROLE: role})
+        for one, (revision, role) in zip(members, revisions, strict=True)
+    ]
+    made.take(PoolReplaced(members), 0.0)
+    scrape(made, 0.0)
+    shown = pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 0.1)
+    assert shown.revision_shares == {"a": 1.0, "b": 0.0}
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry)
+    observer = Observation(telemetry, DecisionLog(structlog.get_logger(), level="error"), None)
+    decision = made.schedule(chat(), 0.1)
+    assert decision.leg.eliminated == {RolloutScreener.type_name: 1, "decode-filter": 1}
+    observer.decided(exchange_of(decision))
+    telemetry.fold()
+    dropped = registry.get_sample_value(
+        "homing_filter_eliminated_total", {"filter": RolloutScreener.type_name}
+    )
+    assert dropped == 2, "once in each stage"
+
+
+async def test_the_live_view_shows_prefills_in_flight_by_pair():
+    made = pool_of(["prefill", "decode", "decode"], BOTH)
+    view = LiveView(
+        made,
+        RecentDecisions(made.pool),
+        ConfigurationChanges(),
+        EndpointStates(made),
+        clock=lambda: 1.0,
+    )
+    first, second = made.schedule(chat(), 0.1), made.schedule(chat(), 0.1)
+    assert {first.endpoint.name, second.endpoint.name} == {"pod-1"}
+    shown = msgspec.json.decode(await view.look(), type=Live)
+    assert shown.prefills == [LivePrefills(prefill="pod-0", decode="pod-1", requests=2)]

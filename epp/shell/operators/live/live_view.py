@@ -44,6 +44,8 @@ ENDPOINTS_MAX: Final = 200
 first.
 """
 DECISIONS_SHOWN: Final = 12
+PREFILLS_MAX: Final = 64
+"""Maximum number of pairs of endpoints whose prefills in flight the live view has."""
 
 
 class LiveLatency(Struct, frozen=True):
@@ -181,6 +183,17 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     """Name of the endpoint that encodes media, or None if the endpoint that prefills does it."""
 
 
+class LivePrefills(Struct, frozen=True, kw_only=True):
+    """The requests in flight whose prompt one endpoint computes for another, in the live view."""
+
+    prefill: str
+    """Name of the endpoint that prefills."""
+    decode: str
+    """Name of the endpoint that receives the KV cache and decodes."""
+    requests: int
+    """Number of the picker's own requests whose prefill has not ended."""
+
+
 class Live(Struct, frozen=True, kw_only=True):
     """The state of a picker at one time, as shown by `epp top` and the page /live."""
 
@@ -208,6 +221,8 @@ class Live(Struct, frozen=True, kw_only=True):
     """Most recent decisions and refusals, newest first."""
     configuration: Applied
     configuration_refused: RefusedDocument | None
+    prefills: list[LivePrefills] = field(default_factory=list)
+    """Prefills in flight by pair of endpoints, most requests first; at most `PREFILLS_MAX` pairs."""
     process: ProcessLately | None = None
     """CPU, memory and event-loop lag of the picker's process, or None from a picker of an earlier
     version.
@@ -291,11 +306,25 @@ class LiveView:
             decisions=[_decision(row) for row in decisions],
             configuration=self._changes.applied,
             configuration_refused=self._changes.refused,
+            prefills=self._prefills(),
             process=self._process(),
             capture=self._capture(),
             queue=None if queue is None else _bands(queue, now),
             evicted_total=0 if queue is None else queue.control.evictions.evicted.total(),
         )
+
+    def _prefills(self) -> list[LivePrefills]:
+        scheduler = self._scheduler
+        pairs = scheduler.state.overdue_prefills.in_flight(scheduler.ledger)
+        endpoint_in = scheduler.pool.endpoint_in
+        return [
+            LivePrefills(
+                prefill=endpoint_in(prefill).name,
+                decode=endpoint_in(decode).name,
+                requests=requests,
+            )
+            for (prefill, decode), requests in pairs.most_common(PREFILLS_MAX)
+        ]
 
 
 def _bands(queue: FlowQueue, now: Seconds) -> list[LiveBand] | None:

@@ -467,6 +467,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("name",),
     ),
     _sampled(
+        "homing_revision_share",
+        "ratio",
+        "Share of requests that disaggregatedset-rollout-screener gives to a revision; 0 if the "
+        "revision lacks a ready pod of a required role.",
+        ("name", "revision"),
+    ),
+    _sampled(
         "homing_role_endpoints",
         "endpoints",
         "Ready endpoints by role, the value of their label `llm-d.ai/role`; like all metrics by "

@@ -122,6 +122,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     set_aside: int = 0
     roles: Mapping[str, RoleLoad] = field(default_factory=dict)
     """Load of the ready endpoints by role, of those that have a label of their role."""
+    revision_shares: Mapping[str, float] = field(default_factory=dict)
+    """Share of requests that each revision gets, by revision; empty if revisions are not screened."""
     prefills_overdue: int | None = None
     """Number of prefill stages that did not end in time, or None if no stage prefills elsewhere."""
     indexes: Sequence[IndexStanding] = ()
@@ -1096,6 +1098,9 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
 def _add_roles(families: _Families, snapshot: PoolSnapshot) -> None:
     if snapshot.prefills_overdue is not None:
         families["homing_prefills_overdue_total"].add_metric([], snapshot.prefills_overdue)
+    for revision, share in snapshot.revision_shares.items():
+        labels = [_label(snapshot.pool), _label(revision)]
+        families["homing_revision_share"].add_metric(labels, share)
     for role, load in snapshot.roles.items():
         labels = [_label(snapshot.pool), role]
         values: Mapping[str, float | None] = {

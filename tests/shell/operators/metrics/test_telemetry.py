@@ -160,6 +160,7 @@ def snapshot(count=4, **fields):
             saturation=0.75,
             evicted={-1: 2},
         ),
+        revision_shares={"a1b2": 0.75},
         roles={
             "decode": RoleLoad(
                 endpoints=2,

@@ -1,7 +1,7 @@
 """Measure the admission of agent sessions: `python -m docs.agents`.
 
 Agents with growing histories and tool calls run on two pods, at several rates, with and without
-`thunder-agent`. The table goes to docs/flow-control.md by hand. The measurement takes about ten
+`thunder-agent`. The table goes to docs/flow-control.md by hand. The measurement takes about two
 minutes on two idle cores.
 
 A session is one agent of a task; its completion time is the time from its first request to the end
@@ -10,6 +10,7 @@ of its last answer. The prefix hit rate is the share of all prompt tokens that t
 
 import argparse
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -40,8 +41,8 @@ PROFILE: Final = "llama-3.1-8b-h100-tp1"
 PODS: Final = 2
 BLOCK_TOKENS: Final = 64
 SEEDS: Final = (1, 2, 3)
-DURATION_S: Final[Seconds] = 600.0
-RATES: Final = (0.15, 0.3, 0.45)
+DURATION_S: Final[Seconds] = 300.0
+RATES: Final = (0.05, 0.1, 0.2)
 """Tasks per second, each of which has three agents on average."""
 CONFIGS: Final = ("default", str(FOLDER / "examples" / "flow-control" / "agents.yaml"))
 AGENTS: Final = AgentTree(
@@ -125,8 +126,11 @@ def table(rates: Sequence[float], configs: Sequence[str], workers: int) -> str:
         Run(config=config, rate_per_s=rate, seed=seed)
         for rate, config, seed in product(rates, configs, SEEDS)
     ]
+    figures: dict[Run, Figures] = {}
     with ProcessPoolExecutor(workers) as pool:
-        figures = dict(zip(runs, pool.map(simulated, runs), strict=True))
+        for run, found in zip(runs, pool.map(simulated, runs), strict=True):
+            figures[run] = found
+            print(run, found, file=sys.stderr, flush=True)
     rows = []
     for rate, config in product(rates, configs):
         of = mean_of([figures[Run(config=config, rate_per_s=rate, seed=seed)] for seed in SEEDS])

@@ -362,7 +362,7 @@ def test_a_plugin_for_agents_must_follow_the_sessions():
 
 def test_agents_without_an_identity_plugin_are_known_by_their_headers():
     config = agents(AGENTS[1], defaultPriorityBand={"fairnessPolicyRef": "thunder"})
-    assert config.indexes["agent-session-producer"].headers == AGENT_HEADERS
+    assert config.indexes["agent-session-producer"].headers == ()
     assert config.flow.identity_headers == ()
 
 

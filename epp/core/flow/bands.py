@@ -10,7 +10,7 @@ for each request, and `Fairness.DECAYING_TOKENS` has a half-life instead of that
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import islice
 from typing import Final
@@ -250,12 +250,15 @@ class Band:
                 flow.counter += amount / flow.weight
 
     def heads(
-        self, flows_max: int, now: Seconds, rank_of: Callable[[Ticket], int]
+        self,
+        flows_max: int,
+        now: Seconds,
+        ranks_of: Callable[[Sequence[Ticket]], Sequence[int]],
     ) -> Iterator[Ticket]:
         """Yield the next ticket of each waiting flow, flows with the lowest counters first.
 
-        In a band of agent sessions, tickets with the lowest `rank_of` come first, and the oldest of
-        several. At most `flows_max` tickets are yielded.
+        In a band of agent sessions, tickets with the lowest rank of `ranks_of` come first, and the
+        oldest of several. At most `flows_max` tickets are yielded.
         """
         if len(self._waiting) == 1:
             (flow,) = self._waiting.values()
@@ -263,7 +266,9 @@ class Band:
             return
         if self.of_agents:
             heads = [flow.head() for flow in self._waiting.values()]
-            yield from heapq.nsmallest(flows_max, heads, key=lambda one: (rank_of(one), one.number))
+            numbers = [head.number for head in heads]
+            ranked = zip(ranks_of(heads), numbers, heads, strict=True)
+            yield from (head for _, _, head in heapq.nsmallest(flows_max, ranked))
             return
         for flow in self._waiting.values():
             self._decay(flow, now)

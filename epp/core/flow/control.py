@@ -8,8 +8,7 @@ room that another one has taken.
 
 import heapq
 import math
-from collections.abc import Collection, Container, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
@@ -54,8 +53,8 @@ class Pool(Protocol):
         """
         ...
 
-    def rank(self, request: InferenceRequest, waited_s: Seconds) -> Rank:
-        """Return the rank of `request` in a band of agent sessions."""
+    def ranks(self, tickets: Sequence[Ticket], now: Seconds) -> Sequence[Rank]:
+        """Return the rank of each of `tickets` in a band of agent sessions."""
         ...
 
     def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
@@ -365,11 +364,14 @@ class FlowControl:
             return False
         if any(other.requests for at, other in self._bands.items() if at > priority):
             return False
-        first = next(band.heads(1, now, partial(self._rank, now=now)), None)
+        first = next(band.heads(1, now, self._ranks(now)), None)
         return first is None or self._rank(first, now) > Rank.ADMITTED
 
     def _rank(self, ticket: Ticket, now: Seconds) -> Rank:
-        return self._pool.rank(ticket.request, now - ticket.enqueued_at_s)
+        return self._pool.ranks((ticket,), now)[0]
+
+    def _ranks(self, now: Seconds) -> Callable[[Sequence[Ticket]], Sequence[Rank]]:
+        return lambda tickets: self._pool.ranks(tickets, now)
 
     def _admits(self, ticket: Ticket, now: Seconds) -> bool:
         if self._rank(ticket, now) is Rank.ADMITTED:
@@ -380,7 +382,7 @@ class FlowControl:
         """Return the first ticket in turn that has room, or None."""
         if not band.requests:
             return None
-        for ticket in band.heads(HEADS_MAX, now, partial(self._rank, now=now)):
+        for ticket in band.heads(HEADS_MAX, now, self._ranks(now)):
             if band.of_agents and not self._admits(ticket, now):
                 if ticket.request.subset is None:
                     # Later sessions must not take the room for which this one waits.

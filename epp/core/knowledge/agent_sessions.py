@@ -76,14 +76,14 @@ class AgentSessionSettings(Parameters, frozen=True):
         names_sessions=True, counts_inflight=True, measures=True
     )
 
-    headers: tuple[str, ...] = AGENT_HEADERS
+    headers: tuple[str, ...] = ()
     """Headers that may name the session, in lower case; the first that a request has decides.
-    `agent-identity` sets them.
+    `agent-identity` sets them. If empty, the headers of known agents apply.
     """
     capacity_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
     """Size in tokens of the KV cache of an endpoint that does not report it."""
     util_threshold: Annotated[float, Meta(gt=0, le=10)] = 1.0
-    """Share of the KV cache that sessions may need together."""
+    """Share of the KV cache that sessions may need together; above 1 if they share long prompts."""
     idle_lease_seconds: Annotated[float, Meta(ge=0)] = 30.0
     """Time after its last turn for which a session keeps its room against sessions that are not
     admitted.
@@ -98,7 +98,8 @@ class AgentSessionSettings(Parameters, frozen=True):
         if request.session_id:
             return request.session_id
         headers = request.headers
-        return next((headers[name] for name in self.headers if headers.get(name)), "")
+        names = self.headers or AGENT_HEADERS
+        return next((headers[name] for name in names if headers.get(name)), "")
 
     def open(self) -> AffinityIndex:
         """Return a new, empty index of agent sessions."""
@@ -272,11 +273,7 @@ class AgentSessions:
     def measures(self) -> IndexMeasures:
         """Return the number of sessions and their memory in bytes."""
         count = len(self._sessions)
-        return IndexMeasures(
-            entries=count,
-            memory_bytes=count * _SESSION_BYTES,
-            evictions={"paused": self.paused},
-        )
+        return IndexMeasures(entries=count, memory_bytes=count * _SESSION_BYTES)
 
     # Rooms and sessions.
 

@@ -10,7 +10,7 @@ reports them only as long as a request waits.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
@@ -26,7 +26,7 @@ from epp.core.flow.control import FlowControl, Verdicts
 from epp.core.flow.eviction import Running
 from epp.core.flow.settings import HELD_BY_PLUGINS, Fairness, FlowSettings
 from epp.core.flow.uses import FlowUses
-from epp.core.knowledge.agent_sessions import AgentSessions
+from epp.core.knowledge.agent_sessions import AgentSessions, Standing
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import FIRST_TOKEN_HEADERS, FLOW_HEADERS, TTL_HEADER, first_of
@@ -451,13 +451,17 @@ class _SchedulerPool:
         """Return whether a new request need not wait for the admission of its agent session."""
         if self._agents is None or not self._of_agents(request):
             return True
-        return self.rank(request, 0.0) is Rank.ADMITTED or self.admits(request, 0.0, now)
+        sessions = self._sessions
+        admitted = sessions is None or sessions.standing(request) is Standing.ADMITTED
+        return admitted or self.admits(request, 0.0, now)
 
-    def rank(self, request: InferenceRequest, waited_s: Seconds) -> Rank:
+    def ranks(self, tickets: Sequence[Ticket], now: Seconds) -> Sequence[Rank]:
         sessions, agents = self._sessions, self._agents
         if sessions is None or agents is None:
-            return Rank.ADMITTED
-        return agents.rank(sessions.standing(request), waited_s)
+            return [Rank.ADMITTED] * len(tickets)
+        return [
+            agents.rank(sessions.standing(one.request), now - one.enqueued_at_s) for one in tickets
+        ]
 
     def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
         sessions, agents = self._sessions, self._agents

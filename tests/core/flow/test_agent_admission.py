@@ -41,8 +41,11 @@ class Pods:
     def has_room(self, asked, now):
         return self.is_open
 
-    def rank(self, asked, waited_s):
-        return self.admission.rank(self.index.standing(asked), waited_s)
+    def ranks(self, tickets, now):
+        return [
+            self.admission.rank(self.index.standing(one.request), now - one.enqueued_at_s)
+            for one in tickets
+        ]
 
     def admits(self, asked, waited_s, now):
         room = self.index.rooms(asked, self.count, now)
@@ -236,7 +239,7 @@ class AnyAgents(RuleBasedStateMachine):
         waiting = sorted(
             self.waiting.values(),
             key=lambda one: (
-                self.pods.rank(one.request, self.now - one.enqueued_at_s),
+                self.pods.ranks([one], self.now)[0],
                 one.number,
             ),
         )

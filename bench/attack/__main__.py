@@ -49,6 +49,8 @@ as recovery of the picker.
 PROBE_S_MAX = 10.0
 ROOM = 8
 """Number of requests of a pod at which others wait, with `--queue`."""
+TENANT = {"x-llm-d-inference-fairness-id": "probe"}
+"""Header by which the probe has its share of the queue. Without `--queue` it has no effect."""
 PODS = 4
 
 
@@ -101,14 +103,14 @@ class Probe:
 
     async def _raw(self, opened: grpc.aio.Channel) -> None:
         asked_s = time.monotonic()
-        problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX)
+        problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX, fields=TENANT)
         self.done.append(Probed(asked_s, time.monotonic() - asked_s, problem))
 
     async def _http(self, session: ClientSession) -> None:
         asked_s = time.monotonic()
         url = f"{self._place.gateway}/v1/completions"
         try:
-            async with session.post(url, data=PROMPT) as response:
+            async with session.post(url, data=PROMPT, headers=TENANT) as response:
                 await response.read()
                 problem = "" if response.status == 200 else f"got {response.status}"
         except (ClientError, TimeoutError) as error:

@@ -118,6 +118,7 @@ class Utilization(Struct, frozen=True, kw_only=True):
     """
 
     type_name: ClassVar[str] = UtilizationDetector.type_name
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detector: UtilizationDetector = field(default_factory=UtilizationDetector)
     staleness_given: bool = False
@@ -144,6 +145,7 @@ class MaxSaturation(Struct, frozen=True, kw_only=True):
     """The largest load of several detectors (`max-saturation-detector`)."""
 
     type_name: ClassVar[str] = "max-saturation-detector"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detectors: tuple[Any, ...]
     """The `Detector`s, at least one."""

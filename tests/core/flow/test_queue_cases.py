@@ -81,14 +81,16 @@ def test_low_priorities_are_served_once_no_higher_one_waits():
     assert serve(control, endpoints, 9.0) == ["low"]
 
 
-def test_invented_flows_delay_another_by_a_bounded_number_of_requests():
-    """Each invented flow has one turn, and there is a limit of flows."""
+def test_invented_flows_delay_a_known_one_by_a_bounded_number_of_requests():
+    """Each invented flow has one turn, the shared ones have two, and there is a limit of flows."""
     control, endpoints = full(settings=FlowSettings(default_band=FAIR, wait_s_max=0.0))
+    control.enqueue(ticket("first", flow="mine"), 0.0)
     for number in range(2 * FLOWS_MAX):
         control.enqueue(ticket(f"{number}", flow=f"{number}"), 0.1)
-    control.enqueue(ticket("mine", flow="mine"), 0.2)
-    placed = [serve(control, endpoints)[0] for _ in range(FLOWS_MAX + SHARED_FLOWS)]
-    assert "mine" in placed
+    assert serve(control, endpoints) == ["first"]
+    control.enqueue(ticket("second", flow="mine"), 0.2)
+    placed = [serve(control, endpoints)[0] for _ in range(FLOWS_MAX + 2 * SHARED_FLOWS)]
+    assert "second" in placed
 
 
 @pytest.mark.parametrize("now", [0.1, 1e3, 1e9])

@@ -41,11 +41,8 @@ class Picker:
     """A picker with `pods` endpoints that have room for `each` requests."""
 
     def __init__(self, pods=1, each=1, memory_bytes=0, **flow):
-        self.flow = FlowSettings(
-            detector=ConcurrencyDetector(max_concurrency=each),
-            default_band=BandSettings(fairness=Fairness.TOKENS),
-            **flow,
-        )
+        flow.setdefault("detector", ConcurrencyDetector(max_concurrency=each))
+        self.flow = FlowSettings(default_band=BandSettings(fairness=Fairness.TOKENS), **flow)
         self.scheduler = Scheduler(scheduler_settings(flow=self.flow), seed=1)
         self.scheduler.take(PoolReplaced([endpoint(at) for at in range(pods)]), 0.0)
         for slot in range(pods):

@@ -16,12 +16,12 @@ schedulingProfiles:
   - pluginRef: max-score-picker
 flowControl:
   saturationDetector: {{pluginRef: concurrency-detector}}
-  defaultPriorityBand: {{fairnessPolicyRef: token-fairness-policy}}
+  defaultPriorityBand: {{fairnessPolicyRef: {fairness}}}
 """
 
 
-def config_with_queue(room: int) -> str:
+def config_with_queue(room: int, fairness: str = "token-fairness-policy") -> str:
     """Return docs/examples/queue.yaml with the default limits and a gate that closes when each pod
-    has `room` requests, instead of the learned one.
+    has `room` requests, instead of the learned one. `fairness` is the type of the fairness policy.
     """
-    return _TEXT.format(room=room)
+    return _TEXT.format(room=room, fairness=fairness)

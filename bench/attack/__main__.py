@@ -6,7 +6,7 @@ lost requests of the probe, the probe's 99th percentile before and during the at
 maximum memory, its memory 3 s afterwards, and the time until the probe was served as before.
 
 With `--queue`, requests wait in the picker while each pod has `ROOM` requests, tenants share by
-tokens, and further attacks aim at the queue.
+tokens, the probe is one of them, and further attacks aim at the queue.
 
 The exit code is 1 if a request of the probe or an innocent request of the attackers was lost. It is
 also 1, without a table, if an attack had no effect at the attacked process.
@@ -29,7 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.attack import gateway as gw
-from bench.attack.attacks import ATTACKS, FLAGS, PROMPT, QUEUE_ONLY, RAW_ONLY
+from bench.attack.attacks import (
+    ATTACKS,
+    FLAGS,
+    INVENTED_TENANTS,
+    PROMPT,
+    QUEUE_ONLY,
+    RAW_ONLY,
+)
 from bench.attack.effects import Watch, require_reached
 from bench.effect import NoEffectError
 from bench.place import ROOT, Place, running
@@ -49,7 +56,20 @@ as recovery of the picker.
 PROBE_S_MAX = 10.0
 ROOM = 8
 """Number of requests of a pod at which others wait, with `--queue`."""
+TENANT = {"x-llm-d-inference-fairness-id": "probe"}
+"""Header by which the probe has its share of the queue. Without `--queue` it has no effect."""
 PODS = 4
+
+
+def _config(name: str) -> str:
+    """Return the configuration with a queue for the attack `name`.
+
+    No policy can share among tenants that clients invent. Where they do, all requests share one
+    queue, as by default.
+    """
+    if name in INVENTED_TENANTS:
+        return config_with_queue(ROOM, "global-strict-fairness-policy")
+    return config_with_queue(ROOM)
 
 
 class Probed(Struct, frozen=True):
@@ -101,14 +121,14 @@ class Probe:
 
     async def _raw(self, opened: grpc.aio.Channel) -> None:
         asked_s = time.monotonic()
-        problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX)
+        problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX, fields=TENANT)
         self.done.append(Probed(asked_s, time.monotonic() - asked_s, problem))
 
     async def _http(self, session: ClientSession) -> None:
         asked_s = time.monotonic()
         url = f"{self._place.gateway}/v1/completions"
         try:
-            async with session.post(url, data=PROMPT) as response:
+            async with session.post(url, data=PROMPT, headers=TENANT) as response:
                 await response.read()
                 problem = "" if response.status == 200 else f"got {response.status}"
         except (ClientError, TimeoutError) as error:
@@ -264,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
                 envoy=envoy,
                 seconds=options.seconds,
                 transport=options.transport,
-                config=config_with_queue(ROOM) if options.queue else "",
+                config=_config(name) if options.queue else "",
             )
             try:
                 row = asyncio.run(attacking)

@@ -684,6 +684,8 @@ ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
     "headers": _headers,
     "waiters": _waiters,
 }
+INVENTED_TENANTS = frozenset({"headers"})
+"""Names of attacks in which clients choose the tenants of their requests."""
 QUEUE_ONLY = frozenset({"headers", "waiters"})
 """Names of attacks on the queue, which are run only if it is on."""
 FLAGS: Mapping[str, tuple[str, ...]] = {

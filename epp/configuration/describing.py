@@ -139,7 +139,7 @@ def plain_parameters(plugin: Any) -> dict[str, Any]:
     """Return every parameter of a plugin as a plain value, by its name in a configuration
     document.
     """
-    parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode)
+    parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode, str_keys=True)
     return {name: _whole(value) for name, value in parameters.items()}
 
 

@@ -25,6 +25,7 @@ from epp.core.flow.detectors import (
 from epp.core.flow.settings import BandSettings, Fairness, Ordering
 from epp.core.knowledge.agent_sessions import AGENT_HEADERS, AgentSessionSettings
 from epp.core.types import Stage
+from tests.configuration.flow_samples import supported, text_of
 
 TABLES = plugin_tables()
 
@@ -195,6 +196,15 @@ def test_the_largest_of_several_detectors_may_depend_on_the_stage():
     assert first.detector.queue_depth_threshold == 9
     assert second == ConcurrencyDetector()
     assert flow.detector.stages == {1: frozenset({Stage.PREFILL})}
+
+
+@pytest.mark.parametrize("name", supported())
+def test_a_sample_of_the_field_has_a_hash_and_an_explanation(name):
+    """`epp serve` needs the hash before it serves."""
+    config = load_config(text_of(name), name, TABLES)
+    assert len(config_hash(config)) == 12
+    assert diff_configs(config, config) == []
+    assert explain(config)
 
 
 def test_the_age_of_metrics_follows_the_scrape_interval_unless_it_is_given():

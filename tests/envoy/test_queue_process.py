@@ -7,7 +7,9 @@ import aiohttp
 import pytest
 import yaml
 
+from epp.configuration.compatibility import REFUSED
 from epp.shell.gateway.bootstrap import BootstrapOptions
+from tests.configuration.flow_samples import NAMES, text_of
 from tests.envoy.process import EppProcess
 from tests.envoy.rig import http_client, running_envoy, until
 from tests.envoy.upstream import running_pods
@@ -56,6 +58,13 @@ class Served:
             await response.read()
             return response.status, response.headers.get(REASON)
 
+    async def holds(self):
+        """Return the task of a request that the pod serves until it is told to go on."""
+        serving = self.pod.serving
+        task = asyncio.create_task(self.ask(x_test_hold="1"))
+        await until(lambda: self.pod.serving == serving + 1, "the pod serves")
+        return task
+
     async def waits(self, count, **headers):
         """Return the task of a request that is the one of number `count` to wait."""
         task = asyncio.create_task(self.ask(**headers))
@@ -82,10 +91,10 @@ class Served:
 
 @pytest.fixture
 def served(opened, tmp_path):
-    async def start(transport="ngh2", *flags, **changes):
+    async def start(transport="ngh2", *flags, text="", holds=True, **changes):
         (pod,) = await opened.enter_async_context(running_pods(1))
         endpoints = [{"name": "pod-0", "address": "127.0.0.1", "port": pod.port}]
-        document = {"endpoints": endpoints, "objectives": {"interactive": 10, "batch": -1}}
+        document = {"endpoints": endpoints, "objectives": {"interactive": 100, "batch": -10}}
         (tmp_path / "endpoints.yaml").write_text(yaml.safe_dump(document))
         epp = EppProcess(
             tmp_path / "epp.log",
@@ -96,7 +105,7 @@ def served(opened, tmp_path):
             *("--secure-serving=false", f"--transport={transport}", *flags),
         )
         here = Served(tmp_path, pod, epp, None)
-        here.configure(**changes)
+        (tmp_path / "config.yaml").write_text(text or yaml.safe_dump(configuration(**changes)))
         await epp.start()
         opened.push_async_callback(ended, epp)
         options = BootstrapOptions(picker_address=epp.address, plaintext=True)
@@ -104,9 +113,7 @@ def served(opened, tmp_path):
         here.client = await opened.enter_async_context(http_client(envoy))
         # From the first response on, the picker knows that a stream without one is a lost client.
         assert await here.ask() == (200, None)
-        held = asyncio.create_task(here.ask(x_test_hold="1"))
-        await until(lambda: pod.serving == 1, "the pod serves")
-        return here, held
+        return here, await here.holds() if holds else None
 
     return start
 
@@ -123,7 +130,7 @@ async def test_a_client_that_leaves_is_gone_from_the_metrics_at_once(served, tra
     second = await here.waits(2, **{OBJECTIVE: "batch"})
     first.cancel()
     await here.reaches("homing_flow_waiting", 0, priority=0)
-    assert await here.value("homing_flow_waiting", priority=-1) == 1
+    assert await here.value("homing_flow_waiting", priority=-10) == 1
     assert await here.value("homing_flow_requests_total", outcome="cancelled") == 1
     here.pod.resume.set()
     assert await held == await second == (200, None)
@@ -171,3 +178,74 @@ async def test_a_terminating_picker_serves_or_refuses_all_that_wait(served, tran
     assert await first == (200, None)
     assert await here.epp.exit_code() == 0
     assert "streams were cut" not in here.epp.log_text()
+
+
+class FullPage:
+    """A pod whose metrics page shows a long queue and a full KV cache."""
+
+    async def close(self, here):
+        here.pod.waiting_requests, here.pod.kv_cache_usage = 1_000, 1.0
+        await self._scraped(here)
+
+    async def open(self, here):
+        here.pod.waiting_requests, here.pod.kv_cache_usage = 0, 0.0
+
+    async def _scraped(self, here):
+        scrapes = here.pod.scrapes
+        # The first page after the change may have been read before it.
+        await until(lambda: here.pod.scrapes >= scrapes + 2, "two scrapes")
+
+
+class FullSlots:
+    """A pod that serves as many requests as the detector allows."""
+
+    def __init__(self, count):
+        self.count = count
+        self.held = []
+
+    async def close(self, here):
+        self.held = [asyncio.create_task(here.ask(x_test_hold="1")) for _ in range(self.count)]
+        await until(lambda: here.pod.serving == self.count, "the pod serves all")
+
+    async def open(self, here):
+        here.pod.resume.set()
+        assert await asyncio.gather(*self.held) == [(200, None)] * self.count
+
+
+QUEUES = {
+    "program-aware": FullPage(),
+    "soft-reflective-ceiling": FullPage(),
+    "guide": FullSlots(132),
+    "max-saturation": FullPage(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(QUEUES))
+async def test_requests_wait_by_a_sample_of_the_field(name, served):
+    """Higher priorities are served first where the room comes back, and all are served."""
+    fullness = QUEUES[name]
+    here, _ = await served(text=text_of(name), holds=False)
+    assert await here.ask(**{TENANT: "a"}) == (200, None)
+    await fullness.close(here)
+    low = await here.waits(1, **{OBJECTIVE: "batch", TENANT: "a"})
+    high = await here.waits(2, **{OBJECTIVE: "interactive", TENANT: "b"})
+    assert await here.value("homing_flow_waiting", priority=100) == 1
+    assert not low.done()
+    assert not high.done()
+    await fullness.open(here)
+    assert await asyncio.gather(low, high) == [(200, None)] * 2
+    assert await here.value("homing_flow_wait_seconds_count", outcome="placed") >= 2
+
+
+@pytest.mark.skipif("probabilistic-admitter" in REFUSED, reason="the plugin is not available")
+async def test_sheddable_requests_are_refused_by_a_sample_of_the_field(served):
+    """Of a full pool, and no others."""
+    here, _ = await served(text=text_of("probabilistic-admitter"), holds=False)
+    assert await here.ask(**{OBJECTIVE: "batch"}) == (200, None)
+    await FullPage().close(here)
+    assert (await here.ask(**{OBJECTIVE: "batch"}))[0] == 429
+    assert await here.ask(**{OBJECTIVE: "interactive"}) == (200, None)
+
+
+def test_every_sample_is_run():
+    assert sorted([*QUEUES, "probabilistic-admitter"]) == NAMES

@@ -292,9 +292,10 @@ class _ExtProcCall:
     def sent(self) -> None:
         self.session.sent()
 
-    def closed(self, status: Status) -> None:
+    def closed(self, status: Status) -> bool:
         service = self._service
         service.forget(self)
+        waited = self.session.waiting
         try:
             now = service.clock()
             service.observer.stream_closed(status.code.name, now - self.opened_at_s)
@@ -307,6 +308,7 @@ class _ExtProcCall:
         except Exception:  # noqa: BLE001  the boundary of a stream
             _log.exception("closing an ext_proc stream failed")
             service.observer.stream_failed()
+        return waited
 
     def _encoded(self, answers: Sequence[Answer]) -> Iterable[bytes]:
         if not answers:
@@ -358,5 +360,6 @@ class _ShedCall:
     def sent(self) -> None:
         """Do nothing after the refusal was sent, because the refused stream has no session."""
 
-    def closed(self, _: Status) -> None:
+    def closed(self, _: Status) -> bool:
         self._service.shedding -= 1
+        return False

@@ -295,10 +295,15 @@ class GrpcioServer:
             status = DEFECT
         finally:
             wire.call = None
-            call.closed(status)
+            waited = call.closed(status)
             if wire.answered:
                 self._connections.answered(peer)
-            elif status is CANCELLED and self._connections.abandoned(peer) and cut(peer):
+            elif (
+                status is CANCELLED
+                and not waited
+                and self._connections.abandoned(peer)
+                and cut(peer)
+            ):
                 self._cut(Cut.RESETS)
                 _log.warning(
                     "connection cut: the gateway only opens streams and resets them", peer=peer

@@ -673,9 +673,13 @@ class Candidates:
         speed. Tokens of peers are included.
         """
         columns = self._columns
-        left = self.own_prefill_tokens
+        # An array is used here as above, because a Python float takes twice as long.
+        done = np.array(self._now) - columns.prefill_drained_at_s[self._slot]
+        speed = columns.prefill_drain_tokens_per_s[self._slot]
+        done *= speed
+        left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)
+        np.maximum(left, _NOTHING, out=left)
         if columns.peers is not None:
-            speed = columns.prefill_drain_tokens_per_s[self._slot]
             left += columns.peers.prefill_tokens(self._slot, self._now, speed)
         return left
 
@@ -683,12 +687,10 @@ class Candidates:
     def own_prefill_tokens(self) -> Floats:
         """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
         columns = self._columns
-        # An array is used here as above, because a Python float takes twice as long.
-        done = np.array(self._now) - columns.prefill_drained_at_s[self._slot]
-        speed = columns.prefill_drain_tokens_per_s[self._slot]
-        done *= speed
-        left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)
-        np.maximum(left, _NOTHING, out=left)
+        left = self.inflight_prefill_tokens
+        if columns.peers is not None:
+            speed = columns.prefill_drain_tokens_per_s[self._slot]
+            left -= columns.peers.prefill_tokens(self._slot, self._now, speed)
         return left
 
     @property

@@ -1,6 +1,6 @@
-"""Draw the pictures of docs/scoring.md: `python -m docs.diagrams`.
+"""Draw the pictures of docs/scoring.md and docs/flow-control.md: `python -m docs.diagrams`.
 
-Both pictures show the formula of `added-time-scorer` with its defaults; tests/test_docs.py compares
+The first two show the formula of `added-time-scorer` with its defaults; tests/test_docs.py compares
 the formula with the scorer.
 """
 
@@ -204,7 +204,7 @@ DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def main() -> None:
-    """Draw both pictures and write them to docs/scoring."""
+    """Draw all pictures and write them to docs/scoring."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in DIAGRAMS.items():
         (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -137,10 +137,7 @@ STRATEGIES: Final = (
             "llm-d's approximate index and its queue: requests wait while the mean utilization "
             "by the last metrics pages is 1 or more."
         ),
-        omissions=(
-            "priorities, flows, limits and the longest wait of the queue; the queue exists only "
-            "in the simulator"
-        ),
+        omissions="priorities, flows, limits and the longest wait of the queue",
         config=_weighted(_LLM_D, 3, 2, 2, 0, step(Gate.type_name)),
     ),
     Strategy(

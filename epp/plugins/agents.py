@@ -96,7 +96,7 @@ class ThunderAgent(Parameters, frozen=True):
     """Size in tokens of the KV cache of an endpoint that does not report it."""
     util_threshold: Annotated[float, Meta(gt=0, le=10)] = 1.0
     """Share of the KV cache that the sessions of an endpoint may need together. A prompt that several
-    sessions share counts for each, so that a share above 1 may fit.
+    sessions share counts for each.
     """
     idle_lease_seconds: Annotated[float, Meta(ge=0)] = 30.0
     """Time after its last turn for which a session keeps its room against new sessions, about the

@@ -83,7 +83,7 @@ class AgentSessionSettings(Parameters, frozen=True):
     capacity_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
     """Size in tokens of the KV cache of an endpoint that does not report it."""
     util_threshold: Annotated[float, Meta(gt=0, le=10)] = 1.0
-    """Share of the KV cache that sessions may need together; above 1 if they share long prompts."""
+    """Share of the KV cache that sessions may need together."""
     idle_lease_seconds: Annotated[float, Meta(ge=0)] = 30.0
     """Time after its last turn for which a session keeps its room against sessions that are not
     admitted.

@@ -221,6 +221,7 @@ class _ExtProcCall:
         """True if turns to decode the request body are scheduled."""
         if session.may_wait:
             session.resume = self._resume
+            session.evict = self._evict
 
     def receive(self, message: bytes) -> Iterable[bytes]:
         session = self.session
@@ -265,6 +266,10 @@ class _ExtProcCall:
         """Continue a request that waited for `resolution`, and send its answers."""
         self._go_on(partial(self.session.resolved, resolution))
 
+    def _evict(self, refusal: Refusal) -> None:
+        """End a request whose response has not begun with `refusal`."""
+        self._go_on(partial(self.session.evicted, refusal))
+
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
         """Send the answers that `step` returns at the current time. `step` is a call of the session
         that follows the end of a wait or of work in parts, and not a new message of the stream.
@@ -296,7 +301,7 @@ class _ExtProcCall:
             service.observer.stream_closed(status.code.name, now - self.opened_at_s)
             self.session.closed(now)
             # The session and the call refer to each other.
-            self.session.resume = None
+            self.session.resume = self.session.evict = None
             news = service.decoder.report()
             if news is not None:
                 _log.info(news)

@@ -253,7 +253,7 @@ class Scheduler:
             if not len(self.pool.ready(None, now)):
                 # Requests may wait for the first endpoint.
                 return False
-            if not gate.has_room(self._of_stages(request, now), request):
+            if not gate.has_room(self._of_stages(request, now), request, now):
                 return False
         return not self.may_hold or not self.holds(request, now)
 
@@ -262,8 +262,10 @@ class Scheduler:
         if self.gate is None:
             return "a plugin held it"
         for stage, candidates in self._of_stages(request, now):
-            if not self.gate.has_room([(stage, candidates)], request):
-                return self.gate.why_full(candidates, lambda slot: self.pool.endpoint_in(slot).name)
+            if not self.gate.has_room([(stage, candidates)], request, now):
+                return self.gate.why_full(
+                    candidates, request, lambda slot: self.pool.endpoint_in(slot).name, now
+                )
         return "requests before it take the room of the endpoints"
 
     def _of_stages(
@@ -332,7 +334,7 @@ class Scheduler:
         offered = Available(ready, ready, ready)
         if self.outliers.ejection.masked or self.full.by_slot:
             offered = available(ready, columns, self.outliers.ejection, self.full, now)
-        if self.gate is not None and not self.gate.none_full(request):
+        if self.gate is not None and self.gate.restricts:
             offered = self._below_ceiling(self.gate, offered, request, now)
         affinities = self.indexes.match(request, len(columns.endpoints), now)
         request = self._at_this_moment(request, affinities)

@@ -1,27 +1,39 @@
-"""The gate of flow control: whether endpoints have room, for the queue and for a decision.
+"""The gate of flow control: whether a request must wait.
 
 The gate is open for a request if any endpoint that may serve it is loaded to less than the ceiling
 of its priority. A mean over the pool would hide a full endpoint behind idle ones, and an idle one
-behind full ones. A decision then prefers endpoints below the ceiling.
+behind full ones.
+
+With learned room and without ceilings, the gate does not restrict the choice of the endpoint. The
+scorers weigh a wait against a cached prefix, and a request that may only go where room is loses its
+prefix. Other detectors and ceilings restrict it.
+
+Requests wait in the picker so that those of other flows and priorities can pass them. While none
+compete, an endpoint has room for more (`Lead`).
 
 Most requests need no look at the endpoints. The gate knows how many requests and tokens may be
-placed, wherever they go, before all endpoints can be full (`certainly_open`), and before any can be
-(`none_full`).
+placed, wherever they go, before all endpoints can be full (`certainly_open`).
 """
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import numpy as np
 
 from epp.core.flow.ceilings import CeilingPolicy, StaticCeiling
 from epp.core.flow.detectors import Detector, RoomDetector
-from epp.core.flow.rooms import NO_SPARE, Rooms, Spare
-from epp.core.flow.settings import FlowSettings
+from epp.core.flow.rooms import NO_SPARE, Lead, Rooms, Spare
+from epp.core.flow.settings import Fairness, FlowSettings, Ordering
 from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import Lease
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Seconds, Stage
+
+RIVALS_S: Final = 60.0
+"""Seconds since the last request of another flow or priority for which both compete: the default
+`defaultRequestTTL`, since either may have waited for that long.
+"""
 
 
 class Gate:
@@ -35,19 +47,26 @@ class Gate:
         self._spare = NO_SPARE
         self._endpoints = 0.0
         """Number of open endpoints at the last look, minus what may have been filled since."""
-        self._requests = 0.0
-        self._tokens = 0.0
-        """Requests and tokens for which every endpoint has slots and KV cache."""
+        self._open: set[int] = set()
+        """Slots of the open endpoints at the last look, without those that were subtracted."""
+        self._requests = self._tokens = 0.0
+        """Requests and tokens for which each of them has slots and KV cache."""
+        self._last: tuple[str, int] | None = None
+        """Flow and priority of the last request, or None before the first one."""
+        self._rivals_until_s: Seconds = -math.inf
+        """Time until which flows or priorities compete."""
         self.configure(settings)
 
     def configure(self, settings: FlowSettings) -> None:
         """Apply `settings`; what was learned of endpoints stays."""
         self.settings = settings
-        self._endpoints = self._requests = self._tokens = 0.0
+        self._endpoints = 0.0
         self._detector: Detector = settings.detector
         self._policy: CeilingPolicy = settings.policy
         self._learns = isinstance(settings.detector, RoomDetector)
         self._plain = settings.policy == StaticCeiling()
+        self.restricts = not (self._learns and self._plain)
+        """True if a decision may only choose endpoints below the ceiling."""
         self.know_priorities(self._priorities)
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
@@ -61,26 +80,26 @@ class Gate:
         share = spare.per_request + spare.per_token * request.prompt_tokens
         return self._endpoints > share and request.subset is None
 
-    def none_full(self, request: InferenceRequest) -> bool:
-        """Return whether every endpoint has slots and KV cache for `request`; False means unknown."""
-        return self._requests >= 1.0 and self._tokens >= request.prompt_tokens
-
     def has_room(
-        self, stages: Iterable[tuple[Stage | None, Candidates]], request: InferenceRequest
+        self,
+        stages: Iterable[tuple[Stage | None, Candidates]],
+        request: InferenceRequest,
+        now: Seconds,
     ) -> bool:
         """Return whether each stage has an endpoint with room for the priority of `request`.
 
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
         """
+        lead = Lead.of(request, alone=self._is_alone(request, now))
         for stage, candidates in stages:
             if not len(candidates):
                 continue
-            if self._learns and self._plain:
-                spare, _ = self.rooms.spare(candidates)
+            if not self.restricts:
+                spare, any_open = self.rooms.spare(candidates, lead)
                 if stage is None and request.subset is None:
                     self._look(spare)
-                if not spare.endpoints:
+                if not any_open:
                     return False
                 continue
             load = self.load(stage, candidates)
@@ -89,16 +108,9 @@ class Gate:
         return True
 
     def with_room(self, candidates: Candidates, request: InferenceRequest) -> Bools:
-        """Return bool[n]: whether each candidate may be chosen for `request`.
-
-        With learned room and without ceilings, prefill tokens do not count here, because a scorer
-        weighs a wait for them against a cached prefix. Slots and KV cache do.
+        """Return bool[n]: whether each candidate may be chosen for `request`, if the gate restricts
+        decisions.
         """
-        if self._learns and self._plain:
-            spare, lasting = self.rooms.spare(candidates)
-            if request.subset is None:
-                self._look(spare)
-            return lasting
         load = self.load(None, candidates)
         ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
         found: Bools = load < ceiling
@@ -122,13 +134,34 @@ class Gate:
 
     # Events.
 
+    def met(self, flow: str, priority: int, now: Seconds) -> None:
+        """Note that a request of `flow` with `priority` arrived."""
+        last, self._last = self._last, (flow, priority)
+        if last == self._last or last is None:
+            return
+        settings = self.settings
+        if not settings.by_priority or priority == last[1]:
+            band = settings.band(priority if settings.by_priority else 0)
+            if flow == last[0] or band.fairness is Fairness.NONE:
+                return
+        if now >= self._rivals_until_s:
+            # More was known to have room.
+            self._endpoints = 0.0
+        self._rivals_until_s = now + RIVALS_S
+
+    def _is_alone(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether no other request would pass `request` in the queue."""
+        settings = self.settings
+        priority = request.priority if settings.by_priority else 0
+        in_order = settings.band(priority).ordering is Ordering.ARRIVAL
+        return in_order and now >= self._rivals_until_s
+
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """Learn from a good page of the endpoint in `slot`."""
         requests, tokens = self.rooms.scraped(slot, metrics, now)
-        if requests < self._requests or tokens < self._tokens:
+        if slot in self._open and (requests < self._requests or tokens < self._tokens):
             # It has less room than was known, so that it may be full.
-            self._requests = self._tokens = 0.0
-            self._endpoints -= 1.0
+            self._subtract(slot)
 
     def sent(self, lease: Lease) -> None:
         """Count the request of `lease`, which was placed."""
@@ -142,25 +175,40 @@ class Gate:
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
         self.rooms.forget(slot)
+        if slot in self._open:
+            self._subtract(slot)
+
+    def _subtract(self, slot: int) -> None:
+        self._open.remove(slot)
         self._endpoints -= 1.0
 
     def _look(self, spare: Spare) -> None:
         self._spare = spare
-        self._endpoints = spare.endpoints
+        self._endpoints, self._open = spare.endpoints, set(spare.slots)
         self._requests, self._tokens = spare.requests, spare.tokens
 
-    def why_full(self, candidates: Candidates, name_of: Callable[[int], str]) -> str:
-        """Return a phrase about the load of `candidates`; `name_of` returns the name of an endpoint
-        by its slot.
+    def why_full(
+        self,
+        candidates: Candidates,
+        request: InferenceRequest,
+        name_of: Callable[[int], str],
+        now: Seconds,
+    ) -> str:
+        """Return a phrase about the load of `candidates` for `request`; `name_of` returns the name
+        of an endpoint by its slot.
         """
         count = len(candidates)
         if not count:
             return "no endpoint may serve it"
         load = self.load(None, candidates)
+        lead = Lead.of(request, alone=self._is_alone(request, now))
+        if self._learns:
+            load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())
         phrase = f"{full} of {count} endpoints are full"
         least = int(load.argmin())
         if not self._learns or not math.isfinite(load.item(least)):
             return f"{phrase}, the least loaded one to {load.item(least):.2f}"
         name = name_of(candidates.slot.item(least))
-        return f"{phrase}; {self.rooms.of(candidates.take(np.array([least])))[0].sentence(name)}"
+        (room,) = self.rooms.of(candidates.take(np.array([least])), lead)
+        return f"{phrase}; {room.sentence(name)}"

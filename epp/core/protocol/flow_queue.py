@@ -150,6 +150,10 @@ class FlowQueue:
         """
         control, scheduler = self.control, self._scheduler
         gate = scheduler.gate
+        headers = request.headers
+        flow = first_of(headers, FLOW_HEADERS)[:FLOW_CHARACTERS_MAX]
+        if gate is not None:
+            gate.met(flow, request.priority, now)
         if not control.requests and (
             # The first condition saves most requests a call.
             (gate is not None and not scheduler.may_hold and gate.certainly_open(request))
@@ -157,10 +161,9 @@ class FlowQueue:
         ):
             self._at_once[request.priority] += 1
             return scheduler.schedule(request, now)
-        headers = request.headers
         ticket = Ticket(
             request=request,
-            flow=first_of(headers, FLOW_HEADERS)[:FLOW_CHARACTERS_MAX],
+            flow=flow,
             body_bytes=body_bytes,
             wait_s_max=_duration_s(headers.get(TTL_HEADER, "")),
             answer_within_s=answer_within_s,

@@ -91,7 +91,7 @@ class Gate:
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
         """
-        lead = Lead.of(request, alone=self._is_alone(request, now))
+        lead = Lead(request.prompt_tokens, self._is_alone(request, now))
         for stage, candidates in stages:
             if not len(candidates):
                 continue
@@ -201,7 +201,7 @@ class Gate:
         if not count:
             return "no endpoint may serve it"
         load = self.load(None, candidates)
-        lead = Lead.of(request, alone=self._is_alone(request, now))
+        lead = Lead(request.prompt_tokens, self._is_alone(request, now))
         if self._learns:
             load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())

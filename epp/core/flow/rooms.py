@@ -3,7 +3,8 @@
 Room has three dimensions, because it ends at three times:
 
 - Slots, until the end of a request. An engine whose slots are used queues requests and runs the same
-  number, the highest ever, while requests begin. Before that, the default of vLLM is assumed.
+  number, the highest ever, while requests begin or while none computes its prompt. Before that, the
+  default of vLLM is assumed.
 - Tokens of the KV cache, until the end. The page has the size and the used share. What was sent
   since the page or is not computed yet, and the growth of the answers that are being written, is
   added.
@@ -17,7 +18,7 @@ import math
 from typing import Final
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from epp.core.knowledge.candidates import Candidates, Columns, Floats
 from epp.core.knowledge.inflight import ARRIVAL_S_PER_TOKEN, OUTPUT_TOKENS_ESTIMATE, Lease
@@ -38,30 +39,24 @@ SLOTS_GROWTH: Final = 1.25
 """Factor by which the slots are assumed to exceed the highest number of running requests, once that
 is higher than what was known.
 """
-SLOTS_PAGES: Final = 3
-"""Number of pages on which requests began while an engine with a queue ran the same number, before
-that number is believed to be its slots.
+SLOTS_S: Final = 0.5
+"""Seconds for which an engine must run the same number of requests and queue others, on page after
+page, before that number is believed to be its slots. A long pass of an engine takes less.
 """
 KV_FULL: Final = 0.9
 """Used share of the KV cache from which a queue may be caused by the cache instead of the slots."""
-PREFILL_S_ALONE: Final = 5.0
-"""Seconds of prefill that may be pending at an endpoint while no other flow or priority competes.
-
-A request that waits in the engine then delays nobody. This is how long the first request of another
-flow may wait in the engine.
-"""
 INTERVAL_S_MIN: Final = 0.1
 INTERVAL_S_MAX: Final = 2.0
 """Bounds of the time between two pages for which an endpoint may have prefill tokens pending."""
 
 _ROWS: Final = (
     *("slots", "queue", "others", "sent_tokens", "sent_requests", "page_at_s", "interval_s"),
-    *("others_before", "queued_running", "steady_pages", "running_max", "first_outputs"),
+    *("others_before", "queued_running", "steady_s", "running_max", "first_outputs"),
 )
 """Names of what is stored of each endpoint. `others_before` are the requests of other clients by
 the last page alone. `queued_running` is the number of running requests on the last page if it
-showed a queue for slots, else NaN. `steady_pages` counts the pages since then with the same number
-and with requests that began. `first_outputs` is their counter on the last page.
+showed a queue for slots, else NaN. `steady_s` is the time since then in which pages show the slots.
+`first_outputs` is their counter on the last page.
 """
 _SLOTS, _QUEUE, _OTHERS, _SENT_TOKENS, _SENT, _PAGE_AT, _INTERVAL = range(7)
 _BEFORE, _RUNNING, _STEADY, _MOST, _OUTPUTS = range(7, len(_ROWS))
@@ -102,26 +97,27 @@ class RoomOf(Struct, frozen=True, kw_only=True):
 
 
 class Lead(Struct, frozen=True):
-    """The seconds of prefill that may be pending at an endpoint that has room for a request.
+    """The prefill work that may be pending at an endpoint that has room for a request.
 
     An endpoint needs other work until the request reaches its engine, and the picker learns from
     the next page that a prompt is computed. With less pending it would idle while requests wait.
-    If the request competes with nobody, it may as well wait in the engine.
+    A request that competes with none may as well wait in the engine, as long as the KV cache has
+    room for its prompt.
     """
 
-    arrival_s: Seconds = 0.0
-    """Longest time that the server takes to tokenize the prompt."""
+    prompt_tokens: int = 0
+    """Length of the prompt of the request; with 0, the limit holds for any length."""
     alone: bool = False
     """True if no other flow or priority competes for the endpoints."""
 
-    @classmethod
-    def of(cls, request: InferenceRequest, *, alone: bool) -> "Lead":
-        return cls(ARRIVAL_S_PER_TOKEN * request.prompt_tokens, alone)
-
-    def seconds(self, interval_s: Floats) -> Floats:
-        """Return float64[n]: the seconds of prefill, by the time between two pages."""
-        least: Floats = interval_s + self.arrival_s
-        return np.maximum(least, PREFILL_S_ALONE) if self.alone else least
+    def tokens_max(self, speed: Floats, interval_s: Floats) -> Floats:
+        """Return float64[n]: the most pending tokens, at endpoints that compute `speed` tokens a
+        second and that are scraped each `interval_s` seconds; inf without a limit.
+        """
+        if self.alone:
+            return np.full(len(speed), math.inf)
+        found: Floats = speed * (interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        return np.maximum(found, 1.0)
 
 
 class Spare(Struct, frozen=True):
@@ -170,7 +166,7 @@ class Rooms:
         known = rows[:, slot].tolist()
         running, waiting = metrics.running_requests, metrics.waiting_requests
         if not math.isnan(running + waiting):
-            self._learn_slots(slot, known, metrics)
+            self._learn_slots(slot, known, metrics, now)
             # The page is older than the own counts. A request that has ended since looks like that
             # of another client, but only on one page.
             others = max(0.0, running + waiting - self._columns.inflight_requests.item(slot))
@@ -233,12 +229,14 @@ class Rooms:
         places = slots + queue - requests
         cache = (1.0 - kv) * candidates.kv_capacity_tokens
         cache[np.isnan(cache)] = math.inf
-        is_open = (places > 0.0) & (cache > 0.0) & (pending < pending_max)
-        any_open = bool(is_open.any())
-        prefill = pending_max - pending
-        if not lead.alone:
-            prefill -= candidates.prefill_measured_tokens_per_s * lead.arrival_s
-            is_open &= prefill > 0.0
+        lasting = (places > 0.0) & (cache > 0.0)
+        any_open = bool((lasting & (pending < pending_max)).any())
+        speed, interval_s = (
+            candidates.prefill_measured_tokens_per_s,
+            self._known(candidates)[_INTERVAL],
+        )
+        prefill = structs.replace(lead, prompt_tokens=0).tokens_max(speed, interval_s) - pending
+        is_open = lasting & (prefill > 0.0)
         found = candidates.slot[is_open].tolist()
         if not found:
             return NO_SPARE, any_open
@@ -284,10 +282,12 @@ class Rooms:
         # Prompts that wait in the engine use none of its cache yet.
         coming = np.maximum(sent_tokens, pending) + growing
         kv = candidates.kv_cache_usage + coming / candidates.kv_capacity_tokens
-        pending_max = candidates.prefill_measured_tokens_per_s * lead.seconds(interval_s)
-        return slots, queue, requests, kv, pending, np.maximum(pending_max, 1.0)
+        pending_max = lead.tokens_max(candidates.prefill_measured_tokens_per_s, interval_s)
+        return slots, queue, requests, kv, pending, pending_max
 
-    def _learn_slots(self, slot: int, known: list[float], metrics: EndpointMetrics) -> None:
+    def _learn_slots(
+        self, slot: int, known: list[float], metrics: EndpointMetrics, now: Seconds
+    ) -> None:
         """Learn the slots of the endpoint in `slot`, of which `known` was stored, from a page that
         counts its requests.
         """
@@ -300,10 +300,13 @@ class Rooms:
             rows[_RUNNING, slot], rows[_STEADY, slot] = math.nan, 0.0
             return
         # A number that stays the same because a long prompt is computed is no evidence.
-        begun = metrics.first_outputs_total != known[_OUTPUTS]
-        steady = known[_STEADY] + begun if running == known[_RUNNING] else 0.0
-        rows[_RUNNING, slot], rows[_STEADY, slot] = running, steady
-        if steady >= SLOTS_PAGES:
+        outputs = metrics.first_outputs_total
+        shows = outputs != known[_OUTPUTS] or running + metrics.answers_total <= outputs
+        steady_s = 0.0
+        if running == known[_RUNNING]:
+            steady_s = known[_STEADY] + shows * (now - known[_PAGE_AT])
+        rows[_RUNNING, slot], rows[_STEADY, slot] = running, steady_s
+        if steady_s >= SLOTS_S:
             rows[_SLOTS, slot] = min(running, SLOTS_MAX)
 
     def _known(self, candidates: Candidates) -> Floats:

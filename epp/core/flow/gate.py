@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
+from msgspec import structs
 
 from epp.core.flow.ceilings import CeilingPolicy, StaticCeiling
 from epp.core.flow.detectors import Detector, RoomDetector
@@ -33,6 +34,11 @@ from epp.core.types import EndpointMetrics, Seconds, Stage
 RIVALS_S: Final = 60.0
 """Seconds since the last request of another flow or priority for which both compete: the default
 `defaultRequestTTL`, since either may have waited for that long.
+"""
+
+STANDING_S: Final = 1.0
+"""Seconds for which endpoints must be full before requests wait. A burst that ends sooner is
+computed sooner if all of it is at the engines.
 """
 
 
@@ -55,6 +61,10 @@ class Gate:
         """Flow and priority of the last request, or None before the first one."""
         self._rivals_until_s: Seconds = -math.inf
         """Time until which flows or priorities compete."""
+        self.holding = False
+        """True if requests wait in the queue. The queue sets it."""
+        self._full_since_s: Seconds = math.inf
+        """Time since which no request that competes found room, or inf."""
         self.configure(settings)
 
     def configure(self, settings: FlowSettings) -> None:
@@ -91,21 +101,41 @@ class Gate:
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
         """
+        offered = [(stage, candidates) for stage, candidates in stages if len(candidates)]
+        if self.restricts:
+            return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
         lead = Lead(request.prompt_tokens, self._is_alone(request, now))
-        for stage, candidates in stages:
-            if not len(candidates):
-                continue
-            if not self.restricts:
-                spare, any_open = self.rooms.spare(candidates, lead)
-                if stage is None and request.subset is None:
-                    self._look(spare)
-                if not any_open:
-                    return False
-                continue
-            load = self.load(stage, candidates)
-            if not (load < self.ceiling(request, load)).any():
+        found = self._is_open(offered, request, lead)
+        if found or lead.alone:
+            if not self.holding:
+                self._full_since_s = math.inf
+            return found
+        self._full_since_s = min(self._full_since_s, now)
+        if self.holding or now - self._full_since_s >= STANDING_S:
+            return False
+        found = self._is_open(offered, request, structs.replace(lead, alone=True))
+        # The next request must look again, because the time runs.
+        self._endpoints = 0.0
+        return found
+
+    def _is_open(
+        self, offered: list[tuple[Stage | None, Candidates]], request: InferenceRequest, lead: Lead
+    ) -> bool:
+        """Return whether each stage has an endpoint with room by `lead`."""
+        for stage, candidates in offered:
+            spare, any_open = self.rooms.spare(candidates, lead)
+            if stage is None and request.subset is None:
+                self._look(spare)
+            if not any_open:
                 return False
         return True
+
+    def _is_below(
+        self, stage: Stage | None, candidates: Candidates, request: InferenceRequest
+    ) -> bool:
+        """Return whether any of `candidates` is loaded to less than the ceiling of `request`."""
+        load = self.load(stage, candidates)
+        return bool((load < self.ceiling(request, load)).any())
 
     def with_room(self, candidates: Candidates, request: InferenceRequest) -> Bools:
         """Return bool[n]: whether each candidate may be chosen for `request`, if the gate restricts

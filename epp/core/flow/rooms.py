@@ -22,7 +22,6 @@ from msgspec import Struct, structs
 
 from epp.core.knowledge.candidates import Candidates, Columns, Floats
 from epp.core.knowledge.inflight import ARRIVAL_S_PER_TOKEN, OUTPUT_TOKENS_ESTIMATE, Lease
-from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Seconds
 
 SLOTS_ASSUMED: Final = 256.0

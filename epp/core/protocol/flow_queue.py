@@ -182,6 +182,8 @@ class FlowQueue:
         why = self._scheduler.why_full(request, now)
         place = self._places[ticket.number] = Place(self, ticket, resume, why)
         self._scheduler.changed = self._waker.soon
+        if gate is not None:
+            gate.holding = True
         self._waker.soon()
         return place
 
@@ -299,6 +301,8 @@ class FlowQueue:
         """Set when the queue is pumped again."""
         if not self.control.requests:
             self._scheduler.changed = None
+            if self._scheduler.gate is not None:
+                self._scheduler.gate.holding = False
             self._waker.at(None)
             return
         wake_s = self.control.next_wake(now)

@@ -8,8 +8,8 @@ With learned room and without ceilings, the gate does not restrict the choice of
 scorers weigh a wait against a cached prefix, and a request that may only go where room is loses its
 prefix. Other detectors and ceilings restrict it.
 
-Requests wait in the picker so that those of other flows and priorities can pass them. While none
-compete, an endpoint has room for more (`Lead`).
+Requests wait in the picker so that those of other flows and priorities can pass them. If none can,
+an endpoint has room for more (`epp/core/flow/rivalry`).
 
 Most requests need no look at the endpoints. The gate knows how many requests and tokens may be
 placed, wherever they go, before all endpoints can be full (`certainly_open`).
@@ -17,29 +17,19 @@ placed, wherever they go, before all endpoints can be full (`certainly_open`).
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import numpy as np
 from msgspec import structs
 
 from epp.core.flow.ceilings import CeilingPolicy, StaticCeiling
 from epp.core.flow.detectors import Detector, RoomDetector
+from epp.core.flow.rivalry import Rivalry
 from epp.core.flow.rooms import NO_SPARE, Lead, Rooms, Spare
-from epp.core.flow.settings import Fairness, FlowSettings, Ordering
+from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import Lease
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Seconds, Stage
-
-RIVALS_S: Final = 60.0
-"""Seconds since the last request of another flow or priority for which both compete: the default
-`defaultRequestTTL`, since either may have waited for that long.
-"""
-
-STANDING_S: Final = 1.0
-"""Seconds for which endpoints must be full before requests wait. A burst that ends sooner is
-computed sooner if all of it is at the engines.
-"""
 
 
 class Gate:
@@ -57,19 +47,12 @@ class Gate:
         """Slots of the open endpoints at the last look, without those that were subtracted."""
         self._requests = self._tokens = 0.0
         """Requests and tokens for which each of them has slots and KV cache."""
-        self._last: tuple[str, int] | None = None
-        """Flow and priority of the last request, or None before the first one."""
-        self._rivals_until_s: Seconds = -math.inf
-        """Time until which flows or priorities compete."""
-        self.holding = False
-        """True if requests wait in the queue. The queue sets it."""
-        self._full_since_s: Seconds = math.inf
-        """Time since which no request that competes found room, or inf."""
+        self.rivalry = Rivalry(settings)
         self.configure(settings)
 
     def configure(self, settings: FlowSettings) -> None:
         """Apply `settings`; what was learned of endpoints stays."""
-        self.settings = settings
+        self.settings = self.rivalry.settings = settings
         self._endpoints = 0.0
         self._detector: Detector = settings.detector
         self._policy: CeilingPolicy = settings.policy
@@ -104,17 +87,15 @@ class Gate:
         offered = [(stage, candidates) for stage, candidates in stages if len(candidates)]
         if self.restricts:
             return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
-        lead = Lead(request.prompt_tokens, self._is_alone(request, now))
+        rivalry = self.rivalry
+        lead = Lead(request.prompt_tokens, rivalry.is_alone(request, now))
         found = self._is_open(offered, request, lead)
-        if found or lead.alone:
-            if not self.holding:
-                self._full_since_s = math.inf
+        if found:
+            rivalry.found_room()
+        if found or lead.alone or rivalry.must_wait(now):
             return found
-        self._full_since_s = min(self._full_since_s, now)
-        if self.holding or now - self._full_since_s >= STANDING_S:
-            return False
         found = self._is_open(offered, request, structs.replace(lead, alone=True))
-        # The next request must look again, because the time runs.
+        # The next request must look again, because it may have to wait.
         self._endpoints = 0.0
         return found
 
@@ -166,25 +147,9 @@ class Gate:
 
     def met(self, flow: str, priority: int, now: Seconds) -> None:
         """Note that a request of `flow` with `priority` arrived."""
-        last, self._last = self._last, (flow, priority)
-        if last == self._last or last is None:
-            return
-        settings = self.settings
-        if not settings.by_priority or priority == last[1]:
-            band = settings.band(priority if settings.by_priority else 0)
-            if flow == last[0] or band.fairness is Fairness.NONE:
-                return
-        if now >= self._rivals_until_s:
+        if self.rivalry.met(flow, priority, now):
             # More was known to have room.
             self._endpoints = 0.0
-        self._rivals_until_s = now + RIVALS_S
-
-    def _is_alone(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether no other request would pass `request` in the queue."""
-        settings = self.settings
-        priority = request.priority if settings.by_priority else 0
-        in_order = settings.band(priority).ordering is Ordering.ARRIVAL
-        return in_order and now >= self._rivals_until_s
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """Learn from a good page of the endpoint in `slot`."""
@@ -231,7 +196,7 @@ class Gate:
         if not count:
             return "no endpoint may serve it"
         load = self.load(None, candidates)
-        lead = Lead(request.prompt_tokens, self._is_alone(request, now))
+        lead = Lead(request.prompt_tokens, self.rivalry.is_alone(request, now))
         if self._learns:
             load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())

@@ -183,7 +183,7 @@ class FlowQueue:
         place = self._places[ticket.number] = Place(self, ticket, resume, why)
         self._scheduler.changed = self._waker.soon
         if gate is not None:
-            gate.holding = True
+            gate.rivalry.holding = True
         self._waker.soon()
         return place
 
@@ -302,7 +302,7 @@ class FlowQueue:
         if not self.control.requests:
             self._scheduler.changed = None
             if self._scheduler.gate is not None:
-                self._scheduler.gate.holding = False
+                self._scheduler.gate.rivalry.holding = False
             self._waker.at(None)
             return
         wake_s = self.control.next_wake(now)

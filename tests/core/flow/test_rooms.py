@@ -45,16 +45,16 @@ class Learned:
 
     @property
     def room(self):
-        ((_, candidates),) = self.scheduler._of_stages(request(), self.now)
-        (room,) = self.scheduler.gate.rooms.of(candidates)
+        ((_, candidates),) = self.scheduler.admission.of_stages(request(), self.now)
+        (room,) = self.scheduler.state.gate.rooms.of(candidates)
         return room
 
     def has_room(self, after_s=0.0, **fields):
-        return self.scheduler.has_room(request(**fields), self.now + after_s)
+        return self.scheduler.admission.has_room(request(**fields), self.now + after_s)
 
     def compete(self):
         """Let two flows compete, and the endpoint be full for a while."""
-        gate = self.scheduler.gate
+        gate = self.scheduler.state.gate
         gate.met("a", 0, self.now)
         gate.met("b", 0, self.now)
         assert gate.rivalry.is_alone(request(), self.now) is False
@@ -219,7 +219,7 @@ def test_prefill_tokens_are_not_limited_while_nobody_competes():
 
 def test_a_long_prompt_is_placed_at_an_idle_endpoint():
     learned = Learned()
-    assert learned.scheduler.has_room(request(prompt_tokens=10**6), learned.now)
+    assert learned.scheduler.admission.has_room(request(prompt_tokens=10**6), learned.now)
 
 
 @pytest.mark.parametrize(

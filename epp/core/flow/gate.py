@@ -145,11 +145,9 @@ class Gate:
 
     # Events.
 
-    def met(self, flow: str, priority: int, now: Seconds) -> None:
-        """Note that a request of `flow` with `priority` arrived."""
-        if self.rivalry.met(flow, priority, now):
-            # More was known to have room.
-            self._endpoints = 0.0
+    def look_again(self) -> None:
+        """Forget how much room was seen, because a competition begins, which leaves less."""
+        self._endpoints = 0.0
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """Learn from a good page of the endpoint in `slot`."""

@@ -152,8 +152,8 @@ class FlowQueue:
         gate = scheduler.state.gate
         headers = request.headers
         flow = first_of(headers, FLOW_HEADERS)[:FLOW_CHARACTERS_MAX]
-        if gate is not None:
-            gate.met(flow, request.priority, now)
+        if gate is not None and gate.rivalry.met(flow, request.priority, now):
+            gate.look_again()
         if not control.requests and (
             # The first condition saves most requests a call.
             (gate is not None and not scheduler.admission.may_hold and gate.certainly_open(request))

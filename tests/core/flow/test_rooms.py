@@ -55,8 +55,9 @@ class Learned:
     def compete(self):
         """Let two flows compete, and the endpoint be full for a while."""
         gate = self.scheduler.state.gate
-        gate.met("a", 0, self.now)
-        gate.met("b", 0, self.now)
+        gate.rivalry.met("a", 0, self.now)
+        gate.rivalry.met("b", 0, self.now)
+        gate.look_again()
         assert gate.rivalry.is_alone(request(), self.now) is False
         gate.rivalry.holding = True
 

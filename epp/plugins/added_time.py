@@ -216,8 +216,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
             first = cost + prefill
             if adapter_s is not None:
                 first += adapter_s * speed
-            half_weight = speed * _HALF_WEIGHT_S
-            half_weight += first
+            # If all speeds are equal, one number replaces an array.
+            half = speed * _HALF_WEIGHT_S if in_seconds else np.array(speed.item(0) * HALF_WEIGHT_S)
+            half_weight = first + half
             first *= first
             first /= half_weight
             first *= self._weight
@@ -329,7 +330,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         decoding += np.array(decode_tokens * STEP_TOKENS)
         decoding /= capacity
         over *= decoding
-        cost += np.fmax(over, _NOTHING, out=over)
+        if not load.complete:
+            # A cache of unknown size is not full.
+            np.fmax(over, _NOTHING, out=over)
+        cost += over
 
     def _decode_tokens(self, request: InferenceRequest) -> float:
         limit, usual = request.output_tokens_max, request.moment.answer_tokens

@@ -178,6 +178,11 @@ class FlowQueue:
         """
         control, scheduler = self.control, self._scheduler
         gate = scheduler.state.gate
+        headers = request.headers
+        plain = self._agents is None and not self._settings.identity_headers
+        flow = first_of(headers, FLOW_HEADERS) if plain else self._flow_of(request)
+        if gate is not None and gate.rivalry.met(flow, request.priority, now):
+            gate.look_again()
         admission = scheduler.admission
         fits = self._agents is None or self._pool.fits_session(request, now)
         if (
@@ -191,10 +196,9 @@ class FlowQueue:
         ):
             self._at_once[request.priority] += 1
             return scheduler.schedule(request, now)
-        headers = request.headers
         ticket = Ticket(
             request=request,
-            flow=self._flow_of(request)[:FLOW_CHARACTERS_MAX],
+            flow=flow[:FLOW_CHARACTERS_MAX],
             body_bytes=body_bytes,
             wait_s_max=_duration_s(headers.get(TTL_HEADER, "")),
             answer_within_s=answer_within_s,
@@ -213,6 +217,8 @@ class FlowQueue:
         why = self._pool.why_full(request, now)
         place = self._places[ticket.number] = Place(self, ticket, resume, why)
         self._scheduler.changed = self._waker.soon
+        if gate is not None:
+            gate.rivalry.holding = True
         self._waker.soon()
         return place
 
@@ -399,6 +405,8 @@ class FlowQueue:
         """Set when the queue is pumped again."""
         if not self.control.requests:
             self._scheduler.changed = None
+            if self._scheduler.state.gate is not None:
+                self._scheduler.state.gate.rivalry.holding = False
             self._waker.at(None)
             return
         wake_s = now if self._releasing else self.control.next_wake(now)

@@ -387,6 +387,47 @@ def test_the_charge_is_corrected_by_the_usage(tokens, charged):
     assert place.ticket.charged_tokens == before + charged
 
 
+def learned_picker():
+    """Return a picker with two endpoints that learns their room."""
+    picker = Picker(pods=2)
+    flow = FlowSettings(default_band=BandSettings(fairness=Fairness.TOKENS))
+    picker.scheduler.take(Reconfigured(scheduler_settings(flow=flow)), 0.0)
+    picker.queue.configure(0.0)
+    return picker
+
+
+def test_a_request_of_the_only_flow_does_not_wait_for_prefill():
+    picker = learned_picker()
+    for number in range(20):
+        entered = picker.enter(f"{number}", tenant="a", prompt_tokens=50_000)
+        assert isinstance(entered, Decision)
+
+
+def test_requests_wait_once_flows_have_competed_for_full_endpoints_for_a_while():
+    picker = learned_picker()
+    for number in range(20):
+        tenant = "ab"[number % 2]
+        entered = picker.enter(f"{number}", tenant=tenant, prompt_tokens=50_000)
+        assert isinstance(entered, Decision), "the burst may end soon"
+    entered = picker.enter("later", 1.5, tenant="a", prompt_tokens=50_000)
+    assert isinstance(entered, Place)
+    assert "prefill tokens are pending" in entered.why
+    picker.queue.pump(200.0)
+    assert isinstance(picker.results["later"], Refusal | Decision)
+
+
+def test_the_choice_is_not_restricted_to_endpoints_with_room():
+    """A request keeps its cached prefix."""
+    picker = learned_picker()
+    before = picker.enter("first", prompt_tokens=10).endpoint
+    slot = picker.scheduler.pool.slot_of(before)
+    full = EndpointMetrics(kv_cache_usage=1.0, block_size_tokens=16, blocks_total=1_000)
+    picker.scheduler.take(PageScraped(slot, full), 0.2)
+    decision = picker.enter("second", 0.2, prompt_tokens=10)
+    assert len(decision.leg.candidates) == 2
+    assert not decision.leg.dropped
+
+
 def test_the_record_says_behind_which_flow_a_request_waited():
     picker = Picker()
     picker.enter("first")

@@ -198,7 +198,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         cost = candidates.inflight_prefill_tokens
         # Share of the requests that wait at each endpoint, or None if none waits at any.
         held_up = None
-        if waiting.item(waiting.argmax()):
+        if load.waits:
             held_up = waiting / np.fmax(requests, _ONE)
             unseen *= held_up
             unseen *= np.array(to_compute.item(to_compute.argmin()))
@@ -259,7 +259,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         queued = unseen * held_up * to_compute.min()
         memory, adapter = np.zeros(len(to_compute)), np.zeros(len(to_compute))
         self._add_memory(
-            memory, load, to_compute, held_up if waiting.any() else None,
+            memory, load, to_compute, held_up if load.waits else None,
             context * (decode_tokens * DECODE_SHARE), decode_tokens,
         )  # fmt: skip
         if candidates.adapters_reported:
@@ -427,5 +427,6 @@ def _believed_load(candidates: Candidates) -> EngineLoad:
         requests=_told(candidates.running_requests, old) + waiting,
         kv_used_tokens=_told(candidates.kv_cache_usage, old, np.nan) * capacity,
         kv_capacity_tokens=capacity,
+        waits=bool(waiting.any()),
         complete=False,
     )

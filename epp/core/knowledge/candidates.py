@@ -104,6 +104,8 @@ class EngineLoad(Struct, frozen=True, eq=False):
     kv_used_tokens: Floats
     """Number of tokens in KV blocks that requests reference."""
     kv_capacity_tokens: Floats
+    waits: bool
+    """True if a request waits at any of the engines."""
     complete: bool
     """True if every value of these arrays is known. If False, each unknown value is NaN."""
 
@@ -576,7 +578,9 @@ class Candidates:
         requests, used = self.running_requests + waiting, self.kv_cache_usage * capacity
         # A sum or a product is unknown if either part is.
         unknown = np.isnan(requests).any() or np.isnan(used).any()
-        load = EngineLoad(waiting, requests, used, capacity, complete=not unknown)
+        # argmax takes a third of the time of any.
+        waits = len(waiting) > 0 and waiting.item(waiting.argmax()) != 0.0
+        load = EngineLoad(waiting, requests, used, capacity, waits=waits, complete=not unknown)
         for column in (waiting, requests, used, capacity):
             column.setflags(write=False)
         columns.last_load = (slot, columns.version, load)

@@ -637,6 +637,7 @@ class InflightLedger:
         if lease.rank >= 0:
             self._count_rank(lease, 1)
         columns = self._columns
+        columns.recounted.add(slot)
         # Python numbers are used, because arithmetic on numpy scalars costs three times as much.
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
         columns.unreported_requests[slot] = columns.unreported_requests.item(slot) + 1
@@ -678,6 +679,7 @@ class InflightLedger:
 
     def _uncount(self, lease: Lease) -> None:
         columns, slot = self._columns, lease.slot
+        columns.recounted.add(slot)
         if lease.rank >= 0:
             self._count_rank(lease, -1)
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) - 1

@@ -6,7 +6,7 @@ The decider `time-based-pd-decider` then compares the two chosen endpoints by th
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -31,6 +31,8 @@ from epp.plugins.contract import (
 )
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
+_OF_OWN_PREFILL: Final = ("queue", "prefill", "delay of others", "first token weight")
+"""Parts of the cost of `added-time-scorer` that a prefill at the decode endpoint causes."""
 _AboveZero = Annotated[float, Meta(gt=0, le=1e15)]
 
 
@@ -128,6 +130,12 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         ),
         reads_index=True,
         goes_by_sessions=True,
+        tells_cost=True,
+    )
+    cost_unit: ClassVar[str] = "s"
+    first_token_parts: ClassVar[tuple[str, ...]] = (
+        *AddedTime.first_token_parts,
+        *("remote prefill", "KV transfer"),
     )
     producer_type: ClassVar[str] = AddedTime.producer_type
 
@@ -144,27 +152,52 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         return self._added.session_of(request)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        added, rule = self._added, self.rule
-        parts = added.cost_parts(request, candidates)
-        waiting = candidates.engine_load().waiting_requests
+        costs = self.cost_parts(request, candidates)
+        return scores_of_cost(_sum_of(costs, *costs))
+
+    def cost_parts(
+        self, request: InferenceRequest, candidates: Candidates, /
+    ) -> Mapping[str, Floats]:
+        """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
+
+        The parts of the prefill are 0 for the way to have the prompt that takes longer.
+        """
+        parts = dict(self._added.cost_parts(request, candidates))
         speed = candidates.prefill_tokens_per_s
         # A decode step has room for some prompt tokens, which delay nobody.
         share = np.fmax(0.0, 1.0 - STEP_TOKENS / np.fmax(parts["prefill"] * speed, 1.0))
-        prefill_s = _sum_of(parts, "queue", "prefill", "first token weight")
-        prefill_s += parts["delay of others"] * share
-        again_s = parts["prefill"]
+        parts["delay of others"] *= share
         peer = candidates.peer_candidates
-        if peer is not None and rule.link_bytes_per_s:
-            moved_s = candidates.uncached_tokens * rule.transfer_s_per_token
-            moved_s *= 1.0 + np.nan_to_num(waiting)
-            remote_s = self._prefill_s(request, peer)
-            remote_s = np.maximum(remote_s, parts["queue"]) + moved_s
-            weight = added.first_token_weight * remote_s**2 / (remote_s + HALF_WEIGHT_S)
-            prefill_s = np.minimum(prefill_s, remote_s + weight)
-            again_s = np.minimum(again_s, moved_s)
-        cost = _sum_of(parts, "decoding", "memory", "adapter") + prefill_s
-        cost += added.eviction_cost * again_s
-        return scores_of_cost(cost)
+        if peer is None or not self.rule.link_bytes_per_s:
+            return parts
+        return self._with_remote_prefill(parts, request, candidates, peer)
+
+    def _with_remote_prefill(
+        self,
+        parts: dict[str, Floats],
+        request: InferenceRequest,
+        candidates: Candidates,
+        peer: Candidates,
+    ) -> dict[str, Floats]:
+        """Return `parts` with the parts of a remote prefill at `peer`, at those candidates where it
+        takes less time.
+        """
+        added = self._added
+        waiting = candidates.engine_load().waiting_requests
+        moved_s = candidates.uncached_tokens * self.rule.transfer_s_per_token
+        moved_s *= 1.0 + np.nan_to_num(waiting)
+        prefill_s = np.maximum(self._prefill_s(request, peer), parts["queue"])
+        remote_s = prefill_s + moved_s
+        weight = added.first_token_weight * remote_s**2 / (remote_s + HALF_WEIGHT_S)
+        there = remote_s + weight < _sum_of(parts, *_OF_OWN_PREFILL)
+        again_s = np.minimum(parts["prefill"], moved_s)
+        for name in _OF_OWN_PREFILL:
+            parts[name] = np.where(there, 0.0, parts[name])
+        parts["first token weight"] += np.where(there, weight, 0.0)
+        parts["evictions"] = added.eviction_cost * again_s
+        parts["remote prefill"] = np.where(there, prefill_s, 0.0)
+        parts["KV transfer"] = np.where(there, moved_s, 0.0)
+        return parts
 
     def _prefill_s(self, request: InferenceRequest, peer: Candidates) -> Floats:
         """Return float64[1]: the time in seconds until the prefill endpoint `peer` has computed the

@@ -57,6 +57,17 @@ class Admission:
                 return False
         return not self.may_hold or not self.holds(request, now)
 
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        """Return the mean load of the endpoints of the fullest stage of `request`; 1.0 without
+        endpoints or without flow control.
+        """
+        gate = self._state.gate
+        if gate is None:
+            return 1.0
+        stages = self.of_stages(request, now)
+        loads = [float(gate.load(stage, some).mean()) for stage, some in stages if len(some)]
+        return max(loads, default=1.0)
+
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
         """Return a phrase about the endpoints that have no room for `request`."""
         gate, pool = self._state.gate, self._state.pool

@@ -320,6 +320,14 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @cached_property
+    def reads_peer(self) -> bool:
+        """Return whether a scorer that computes costs may read the endpoint of another stage."""
+        reads = [
+            one.plugin.abilities.reads for one in self.scorers if one.plugin.abilities.tells_cost
+        ]
+        return any(names is None or "peer_candidates" in names for names in reads)
+
+    @cached_property
     def holders(self) -> tuple[tuple[str, HoldsRequests], ...]:
         """Return (name, filter) for each filter that can delay requests."""
         return tuple(

@@ -187,6 +187,11 @@ class Scheduler:
         staleness, age_s_max = None, self.settings.metrics_staleness_s
         if not self.pool.all_observed_since(now - age_s_max):
             staleness = Staleness(age_s_max, columns.unreachable)
+        admitter = self.settings.admitter
+        if request.priority < 0 and admitter is not None:
+            refused = admitter.refusal(candidates, self._random)
+            if refused is not None:
+                return refused
         if not self._alone:
             offer = Offer(offered, candidates, affinities, staleness, rotation, now)
             staged = self._staged.schedule(request, offer, self.shadow)

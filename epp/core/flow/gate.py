@@ -18,6 +18,7 @@ from epp.core.flow.ceilings import CeilingPolicy, StaticCeiling
 from epp.core.flow.detectors import Detector, RoomDetector
 from epp.core.flow.rooms import NO_SPARE, Rooms, Spare
 from epp.core.flow.settings import FlowSettings
+from epp.core.flow.shares import FlowShares
 from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import Lease
 from epp.core.prompt.request import InferenceRequest
@@ -27,11 +28,16 @@ from epp.core.types import EndpointMetrics, Seconds, Stage
 class Gate:
     """The estimate of flow control of how much room the endpoints have."""
 
-    def __init__(self, settings: FlowSettings, columns: Columns) -> None:
-        self.rooms = Rooms(columns)
+    def __init__(
+        self, settings: FlowSettings, columns: Columns, shares: FlowShares | None = None
+    ) -> None:
+        self._shares = shares or FlowShares()
+        self.rooms = Rooms(columns, self._shares)
         self.saturation = 0.0
         """Mean load of the endpoints at the last look; above 1 if they are overloaded."""
         self._priorities: frozenset[int] = frozenset()
+        self._loads_heard = 0
+        """Number of reports of peers at the last look."""
         self._spare = NO_SPARE
         self._endpoints = 0.0
         """Number of open endpoints at the last look, minus what may have been filled since."""
@@ -59,11 +65,13 @@ class Gate:
         """Return whether some endpoint has room for `request`; False means unknown."""
         spare = self._spare
         share = spare.per_request + spare.per_token * request.prompt_tokens
-        return self._endpoints > share and request.subset is None
+        known = self._loads_heard == self._shares.loads_heard
+        return known and self._endpoints > share and request.subset is None
 
     def none_full(self, request: InferenceRequest) -> bool:
         """Return whether every endpoint has slots and KV cache for `request`; False means unknown."""
-        return self._requests >= 1.0 and self._tokens >= request.prompt_tokens
+        known = self._loads_heard == self._shares.loads_heard
+        return known and self._requests >= 1.0 and self._tokens >= request.prompt_tokens
 
     def has_room(
         self, stages: Iterable[tuple[Stage | None, Candidates]], request: InferenceRequest
@@ -135,9 +143,11 @@ class Gate:
         rooms, spare = self.rooms, self._spare
         rooms.sent(lease)
         tokens = lease.uncached_tokens + rooms.answer_tokens
-        self._endpoints -= spare.per_request + spare.per_token * tokens
-        self._requests -= 1.0
-        self._tokens -= tokens
+        # Each peer may have sent as much.
+        pickers = self._shares.pickers
+        self._endpoints -= pickers * (spare.per_request + spare.per_token * tokens)
+        self._requests -= pickers
+        self._tokens -= pickers * tokens
 
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
@@ -148,6 +158,7 @@ class Gate:
         self._spare = spare
         self._endpoints = spare.endpoints
         self._requests, self._tokens = spare.requests, spare.tokens
+        self._loads_heard = self._shares.loads_heard
 
     def why_full(self, candidates: Candidates, name_of: Callable[[int], str]) -> str:
         """Return a phrase about the load of `candidates`; `name_of` returns the name of an endpoint

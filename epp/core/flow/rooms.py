@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
+from epp.core.flow.shares import FlowShares
 from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Lease
 from epp.core.types import EndpointMetrics, Seconds
@@ -40,15 +41,16 @@ INTERVAL_S_MAX: Final = 2.0
 
 _ROWS: Final = (
     *("slots", "queue", "others", "sent_tokens", "sent_requests", "page_at_s", "interval_s"),
-    *("queued_running", "others_before"),
+    *("queued_running", "others_before", "untold", "untold_tokens"),
 )
 """Names of what is stored of each endpoint. `queued_running` is the number of running requests on
 the last page if it showed a queue, else NaN. `others_before` are the requests of other clients by
-the last page alone.
+the last page alone. `untold` and `untold_tokens` are the requests and their uncached tokens that
+were sent since this picker last reported its load to its peers.
 """
-_SLOTS, _QUEUE, _OTHERS, _SENT_TOKENS, _SENT, _PAGE_AT, _INTERVAL, _RUNNING, _BEFORE = range(
-    len(_ROWS)
-)
+_SLOTS, _QUEUE, _OTHERS, _SENT_TOKENS, _SENT, _PAGE_AT, _INTERVAL, _RUNNING, _BEFORE = range(9)
+_UNTOLD: Final = 9
+_UNTOLD_TOKENS: Final = 10
 
 
 class RoomOf(Struct, frozen=True, kw_only=True):
@@ -108,8 +110,11 @@ NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0)
 class Rooms:
     """The learned room of each endpoint, by slot of the pool."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, shares: FlowShares | None = None) -> None:
         self._columns = columns
+        self._shares = shares or FlowShares()
+        self._reports = 0
+        """Number of reports to peers when `untold` began."""
         self._rows: Floats = np.empty((len(_ROWS), 0))
         self.answer_tokens = float(OUTPUT_TOKENS_ESTIMATE)
         """Expected number of tokens of an answer."""
@@ -132,16 +137,16 @@ class Rooms:
             rows[_RUNNING, slot] = running if waiting > 0.0 else math.nan
             # The page is older than the own counts. A request that has ended since looks like that
             # of another client, but only on one page.
-            others = max(0.0, running + waiting - self._columns.inflight_requests.item(slot))
+            others = max(0.0, running + waiting - self._inflight(slot))
             rows[_OTHERS, slot] = min(others, known[_BEFORE])
             rows[_BEFORE, slot] = others
         # As many as were sent between two pages may wait: the engine took them in that time.
-        rows[_QUEUE, slot] = max(QUEUE_MIN, known[_SENT])
+        rows[_QUEUE, slot] = max(QUEUE_MIN, known[_SENT] * self._shares.pickers)
         rows[_SENT_TOKENS, slot] = rows[_SENT, slot] = 0.0
         rows[_PAGE_AT, slot] = now
         rows[_INTERVAL, slot] = min(max(now - known[_PAGE_AT], INTERVAL_S_MIN), INTERVAL_S_MAX)
         columns = self._columns
-        requests = columns.inflight_requests.item(slot) + rows.item(_OTHERS, slot)
+        requests = self._inflight(slot) + rows.item(_OTHERS, slot)
         spare = rows.item(_SLOTS, slot) + rows.item(_QUEUE, slot) - requests
         capacity = columns.kv_capacity_tokens.item(slot)
         free = (1.0 - metrics.kv_cache_usage) * capacity
@@ -159,6 +164,10 @@ class Rooms:
         answer = self.answer_tokens if limit is None else min(self.answer_tokens, limit)
         rows[_SENT_TOKENS, slot] += lease.uncached_tokens + answer
         rows[_SENT, slot] += 1.0
+        if self._shares.pickers > 1:
+            self._begin_untold()
+            rows[_UNTOLD, slot] += 1.0
+            rows[_UNTOLD_TOKENS, slot] += lease.uncached_tokens
 
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
@@ -180,6 +189,21 @@ class Rooms:
         tokens = known[_SENT_TOKENS] - sent * self.answer_tokens
         mean = np.maximum(tokens, 1.0) / np.maximum(sent, 1.0)
         found: Floats = np.minimum(sent, np.ceil(pending / np.maximum(mean, 1.0)))
+        # Each peer may have sent as many.
+        return self._shares.pickers * found
+
+    @property
+    def pickers(self) -> int:
+        """Return the number of pickers that use the endpoints, as far as they are heard."""
+        return self._shares.pickers
+
+    def divided_requests(self, candidates: Candidates) -> Floats:
+        """Return float64[n]: the requests at each candidate, with which this picker leaves its peers
+        their shares of the room.
+        """
+        requests = candidates.inflight_requests.astype(np.float64)
+        none = np.zeros(len(candidates))
+        found, _ = self._divided(candidates, requests, none, none, self.pickers - 1)
         return found
 
     def spare(self, candidates: Candidates) -> tuple["Spare", Bools]:
@@ -231,7 +255,7 @@ class Rooms:
         prefill tokens and their maximum, float64[n] each.
         """
         known = self._known(candidates)
-        slots, queue, others, sent_tokens, _, _, interval_s, _, _ = known
+        slots, queue, others, sent_tokens, _, _, interval_s, *_ = known
         requests = candidates.inflight_requests + others
         capacity = candidates.kv_capacity_tokens
         growing = np.fmax(candidates.running_requests, 0.0) * (self.answer_tokens / 2.0)
@@ -239,7 +263,59 @@ class Rooms:
         pending = candidates.inflight_prefill_tokens
         speed = self._columns.prefill_drain_tokens_per_s[candidates.slot]
         pending_max = speed * interval_s
+        peers = self._shares.pickers - 1
+        if peers:
+            kv = kv + peers * sent_tokens / capacity
+            pending_max *= self._speed_ratio(candidates, requests)
+            requests, pending = self._divided(candidates, requests, others, pending, peers)
         return slots, queue, requests, kv, pending, np.maximum(pending_max, 1.0)
+
+    def _speed_ratio(self, candidates: Candidates, requests: Floats) -> Floats:
+        """Return float64[n], at least 1: the estimated prefill speed of each candidate divided by
+        the speed that was measured with the requests of this picker, which are some of `requests`.
+
+        The engine computes the prompts of all pickers in turn. Its speed is at most the configured
+        one, unless the picker measured a higher one.
+        """
+        own = np.maximum(self._columns.inflight_requests[candidates.slot], 1)
+        measured = self._columns.prefill_drain_tokens_per_s[candidates.slot]
+        most = candidates.prefill_tokens_per_s / measured
+        ratio: Floats = np.maximum(np.minimum(requests / own, most), 1.0)
+        return ratio
+
+    def _divided(
+        self,
+        candidates: Candidates,
+        requests: Floats,
+        others: Floats,
+        pending: Floats,
+        peers: int,
+    ) -> tuple[Floats, Floats]:
+        """Return the requests and the pending prefill tokens with which this picker leaves its peers
+        their shares of the room, float64[n] each.
+        """
+        self._begin_untold()
+        untold, untold_tokens = self._rows[_UNTOLD:, candidates.slot]
+        waiting = self._shares.pickers_waiting
+        own = self._columns.inflight_requests[candidates.slot]
+        return (
+            np.maximum(requests + peers * untold, waiting * own + others),
+            np.maximum(pending + peers * untold_tokens, waiting * candidates.own_prefill_tokens),
+        )
+
+    def _inflight(self, slot: int) -> float:
+        """Return the number of requests of this picker and its peers at the endpoint in `slot`."""
+        columns = self._columns
+        own = columns.inflight_requests.item(slot)
+        if columns.peers is None:
+            return float(own)
+        return float(own + columns.peers.requests(np.array([slot]), len(columns)).item(0))
+
+    def _begin_untold(self) -> None:
+        """Forget what was sent before the last report to peers, which know it now."""
+        if self._reports != self._shares.reports:
+            self._reports = self._shares.reports
+            self._rows[_UNTOLD:] = 0.0
 
     def _known(self, candidates: Candidates) -> Floats:
         slot = candidates.slot
@@ -257,7 +333,7 @@ class Rooms:
 
 
 _UNKNOWN: Final = np.array(
-    [SLOTS_ASSUMED, QUEUE_MIN, 0.0, 0.0, 0.0, -math.inf, INTERVAL_S_MAX, math.nan, 0.0]
+    [SLOTS_ASSUMED, QUEUE_MIN, 0.0, 0.0, 0.0, -math.inf, INTERVAL_S_MAX, math.nan, 0.0, 0.0, 0.0]
 )
 
 

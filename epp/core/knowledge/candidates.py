@@ -727,6 +727,15 @@ class Candidates:
         return left
 
     @property
+    def own_prefill_tokens(self) -> Floats:
+        """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
+        columns, tokens = self._columns, self.inflight_prefill_tokens
+        if columns.peers is None:
+            return tokens
+        speed = columns.prefill_drain_tokens_per_s[self._slot]
+        return tokens - columns.peers.prefill_tokens(self._slot, self._now, speed)
+
+    @property
     def prefill_tokens_per_s(self) -> Floats:
         """Return float64[n], above 0: the configured prefill speed of each candidate in tokens per
         second.

@@ -72,6 +72,8 @@ class Ending(StrEnum):
     ERROR = "error"
     UNSEEN = "unseen"
     """The gateway does not show responses to the picker, so that the request may still run."""
+    EVICTED = "evicted"
+    """The picker refused the request after it was placed and before its response."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True, gc=False):

@@ -34,6 +34,9 @@ In full duplex, Envoy has no timeout for a header answer that is held. In the ot
 the gateway ends waits all the same, always after the same time, later requests are refused a little
 earlier than that.
 
+A request of priority below 0 may be evicted after it was placed, as long as its gateway is known to
+send response headers and these have not come: `evicted` then refuses it and ends its lease.
+
 A body with a content encoding is decoded while it arrives, a bounded amount in each turn of the
 event loop (`core/prompt/encodings`). While `undecoded` is true, the driver of the stream calls
 `carry_on` in later turns. If the body is already complete, the stream is WAITING too. The endpoint
@@ -58,6 +61,7 @@ from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field, structs
 
+from epp.core.decision.account import Queued
 from epp.core.decision.explaining import Explained, explained, explaining_headers
 from epp.core.decision.inputs import (
     LoadReported,
@@ -67,6 +71,7 @@ from epp.core.decision.inputs import (
     ServedBy,
 )
 from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.flow.eviction import Running
 from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, Outcome
 from epp.core.knowledge.load_report import (
     LOAD_REPORT_FORMAT,
@@ -237,6 +242,10 @@ class Exchange(Struct, eq=False):
     request: InferenceRequest | None = None
     request_bytes: int = 0
     decision: Decision | None = None
+    queued: Queued | None = None
+    """Wait in the queue of a request that was refused there, or None. A placed request has it in its
+    decision record.
+    """
     endpoint: Endpoint | None = None
     """Endpoint that received the request, or None if it is unknown or no longer in the pool."""
     unseen_body: BodyMode | None = None
@@ -373,6 +382,8 @@ class Session:
     # Every stream begins with these values, and most streams change few of them.
 
     resume: Resume | None = None
+    evict: Callable[[Refusal], None] | None = None
+    """Function that calls `evicted` and sends its answers, or None if requests are not evicted."""
     waited_s: Seconds = 0.0
     """Seconds that the first message had waited in the picker when it was received. The time of the
     request starts that much earlier.
@@ -401,6 +412,8 @@ class Session:
     _wait: Wait | None = None
     _place_in_queue: Place | None = None
     """Place of the request in the queue, also after it was placed; None if it did not wait there."""
+    _running: Running | None = None
+    """Registration at the queue of a request that may be evicted, or None if it may not be."""
     _pending: _Pending | None = None
     _held_bytes = 0
     _explained: Explained | None = None
@@ -557,6 +570,8 @@ class Session:
         self._pending = None
         if isinstance(resolution, Refusal):
             self._exchange.answered_at_s = now
+            if self._queue is not None and self._place_in_queue is not None:
+                self._exchange.queued = self._queue.wait_of(self._place_in_queue, now)
             return self._refuse(resolution)
         if isinstance(resolution, Decision):
             self._exchange.answered_at_s = now
@@ -569,6 +584,18 @@ class Session:
         for event in held:
             answers += self.receive(event, now)
         return answers
+
+    def evicted(self, refusal: Refusal, now: Seconds) -> list[Answer]:
+        """End the placed request with `refusal`, and return the answer to send. The result is empty,
+        and nothing happens, if its response has begun or it has ended.
+        """
+        if self._phase is not Phase.ROUTED or self.finished:
+            return []
+        self._phase = Phase.ENDED
+        self.finished = True
+        self._let_go()
+        self._complete(Ending.EVICTED, now)
+        return [refusing(refusal, self._request_id())]
 
     def carry_on(self, now: Seconds) -> list[Answer]:
         """Decode more of the request body, and return the answers to send, in order.
@@ -748,6 +775,8 @@ class Session:
         self._gateway.sends_response_headers = True
         self._learn_modes(event.modes)
         self._phase = Phase.RESPONDING
+        if self._running is not None:
+            self._keep()
         self._end_wait()
         self._let_go()
         exchange = self._exchange
@@ -1080,6 +1109,8 @@ class Session:
         self._phase = _ROUTED
         self._request_ended = True
         self._observer.decided(exchange)
+        if request.priority < 0 and self._queue is not None:
+            self._offer(self._queue, decision)
         return pending.answers(self._destination(decision, request, pending.changed_body))
 
     # The queue.
@@ -1104,7 +1135,21 @@ class Session:
         self._wait = self._place_in_queue = entered
         if not timed:
             return []
-        return [TimeoutAnswer(min(queue.wait_s_max or TIMEOUT_S_MAX, TIMEOUT_S_MAX))]
+        longest_s = queue.longest_wait_s(request.priority)
+        return [TimeoutAnswer(min(longest_s or TIMEOUT_S_MAX, TIMEOUT_S_MAX))]
+
+    def _offer(self, queue: FlowQueue, decision: Decision) -> None:
+        """Let `queue` evict the request of `decision` until its response begins. The picker must see
+        that, so the gateway must be one that sends response headers.
+        """
+        if self.evict is not None and self._gateway.sends_response_headers:
+            self._running = queue.placed(decision, self.evict)
+
+    def _keep(self) -> None:
+        """Protect the request against eviction, because its response begins or it ends."""
+        if self._running is not None and self._queue is not None:
+            self._queue.spare(self._running)
+            self._running = None
 
     def _note_cut(self, now: Seconds) -> None:
         """Note that the stream ended while the request waited in the queue."""
@@ -1245,6 +1290,8 @@ class Session:
 
     def _complete(self, ending: Ending, now: Seconds) -> None:
         self._completed = True
+        if self._running is not None:
+            self._keep()
         decision = self._exchange.decision
         assert decision is not None
         usage = self._exchange.usage

@@ -764,10 +764,10 @@ class _Connection(asyncio.Protocol):
         # The call refers to its stream. Without this, both would keep the request in memory until
         # the garbage collector runs.
         call, stream.call = stream.call, _OVER
-        call.closed(status or CANCELLED)
+        waited = call.closed(status or CANCELLED)
         if stream.answered:
             self._resets = 0
-        elif status is None:
+        elif status is None and not waited:
             self._reset_unanswered()
 
     def _reset_unanswered(self) -> None:

@@ -3,10 +3,12 @@
 import pytest
 from msgspec import structs
 
-from epp.configuration.config import STAGED_DEFAULT_CONFIG
-from sim.cluster.links import LINKS, KVTransferSettings
+from epp.configuration.defaults import default_with_stages
+from epp.core.types import Stage
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.policies import PolicySource, SchedulerPolicy
 from sim.cluster.simulated_request import Fate
+from sim.engine.links import LINKS
 from tests.core.decision.staged import ROLE
 from tests.core.journal.test_staged_reenactment import ALWAYS
 from tests.sim.made import arrival, arrivals, cluster, kind
@@ -111,7 +113,9 @@ def test_the_default_by_role_prefills_long_prompts_elsewhere_and_short_ones_not(
         arrival(40 + at, time_s=2.0 + at, prompt_tokens=tokens)
         for at, tokens in enumerate((8_000, 64))
     ]
-    requests = served_by_role([*busy, *late], ("prefill", "decode"), text=STAGED_DEFAULT_CONFIG)
+    requests = served_by_role(
+        [*busy, *late], ("prefill", "decode"), text=default_with_stages({Stage.PREFILL}).text
+    )
     assert {request.fate for request in requests} == {Fate.COMPLETE}
     by_index = {request.arrival.index: request for request in requests}
     assert by_index[40].handover is not None

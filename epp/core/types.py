@@ -49,6 +49,13 @@ class Stage(StrEnum):
     """Encoding of images, audio and video."""
 
 
+DECODE: Final = Stage.DECODE
+ENCODE: Final = Stage.ENCODE
+"""`DECODE` and `ENCODE` are members of `Stage` for code that every request runs. Up to Python 3.11,
+reading a member from an enum class takes ten times as long as reading a constant.
+"""
+
+
 CORE_EXTRACTOR: Final = "core-metrics-extractor"
 """Name of the producer of endpoint attributes that applies if a configuration names none."""
 NO_ATTRIBUTES: Final[Mapping[str, float]] = MappingProxyType({})

@@ -7,6 +7,7 @@ scorer that fails gives every candidate an unknown score. If the picker fails, t
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from operator import mul
 from random import Random
 from typing import Final, cast
 
@@ -218,8 +219,8 @@ class Scored(Struct, frozen=True, gc=False):
 
     def parts_of(self, position: int) -> list[float]:
         """Return the weighted score of the candidate at `position` by each scorer."""
-        parts: list[float] = (self.scores[:, position] * self.weights).tolist()
-        return parts
+        # A profile has few scorers, so that Python multiplies in half the time of numpy.
+        return list(map(mul, self.scores[:, position].tolist(), self.weights.tolist()))
 
 
 class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):

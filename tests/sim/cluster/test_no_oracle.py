@@ -92,7 +92,7 @@ SEEN_OF_CANDIDATES = {
 METHODS = {
     "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "attribute", "named",
     "name_of", "numbers_of", "inflight_requests_of", "all_observed_within", "engine_load",
-    "matched_most", "near", "prefill_numbers_of",
+    "matched_most", "near", "prefill_numbers_of", "request_load",
 }  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",

@@ -73,7 +73,7 @@ VARIANTS = {
 
 SELECTING = {
     "label-selector-filter", "by-label-selector", "by-label", "decode-filter", "prefill-filter", "encode-filter",
-    "endpoint-attribute-filter", "utilization-filter",
+    "endpoint-attribute-filter", "utilization-filter", "dynamo-busy-filter",
 }  # fmt: skip
 """They select, so they may select nobody."""
 

@@ -6,10 +6,12 @@ picker's prediction for each request is compared with that count, with and witho
 `correctByEngine`. The engine reports its cache size or not, and prompts are token ids or text in
 which each byte is one token.
 
-The first requests are 300 recorded from a real vLLM, which were used while the rule of correction
-was chosen. The others were not: chats of another kind, one seed for each pool size, for the model
-of that engine's block pool. This model finds what the recorded engine found in 300 of 300 requests
-(`sim validate`).
+Each combination is measured on two sets of requests. The set `recorded` has 300 requests with the
+counts of a real vLLM; the rule of correction was chosen with it. The set `chats` was not used for
+that choice: it has generated conversations for five cache sizes, one seed for each size, and the
+counts of a simulated engine. For the recorded requests, the simulated engine gives the counts of
+the real one in 300 of 300 cases (`sim validate`). The first 100 requests of each run are not
+compared.
 """
 
 from collections.abc import Iterator, Sequence

@@ -43,7 +43,9 @@ API_VERSIONS: Final = ("llm-d.ai/v1", API_VERSION)
 API_VERSION_DEPRECATED: Final = "inference.networking.x-k8s.io/v1alpha1"
 
 PARSERS: Final = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
-"""Types of all request parsers, in the order in which llm-d-router tries them."""
+"""Values of `type` of all plugins that parse requests, in the order in which llm-d-router tries
+them. All are in use if the configuration names none.
+"""
 
 _SPEC: Final = re.compile(r"[A-Za-z_:][\w:]*(?:\{([^{}]*)\})?", re.ASCII)
 _LABEL: Final = re.compile(r"\s*[A-Za-z_]\w*\s*=\s*(?:\"[^\",]*\"|[^\",]*)", re.ASCII)

@@ -91,8 +91,12 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Decided(Struct, frozen=True, gc=False, array_like=True):
-    """The recorded data of a routing decision, without its request and its lease. The endpoint is the
-    one to which the gateway sends the request.
+    """The part of a routing decision that the journal stores: the names, scores and loads of
+    the chosen endpoint and the runner-up, and facts about the request and the candidates. The
+    prompt, the headers and the lease are not stored.
+
+    The endpoint is that to which the gateway sends the request. If other endpoints work on the
+    prefill or encode stages, their data is in `earlier`.
     """
 
     number: int

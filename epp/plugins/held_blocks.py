@@ -1,5 +1,5 @@
-"""Prompts as lists of block hashes, and an index of the blocks of the prompts that were routed to
-each slot.
+"""A conversion of prompts to lists of block hashes for plugins that keep an index of their own, and
+a class that counts the blocks of the prompts that a plugin added at each slot.
 """
 
 from collections.abc import Sequence

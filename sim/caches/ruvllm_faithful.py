@@ -52,9 +52,9 @@ class RuvllmFaithful(RuvllmParameters, frozen=True):
 
     The proposal's program listing is corrected here in two points: stored data counts towards the
     memory in use, to which the listing never adds it (`memory_usage_bytes`), and the listing's
-    loop, which compares every edge after the first with the wrong tokens, is not reproduced. A
-    stored prompt in use is not evicted (`ref_count` of the listing). The proposal's parameter
-    `max_entries` has no effect, because its listing never uses it.
+    loop, which compares every edge after the first with the wrong tokens, is not reproduced.
+    A stored prompt is not evicted while a request uses it, as `ref_count` in the listing ensures.
+    The proposal's parameter `max_entries` has no effect, because its listing never uses it.
     """
 
     type_name: ClassVar[str] = "ruvllm-faithful"

@@ -36,7 +36,9 @@ class PodCount:
         self.pods = pods
 
     def totals(self) -> PodTotals:
-        """Return the numbers of pods and the pod-hours from the start of the run until now."""
+        """Return the minimum, maximum and mean number of pods, and the pod-hours, from the start of
+        the run until now.
+        """
         lowest, highest = self._settle()
         now = self._loop.now
         return PodTotals(

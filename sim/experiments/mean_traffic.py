@@ -20,8 +20,8 @@ from sim.engine.profiles import Profile
 LONGEST: Final = 8.0
 """Maximum length of a prompt or an output, as a multiple of the mean."""
 _LONGEST_MIN: Final = 1.5
-"""Smallest accepted maximum length, as a multiple of the mean. If prompts or outputs were limited
-to less, hardly any length would exceed the mean.
+"""Smallest accepted maximum length of a request, as a multiple of the mean. If requests were
+limited to less, hardly any length would exceed the mean.
 """
 REQUESTS_WANTED: Final = 2_000
 _DURATION_S_MIN: Final[Seconds] = 120.0
@@ -54,7 +54,8 @@ class MeanTraffic(Struct, frozen=True, kw_only=True):
         """Return the traffic as an inference-perf workload file in YAML. Lengths are limited so
         that every request fits into the context and the KV cache of each profile.
 
-        Raises `MeanTrafficError` if requests of the mean length do not fit.
+        Raises `MeanTrafficError` if a profile does not allow requests of 1.5 times the mean length,
+        prompt and output together.
         """
         longest = self._longest(profiles)
 
@@ -82,8 +83,9 @@ class MeanTraffic(Struct, frozen=True, kw_only=True):
             limit = min(profile.max_model_len_tokens, profile.kv_tokens)
             if limit < _LONGEST_MIN * tokens:
                 raise MeanTrafficError(
-                    f"a request of {tokens:,} tokens on average does not fit {profile.name}, which "
-                    f"takes {limit:,} tokens; expected at most {int(limit / _LONGEST_MIN):,}"
+                    f"a mean of {tokens:,} tokens a request is too large for {profile.name}: its "
+                    f"maximum, {limit:,} tokens, must be at least {_LONGEST_MIN:g} times the mean; "
+                    f"expected a mean of at most {int(limit / _LONGEST_MIN):,} tokens"
                 )
         limits = (min(one.max_model_len_tokens, one.kv_tokens) for one in profiles)
         return min(LONGEST, min(limits) / tokens)

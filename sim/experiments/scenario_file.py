@@ -153,7 +153,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     def check(self, *, kinds: Sequence[PodKind], pickers: int) -> None:
         """Raise `ClusterSettingsError` if the scenario refers to a pod or picker that does not
-        exist, or has too many pods. The message does not name the file.
+        exist, has too many pods, or has several autoscalers for one pod. The message does not name
+        the file.
 
         `kinds` are the pods at the start of the run, and `pickers` is the number of pickers.
         """
@@ -162,9 +163,11 @@ class Scenario(Struct, frozen=True, kw_only=True):
         for autoscaler in self.autoscalers:
             autoscaler.check(kinds)
         for pod in kinds:
-            if sum(one.scales(pod) for one in self.autoscalers) > 1:
+            scaling = sum(one.scales(pod) for one in self.autoscalers)
+            if scaling > 1:
                 raise ClusterSettingsError(
-                    f"[[autoscaler]]: expected one for each pod, got two for pods with {pod.labels}"
+                    f"[[autoscaler]]: expected at most one for each pod, got {scaling} for pods with "
+                    f"the labels {pod.labels}"
                 )
         joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
         if pods + joining > PODS_MAX:

@@ -42,7 +42,9 @@ _LIMITS: Final[dict[str, tuple[str, ...]]] = {
     "/v1/responses": ("max_output_tokens",),
     "/inference/v1/generate": ("max_tokens", "min_tokens"),
 }
-"""Members that limit the answer, by the path of requests that may be disaggregated."""
+"""Members that limit the length of an answer, by request path. The sidecar sets them to 1 in
+requests to prefill and encode pods. It passes requests with other paths to its own engine only.
+"""
 _PARAMETERS_PATH: Final = "/inference/v1/generate"
 """Path whose requests have the limits in the member `sampling_params`."""
 _REMOTE_DECODE: Final = {

@@ -435,8 +435,10 @@ def foot(assumptions: Sequence[AssumptionSummary]) -> str:
     )
 
 
-def windows_sentence(runs: Sequence[NamedRun]) -> str:
-    """Return sentences about the parts of the runs that the figures exclude (warm-up and drain)."""
+def excluded_sentences(runs: Sequence[NamedRun]) -> str:
+    """Return sentences about the parts of the runs that the figures exclude (warm-up and drain), and
+    the definitions of ITL and stall.
+    """
     warm_up = max(one.run.window.warm_up_s for one in runs)
     drain = max(one.run.window.drain_s for one in runs)
     first = (

@@ -30,6 +30,7 @@ from sim.reports.charts import (
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
+    excluded_sentences,
     foot,
     limit,
     markdown_table,
@@ -39,7 +40,6 @@ from sim.reports.report import (
     table,
     varied_sentences,
     warnings_of,
-    windows_sentence,
 )
 
 USED_MAX: Final = 50.0
@@ -497,7 +497,7 @@ def _basis(summary: SizeSummary) -> list[str]:
             "rate."
         )
     if summary.runs:
-        told.append(f"{varied_sentences(summary)} {windows_sentence(summary.runs)}")
+        told.append(f"{varied_sentences(summary)} {excluded_sentences(summary.runs)}")
         told.append(_judged(summary))
         told.append(
             "A bound is kept if its 95 % limit is within the bound. One more replay with "

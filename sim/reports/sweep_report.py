@@ -19,6 +19,7 @@ from sim.reports.compare_report import not_complete, shown
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
+    excluded_sentences,
     foot,
     markdown_table,
     number,
@@ -26,7 +27,6 @@ from sim.reports.report import (
     targets,
     varied_sentences,
     warnings_of,
-    windows_sentence,
 )
 
 _REACHED: Final = 0.95
@@ -166,7 +166,7 @@ def _basis(summary: SweepSummary) -> str:
         )
     told += (
         f" A request is within targets with {targets(points[0].goodput)}. "
-        f"{windows_sentence(summary.runs)}"
+        f"{excluded_sentences(summary.runs)}"
     )
     lines = max(point.bad_lines for point in points)
     if lines:

@@ -114,7 +114,8 @@ def meaning_of(names: Sequence[str], told: Mapping[str, str]) -> Meaning:
 
 
 def check_meaning(meaning: Meaning, names: Sequence[str], *, times_needed: bool) -> None:
-    """Raise `FieldError` if no column has the times, the prompt tokens or the output tokens.
+    """Raise `FieldError` if no column is known to have the times, the prompt tokens or the output
+    tokens, neither by its name in `names` nor by `--columns`.
 
     Traces with prompts as text need none of them, and `times_needed` is False if requests are sent
     at a constant rate.
@@ -130,8 +131,8 @@ def check_meaning(meaning: Meaning, names: Sequence[str], *, times_needed: bool)
             or_else = ", or send the requests at a constant rate with --rate-per-s"
         raise FieldError(
             "",
-            f"Expected a column of {called}, found {listed(names)}: "
-            f"name it with --columns {what}=NAME{or_else}",
+            f"Expected a column with a known name for {called}, found {listed(names)}: "
+            f"name the column with --columns {what}=NAME{or_else}",
         )
 
 

@@ -78,7 +78,9 @@ class _Lines:
                 yield self._ended(event)
 
     def rest(self) -> Iterator[CaptureLine]:
-        """Yield the capture lines of all requests that have not ended."""
+        """Yield the unfinished capture line of each request whose end was not among the events so
+        far, and forget these requests.
+        """
         for number in tuple(self._open):
             yield self._unfinished(number)
 

@@ -24,8 +24,8 @@ rank is recorded twice: for the endpoint, like decisions without a rank, and for
 
 **A match is never too long.** An engine computes the last block of a wholly cached prompt again. It
 uses a block of its own wholly or not at all. A hybrid model needs all its groups at the same
-position. Each match is cut accordingly. A block in a tier other than the device counts by the
-weight of the tier.
+position. Each match is cut accordingly. A block counts by the weight of its tier, which is 1 for
+the device unless the configuration says otherwise.
 
 **Memory.** A bit belongs to a mirror and not to an endpoint. After a restart, the endpoint gets
 another bit at once, and the old rows are swept out in small steps. Above the memory limit, a rank
@@ -676,10 +676,14 @@ class ExactIndex:
         alive: int,
         at_of: Sequence[int] | Mapping[int, int],
     ) -> None:
-        """Raise each of `depths` to the number of leading `keys` that its place (an engine rank)
-        reported as cached. Only places with a bit in `alive` count.
+        """Raise each of `depths` to the match of its place (an engine rank): the number of leading
+        `keys` that the place reported as cached, weighted by tier and rounded down. Only places
+        with a bit in `alive` count.
 
-        `at_of` gives the position in `depths` of each place, by the place's number.
+        A match is cut to whole blocks of the engine, and to a position that all cache groups of a
+        hybrid model have. `at_of` gives the position in `depths` of each place, by the place's
+        number. `number` is the position of the prompt with these keys in `request`, and `tokens`
+        the length of that prompt.
         """
         found, lost = self._rows.walk(keys, alive)
         steps: Sequence[int] = ()

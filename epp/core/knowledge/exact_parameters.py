@@ -17,7 +17,9 @@ BLOCK_TOKENS: Final = 16
 """Default number of tokens in a block, as in the reference picker (llm-d-router)."""
 BLOCK_TOKENS_ADVISED: Final = 32
 UNLISTED_WEIGHT: Final = 0.5
-"""Weight of a block in a tier that is neither the device nor listed in the configuration."""
+"""Default of `kvCacheDefaultBackendWeight`: the weight of a block in a tier that is neither the
+device nor listed in `kvCacheBackendConfigs`.
+"""
 
 ROW_BYTES: Final = 92
 """Memory in bytes of one entry of a table of the exact prefix index: of a key with the ranks that
@@ -57,7 +59,9 @@ class TokenProcessorConfig(Parameters, frozen=True):
 
 
 class TierWeight(Parameters, frozen=True):
-    """The weight of a block in one tier, relative to a block on the device: 0 to 1."""
+    """The number of blocks, from 0 to 1, as which a cached block in the tier `name` counts in a
+    match.
+    """
 
     name: Annotated[str, Meta(min_length=1)]
     weight: Annotated[float, Meta(ge=0, le=1)]
@@ -143,7 +147,9 @@ class IndexerConfig(Parameters, frozen=True):
         TierWeight(name="cpu", weight=0.8),
     )
     kv_cache_default_backend_weight: Annotated[float, Meta(ge=0, le=1)] = UNLISTED_WEIGHT
-    """Weight of a block in a tier that `kvCacheBackendConfigs` does not list."""
+    """Weight of a block in a tier that is neither the device (`gpu`) nor listed in
+    `kvCacheBackendConfigs`.
+    """
     tokenizers_pool_config: Any = None
 
     def __post_init__(self) -> None:
@@ -253,8 +259,9 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     `hashAlgorithm` have no effect, because keys need not equal those of the engines.
     """
     indexer_config: IndexerConfig = field(default_factory=IndexerConfig)
-    """Weights and sizes. `kvCacheBackendConfigs` lists tiers with `name` and `weight`, and
-    `kvCacheDefaultBackendWeight` applies to other tiers. The store in `kvBlockIndexConfig` is
+    """Weights and sizes. `kvCacheBackendConfigs` lists tiers with `name` and `weight`. If it does
+    not list a tier, a block in the tier `gpu` counts in full, and in any other tier by
+    `kvCacheDefaultBackendWeight`. The store in `kvBlockIndexConfig` is
     always memory, with metrics. `inMemoryConfig.size`, in keys, and `costAwareMemoryConfig.size`,
     such as "2GiB", lower `memoryMaxBytes`.
     """
@@ -322,7 +329,10 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
         return found
 
     def weight_of(self, tier: str) -> float:
-        """Return the weight of a block in `tier`, relative to a block on the device: 0 to 1."""
+        """Return the number of blocks, from 0 to 1, as which a cached block in `tier` counts in a
+        match: the weight in `kvCacheBackendConfigs`, or else 1 for the device and
+        `kvCacheDefaultBackendWeight` for any other tier.
+        """
         for listed in self.indexer_config.kv_cache_backend_configs:
             if listed.name.lower() == tier:
                 return listed.weight

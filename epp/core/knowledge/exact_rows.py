@@ -19,7 +19,7 @@ class Rows:
         """Bit mask of the places (engine ranks) that have a key cached, by tier, then by key."""
         self.entries = 0
         """Number of (key, engine rank) pairs in all tiers, that is, of cached keys of all ranks."""
-        self._weights: dict[str, float] = {}
+        self._weights: dict[str, float] = {DEVICE: 1.0}
         self._weight_of: Callable[[str], float] = lambda _: 1.0
 
     @property
@@ -89,13 +89,15 @@ class Rows:
         The second result is the number of blocks to deduct because some are only in tiers with a
         weight below 1, by the place's number.
         """
-        if any(rows for tier, rows in self.tiers.items() if tier != DEVICE):
+        if self._weights[DEVICE] < 1.0 or any(
+            rows for tier, rows in self.tiers.items() if tier != DEVICE
+        ):
             return self._walk_tiers(keys, alive)
         return walk_one(self.device, keys, alive), {}
 
     def _walk_tiers(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
-        """Return the results of `walk` if any tier other than the device has keys. A block counts
-        by the tier with the largest weight that has it.
+        """Return the results of `walk` if any tier other than the device has keys, or the weight
+        of the device is below 1. A block counts by the tier with the largest weight that has it.
         """
         found: dict[int, int] = {}
         lost: dict[int, float] = {}

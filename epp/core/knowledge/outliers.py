@@ -556,8 +556,12 @@ class Outliers:
     def _compare(
         self, name: str, averages: Mapping[int, _Average], now: Seconds
     ) -> dict[int, float]:
-        """Return the time of each slot's requests as a multiple of the median, by slot. Return {}
-        if too few endpoints have enough samples.
+        """Return the slowness of each slot that has recent samples, by slot: the running average of
+        its requests' times over expected times, divided by the median of these averages.
+
+        Return {} if too few endpoints have enough samples. `averages` are those of one kind of
+        time, `name`: "duration" or "first_output". The median counts only endpoints with enough
+        samples, and is stored under `name` for probes.
         """
         fresh = {
             slot: average

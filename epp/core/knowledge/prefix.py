@@ -210,8 +210,8 @@ class PrefixStatistics(Struct):
     retracted: int = 0
     """Number of blocks removed again because the endpoint did not serve the request after all."""
     known_from_peers: int = 0
-    """Number of prompts recorded here of which the endpoint already had the end of the cached part,
-    but only by the decision of a peer.
+    """Number of prompts that this picker routed to an endpoint where the prompt's last cached block
+    was known only from a peer's decision.
     """
 
 

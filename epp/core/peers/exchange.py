@@ -44,7 +44,7 @@ from epp.core.peers.frames import (
     Kind,
     OtherVersionError,
     Record,
-    UnreadableError,
+    UnreadableMessageError,
     decode,
     encode,
     encode_record,
@@ -658,7 +658,7 @@ def _read(message: bytes) -> Frame | Taken:
         return decode(message)
     except OtherVersionError:
         return Taken.OTHER_VERSION
-    except UnreadableError:
+    except UnreadableMessageError:
         return Taken.UNREADABLE
 
 

@@ -121,8 +121,8 @@ class OtherVersionError(ValueError):
     """An error: the frame of a peer has a version that this picker does not read."""
 
 
-class UnreadableError(ValueError):
-    """An error: the message of a peer is not a frame, or is too long."""
+class UnreadableMessageError(ValueError):
+    """An error: a message of a peer, or a record in it, cannot be decoded or is too long."""
 
 
 _frame_decoder: Final = msgspec.msgpack.Decoder(Frame)
@@ -137,20 +137,20 @@ def encode(frame: Frame) -> bytes:
 
 def decode(message: bytes) -> Frame:
     """Return the frame in `message`; its records stay encoded. Raises `OtherVersionError` or
-    `UnreadableError`.
+    `UnreadableMessageError`.
     """
     if len(message) > FRAME_BYTES_MAX or not message.startswith(MAGIC):
-        raise UnreadableError
+        raise UnreadableMessageError
     if not message.startswith(_HEAD):
         raise OtherVersionError
     try:
         frame = _frame_decoder.decode(memoryview(message)[len(_HEAD) :])
     except msgspec.MsgspecError as error:
-        raise UnreadableError from error
+        raise UnreadableMessageError from error
     if len(frame.origin) != ORIGIN_BYTES or len(frame.load) > LOADS_MAX * LOAD.itemsize:
-        raise UnreadableError
+        raise UnreadableMessageError
     if len(frame.charges) > CHARGES_MAX * CHARGE.itemsize:
-        raise UnreadableError
+        raise UnreadableMessageError
     return frame
 
 
@@ -161,7 +161,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def records_of(blob: bytes) -> Iterator[Record]:
-    """Yield each record in `blob`, decoded one by one. Raises `UnreadableError` at the first
+    """Yield each record in `blob`, decoded one by one. Raises `UnreadableMessageError` at the first
     unreadable one.
     """
     view = memoryview(blob)
@@ -169,15 +169,15 @@ def records_of(blob: bytes) -> Iterator[Record]:
     while at < len(blob):
         start = at + _LENGTH.size
         if start > len(blob):
-            raise UnreadableError
+            raise UnreadableMessageError
         (length,) = _LENGTH.unpack_from(blob, at)
         at = start + length
         if length > RECORD_BYTES_MAX or at > len(blob):
-            raise UnreadableError
+            raise UnreadableMessageError
         try:
             yield _record_decoder.decode(view[start:at])
         except msgspec.MsgspecError as error:
-            raise UnreadableError from error
+            raise UnreadableMessageError from error
 
 
 def loads_of(blob: bytes) -> "npt.NDArray[np.void]":

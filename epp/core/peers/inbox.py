@@ -11,7 +11,7 @@ from msgspec import Struct
 from epp.core.decision.inputs import PeerRecorded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.peers.chain_book import STEP_BYTES, ChainBook
-from epp.core.peers.frames import KEYS_MAX, Frame, Key, Record, UnreadableError, records_of
+from epp.core.peers.frames import KEYS_MAX, Frame, Key, Record, UnreadableMessageError, records_of
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
@@ -106,7 +106,7 @@ class Inbox:
                 self._records = records_of(first.frame.records)
             try:
                 record = next(self._records, None)
-            except UnreadableError:
+            except UnreadableMessageError:
                 self._counts.unreadable += 1
                 record = None
             if record is None:

@@ -311,6 +311,16 @@ def test_tiers_count_by_their_weight():
     assert held(index, asked(TOKENS[:900])) == [int(2 + 11 * 0.8), 13, int(13 * 0.5)]
 
 
+@pytest.mark.parametrize("other_tier", [False, True])
+def test_a_weight_of_the_device_counts_whether_or_not_another_tier_has_blocks(other_tier):
+    weights = (TierWeight(name="GPU", weight=0.5),)
+    index = opened(indexer_config=IndexerConfig(kv_cache_backend_configs=weights))
+    index.hear(0, [run(TOKENS[:832])], 0.0)
+    if other_tier:
+        index.hear(1, [run(TOKENS[:64], first=900, tier="cpu")], 0.0)
+    assert held(index, asked(TOKENS[:900]))[0] == int(13 * 0.5)
+
+
 def test_what_others_can_fetch_is_told_apart():
     """In the memory of the host, from the first block on without a gap, whatever the device holds."""
     index = opened()

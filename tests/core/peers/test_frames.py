@@ -15,7 +15,7 @@ from epp.core.peers.frames import (
     Kind,
     OtherVersionError,
     Record,
-    UnreadableError,
+    UnreadableMessageError,
     decode,
     encode,
     encode_record,
@@ -60,7 +60,7 @@ def test_the_bytes_of_version_1_stay_as_they_are():
     ],
 )
 def test_what_is_no_frame_is_unreadable(message):
-    with pytest.raises(UnreadableError if message[:4] != MAGIC else ValueError):
+    with pytest.raises(UnreadableMessageError if message[:4] != MAGIC else ValueError):
         decode(message)
 
 
@@ -76,7 +76,7 @@ def test_another_version_is_not_looked_at():
 def test_records_before_what_is_broken_are_read(rest):
     reading = records_of(encode_record(RECORDS[0]) + rest)
     assert next(reading) == RECORDS[0]
-    with pytest.raises(UnreadableError):
+    with pytest.raises(UnreadableMessageError):
         next(reading)
 
 

@@ -44,6 +44,7 @@ def test_every_request_fits_the_smallest_card(tmp_path):
     assert max(one.prompt_tokens + one.output_tokens for one in found) <= 4_096
     with pytest.raises(MeanTrafficError) as refused:
         MeanTraffic(requests_per_s=1.0, prompt_tokens=3_000, output_tokens=0).document([small])
-    assert "3,000 tokens on average does not fit small, which takes 4,096 tokens" in str(
-        refused.value
+    assert str(refused.value) == (
+        "a mean of 3,000 tokens a request is too large for small: its maximum, 4,096 tokens, must "
+        "be at least 1.5 times the mean; expected a mean of at most 2,730 tokens"
     )

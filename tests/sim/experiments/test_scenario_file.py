@@ -220,7 +220,7 @@ def test_each_role_may_have_an_autoscaler(tmp_path):
     assert labels == ["decode", "prefill"]
     scenario.check(kinds=scenario.pods, pickers=1)
     twice = structs.replace(scenario, autoscalers=scenario.autoscalers[:1] * 2)
-    with pytest.raises(ClusterSettingsError, match="expected one for each pod, got two"):
+    with pytest.raises(ClusterSettingsError, match="expected at most one for each pod, got 2 for"):
         twice.check(kinds=scenario.pods, pickers=1)
 
 

@@ -267,7 +267,7 @@ def test_three_numbers_are_enough(tmp_path, capsys):
         (("day.jsonl", *MEANS), "--requests-per-s does not work with TRACE: give one of them"),
         (
             (*MEANS[:2], "--prompt-tokens", "200000", *MEANS[4:]),
-            "a request of 200,020 tokens on average does not fit llama-3.1-8b-h100-tp1",
+            "a mean of 200,020 tokens a request is too large for llama-3.1-8b-h100-tp1",
         ),
     ],
 )

@@ -101,7 +101,7 @@ def test_the_detailed_result_of_a_benchmark_is_a_trace(trace_of, started):
         return
     assert facts(trace_of([result], rate_per_s=2.0)) == [(0, 100, 20), (0.5, 300, 30), (1, 128, 5)]
     with pytest.raises(
-        TraceError, match="arrival times, found input_len, output_len: name it with"
+        TraceError, match="arrival times, found input_len, output_len: name the column with"
     ):
         list(trace_of([result]))
 
@@ -266,8 +266,8 @@ MISSING = "when,in,out,who\n5,100,20,a\n9,110,21,b\n"
 @pytest.mark.parametrize(
     ("columns", "missing"),
     [
-        ({}, f"arrival times, {FOUND}: name it with --columns timestamp=NAME, or send the requests at"),
-        ({"timestamp": "when"}, f"prompt tokens, {FOUND}: name it with --columns prompt_tokens=NAME"),
+        ({}, f"arrival times, {FOUND}: name the column with --columns timestamp=NAME, or send the requests at"),
+        ({"timestamp": "when"}, f"prompt tokens, {FOUND}: name the column with --columns prompt_tokens=NAME"),
         ({"timestamp": "when", "prompt_tokens": "in"}, "--columns output_tokens=NAME"),
         ({"timestamp": "then"}, "Expected a column 'then' for timestamp, found when, in, out, who"),
     ],

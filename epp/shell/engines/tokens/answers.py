@@ -78,15 +78,15 @@ class BadAnswerError(Exception):
     """
 
 
-class HasMediaError(Exception):
-    """Raised if a prompt has media that neither the token ids nor the identifiers in the renderer's
-    answer distinguish.
+class UnidentifiedMediaError(Exception):
+    """An error: a prompt has media, such as an image, that neither its token ids nor identifiers in
+    the renderer's answer distinguish from other media.
     """
 
 
 def rendered_prompts(answer: bytes, prompts: int) -> list[RenderedPrompt]:
     """Return the first `prompts` prompts of a renderer's `answer`. Raises `BadAnswerError` and
-    `HasMediaError`.
+    `UnidentifiedMediaError`.
     """
     try:
         listed = answer.lstrip()[:1] == b"["
@@ -116,13 +116,13 @@ def _media(features: bytes) -> tuple[PlacedMedia, ...]:
     for modality in hashes.keys() | places.keys():
         identifiers, ranges = hashes.get(modality, ()), places.get(modality, ())
         if len(identifiers) != len(ranges) or len(placed) + len(ranges) > MEDIA_MAX:
-            raise HasMediaError
+            raise UnidentifiedMediaError
         for identifier, place in zip(identifiers, ranges, strict=True):
             if not identifier or len(identifier) > NAME_CHARACTERS_MAX:
-                raise HasMediaError
+                raise UnidentifiedMediaError
             placed.append(PlacedMedia(identifier, place.offset, place.length))
     if not placed:
-        raise HasMediaError
+        raise UnidentifiedMediaError
     return tuple(sorted(placed, key=lambda one: one.offset))
 
 

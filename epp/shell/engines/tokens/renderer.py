@@ -31,7 +31,7 @@ from epp.shell.engines.page_client import (
 from epp.shell.engines.tokens.answers import (
     ANSWER_BYTES_MAX,
     BadAnswerError,
-    HasMediaError,
+    UnidentifiedMediaError,
     check_placed,
     ids_of,
     pieces_of,
@@ -300,7 +300,7 @@ class Renderer:
             raise TokensUnknownError(TokensResult.TIMEOUT) from error
         except BadAnswerError as error:
             raise TokensUnknownError(TokensResult.INVALID) from error
-        except HasMediaError as error:
+        except UnidentifiedMediaError as error:
             failed = False
             raise TokensUnknownError(TokensResult.MEDIA) from error
         except BadResponseError as error:
@@ -342,7 +342,7 @@ class Renderer:
         if request.api not in _TOKENIZED or not _can_be_tokenized(question):
             raise TokensUnknownError(TokensResult.UNSUPPORTED)
         if question.has_media:
-            raise HasMediaError
+            raise UnidentifiedMediaError
         left_s = max(ends_at_s - time.monotonic(), 0.0)
         answer = await server.post(_TOKENIZE, question.body, authorization, left_s)
         found = await _read(answer, question)
@@ -435,7 +435,7 @@ async def _read(answer: bytes, question: Question) -> PromptTokens:
         media.append(prompt.media)
     if not any(media):
         if question.has_media:
-            raise HasMediaError
+            raise UnidentifiedMediaError
         media.clear()
     return PromptTokens(tuple(found), tuple(media))
 

@@ -411,7 +411,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_spans_total",
         "spans",
         "Spans of sampled requests: exported, failed at the collector, or dropped because the "
-        "queue was full. Only with --tracing.",
+        "queue was full or the picker stopped. Only with --tracing.",
         ("result",),
         "counter",
     ),

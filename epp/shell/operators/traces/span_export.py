@@ -76,7 +76,9 @@ class SpanExport(SpanProcessor):
         self.failed = 0
         """Number of spans whose export to the collector failed."""
         self.dropped = 0
-        """Number of spans that were dropped because the export queue was full."""
+        """Number of spans that were not exported because the export queue was full, or because the
+        shutdown ended before their export.
+        """
 
     async def __aenter__(self) -> Self:
         logger = logging.getLogger(EXPORTERS_LOG)
@@ -113,7 +115,7 @@ class SpanExport(SpanProcessor):
         return len(self._queue) >= self._queue_spans_max
 
     def drop(self) -> None:
-        """Count a span that is not created because the export queue is full."""
+        """Count a span that is not exported because the export queue is full."""
         self.dropped += 1
 
     def on_end(self, span: ReadableSpan) -> None:

@@ -10,7 +10,7 @@ from epp.shell.engines.tokens import answers
 from epp.shell.engines.tokens.answers import (
     MEDIA_MAX,
     BadAnswerError,
-    HasMediaError,
+    UnidentifiedMediaError,
     check_placed,
     ids_of,
     pieces_of,
@@ -80,7 +80,7 @@ def test_media_are_what_and_where_they_are():
 )
 def test_media_without_identifiers_are_not_told_apart(hashes, places):
     """So the prompt has no ids."""
-    with pytest.raises(HasMediaError):
+    with pytest.raises(UnidentifiedMediaError):
         media_of(hashes, places)
 
 

@@ -1060,7 +1060,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "Saturation",
-                    "Mean load of the endpoints as a share of their room. Requests wait where it is 1 or more at every endpoint that may serve them.",
+                    "Mean load of the endpoints as a share of their room. With learned room, it changes only when a request begins to wait or is refused.",
                     "percentunit",
                     query(latest("homing_flow_saturation", "instance"), "{{instance}}"),
                 ),

@@ -121,6 +121,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     scenario: str
     arm: str
+    """One of `ARMS`: only the protected requests are sent, or all of them without or with the queue."""
     pickers: int
     seed: int
 
@@ -338,7 +339,7 @@ def ratio(
     return estimate_of([value / other for value, other in values])
 
 
-# What the queue must reach, and the traffic in which it must.
+# Limits of the targets.
 ALONE_RATIO_TENANTS: Final = 1.5
 ALONE_RATIO_BATCH: Final = 2.5
 PICKERS_RATIO: Final = 1.1

@@ -64,8 +64,8 @@ PODS = 4
 def _config(name: str) -> str:
     """Return the configuration with a queue for the attack `name`.
 
-    No policy can share among tenants that clients invent. Where they do, all requests share one
-    queue, as by default.
+    No policy can share among tenants that clients invent. In attacks with such tenants, all requests
+    share one queue, as by default.
     """
     if name in INVENTED_TENANTS:
         return config_with_queue(ROOM, "global-strict-fairness-policy")

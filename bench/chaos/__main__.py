@@ -39,8 +39,8 @@ from epp.core.types import Seconds
 WARM_S: Final = 3.0
 BEFORE_S: Final = 8.0
 ROOM: Final = 4
-"""Number of requests of a pod at which others wait, with `--queue`: without a fault, the pods have
-more than half of it.
+"""Number of requests of a pod at which others wait, with `--queue`. Without a fault, each pod has
+more than half as many.
 """
 LOST_BY_NONE: Final = frozenset(
     {

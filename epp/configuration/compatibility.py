@@ -72,7 +72,7 @@ def parse_metric_spec(text: str) -> MetricSpec:
 
 
 class NoParameters(Parameters, frozen=True):
-    """Parameters of a plugin type that has none."""
+    """A plugin type that is accepted and has no parameters."""
 
 
 class DataParallelHandler(Parameters, frozen=True):

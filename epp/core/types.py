@@ -255,7 +255,9 @@ class RefusalReason(StrEnum):
     WAIT_EXPIRED = "rejected-ttl-expired"
     """The request waited in the picker's queue for its maximum time."""
     EVICTED = "evicted"
-    """The request ran, and ended before its response for one of higher priority."""
+    """The picker ended the placed request before its response began, so that a waiting request of
+    higher priority has room.
+    """
     SHUTTING_DOWN = "rejected-shutting-down"
     BODIES_HELD = "rejected-bodies-held"
     REQUEST_TIMEOUT = "request-timeout"

@@ -75,7 +75,8 @@ class ThunderAgent(Parameters, frozen=True):
     The score is 1 for the endpoint of the last turn and 0 for others, and unknown for a request
     without a session. As `fairnessPolicyRef` of a band of the queue, `thunder-agent` lets turns of
     admitted sessions pass. A new session waits until an endpoint has room for its tokens, first
-    come, first served. As `saturationDetector`, it closes the gate for nothing else.
+    come, first served. As `saturationDetector`, `thunder-agent` reports no endpoint as full, so that
+    requests wait for the admission of their session only.
     """
 
     type_name: ClassVar[str] = "thunder-agent"
@@ -99,17 +100,18 @@ class ThunderAgent(Parameters, frozen=True):
     sessions share counts for each.
     """
     idle_lease_seconds: Annotated[float, Meta(ge=0)] = 30.0
-    """Time after its last turn for which a session keeps its room against new sessions, about the
-    time of a tool call.
+    """Time after its last turn for which a session keeps its room against sessions that are not
+    admitted, about the time of a tool call.
     """
     head_wait_starvation_ms: Annotated[float, Meta(ge=0)] = HEAD_WAIT_MS
-    """Milliseconds after which a waiting session is admitted even without room; 0 for never. From
-    half of them on, it is served first and may take the room of any idle session.
+    """Milliseconds after which a waiting session is admitted even without room; 0 for never. After
+    half of this time, it comes before the other waiting sessions and may take the room of any idle
+    one.
     """
     eviction_ttl_seconds: Annotated[float, Meta(gt=0)] = 3_600.0
     """Time after its last request at which a session is forgotten."""
     eviction_sweep_seconds: Annotated[float, Meta(gt=0)] = 10.0
-    """No effect, because sessions are looked through every second."""
+    """No effect, because sessions are checked every second."""
 
     def __post_init__(self) -> None:
         if self.eviction_ttl_seconds * 1e3 <= self.head_wait_starvation_ms:

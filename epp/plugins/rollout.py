@@ -201,7 +201,7 @@ class RolloutScreener(Parameters, frozen=True):
 
     def shares(self, endpoints: Sequence[Endpoint]) -> Mapping[str, float]:
         """Return the share of the requests without a strict header that each revision gets, by
-        revision. It is 0 for a revision that lacks a required role. Return {} if none is drawn.
+        revision. It is 0 for a revision that lacks a required role. Return {} if revisions are not drawn.
         """
         if self.revision_gating.mode is GatingMode.DISABLED:
             return {}

@@ -160,11 +160,12 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
     ) -> Mapping[str, Floats]:
         """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
 
-        The parts of the prefill are 0 for the way to have the prompt that takes longer.
+        The prompt is computed at the candidate or at the prefill endpoint, whichever takes less
+        time. The parts of the other prefill are 0.
         """
         parts = dict(self._added.cost_parts(request, candidates))
         speed = candidates.prefill_tokens_per_s
-        # A decode step has room for some prompt tokens, which delay nobody.
+        # A decode step has room for some prompt tokens, which delay no other request.
         share = np.fmax(0.0, 1.0 - STEP_TOKENS / np.fmax(parts["prefill"] * speed, 1.0))
         parts["delay of others"] *= share
         peer = candidates.peer_candidates

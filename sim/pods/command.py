@@ -16,7 +16,7 @@ from sim.pods.roles import ROLES, roles_named
 
 _PODS_MAX: Final = 1000
 _EARLIER_LINK: Final = LINKS["ib-ndr400"]
-"""Network whose set-up time `--kv-bandwidth` has."""
+"""Network whose set-up time applies with `--kv-bandwidth`."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

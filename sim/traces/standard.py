@@ -123,9 +123,9 @@ OVERLOADS: Final[Mapping[str, Workload]] = MappingProxyType(
 """Workloads that send more than four pods of `qwen3-32b-h100-tp2` can serve, to measure queues.
 
 The pods serve 41 requests per second of the tenants, or 16.5 of the batch. The large tenant sends
-ten times as many tokens as the small one, and both together send 1.5 times as much as the pods can
-serve. So do the interactive requests, which have priority 1, and the batch requests together. The
-burst is ten times the usual rate for 5 s.
+ten times as many tokens as the small one. Both tenants together, and the interactive requests of
+priority 1 together with the batch requests, need 1.5 times as much as the pods can serve. The burst
+is ten times the usual rate for 5 s.
 """
 
 STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
@@ -337,7 +337,9 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
         load = workload.load
         if workload.beside and (self.rate_per_s or self.burstiness is not None):
             raise FieldError(
-                "workload.kind", f"Expected traffic of one kind to change it, got {self.kind!r}"
+                "workload.kind",
+                "Expected a workload of one kind of traffic, because a rate or a burstiness is given, "
+                f"got {self.kind!r}",
             )
         if self.rate_per_s:
             duration_s = self.duration_s or (_FOREVER_S if self.requests else _DURATION_S_DEFAULT)

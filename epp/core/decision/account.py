@@ -199,7 +199,7 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
     if these named none.
     """
     behind_requests: int
-    """Number of these requests; 0 if none of the band waited."""
+    """Number of waiting requests of the flow `behind`; 0 if none of the band waited."""
     charged_tokens: float
     """Tokens that the flow was charged for the request; 0 if it was not placed."""
     why: str
@@ -268,8 +268,8 @@ def costs_to_keep(
     later from the stored numbers of these two endpoints.
 
     A cost depends on more than these numbers if the endpoint of another stage is part of it, if an
-    endpoint reports LoRA adapters or if a peer does not share its decisions. It also does if a load report is missing or old, because a scorer then
-    uses the median of other endpoints.
+    endpoint reports LoRA adapters or if a peer does not share its decisions. It also does if a load
+    report is missing or old, because a scorer then uses the median of other endpoints.
     """
     load = columns.last_load
     if not (

@@ -6,7 +6,7 @@ difference.
 
 The scorers usually compute these costs after the decision, when a reader requests them. The two
 endpoints are then rebuilt from their stored numbers. If a cost depends on more than these numbers,
-the scorers compute it during the decision and the record keeps it (`Scheduler.keeps_costs`).
+the scorers compute it during the decision and the record keeps it (`Placements.keeps_costs`).
 """
 
 import math

@@ -24,8 +24,8 @@ class Outcomes:
         self._state = state
 
     def response_started(self, given: ResponseStarted, now: Seconds) -> None:
-        """End the prefill of a request at its response headers, if the settings say that they tell
-        its end.
+        """End the prefill of a request at its response headers, if the settings say that the headers
+        mark the end of a prefill.
         """
         if self._state.settings.stages.prefill_end is PrefillEnd.HEADERS:
             self._end_prefill(given.lease, now)
@@ -65,7 +65,9 @@ class Outcomes:
         return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
 
     def tick(self, now: Seconds) -> None:
-        """Close leases whose time is over, and judge refusals for which pages now tell who was full."""
+        """Close leases whose time is over, and judge refusals for which pages now tell which endpoint
+        was full.
+        """
         state = self._state
         state.ledger.close_due(now)
         for refused in state.refused_pairs.due(state.outliers.rejections_of, now):
@@ -94,7 +96,8 @@ class Outcomes:
     def _learn_first_output(self, lease: Lease, now: Seconds) -> None:
         """Compare the predicted time to first token with the first output of `lease`.
 
-        The first chunk of an answer that is not streamed is its end, and says nothing.
+        The first chunk of an answer that is not streamed is its end, and says nothing about this
+        time.
         """
         state, placed = self._state, lease.latency
         fresh = lease.first_output_at_s is None and lease.request.stream
@@ -155,7 +158,7 @@ class Outcomes:
         state = self._state
         for one in present:
             state.outliers.left(one)
-        # The partner may be to blame that has left.
+        # The endpoint at fault may be one that has left.
         if len(present) <= len(lease.earlier):
             return None
         slots = [one.slot for one in present]

@@ -39,8 +39,8 @@ class Placements:
     def __init__(self, state: PoolState) -> None:
         self._state = state
         self.keeps_costs = False
-        """True if a reader will request the costs of decisions. The costs of those decisions for
-        which they cannot be computed later are then stored.
+        """True if a reader may request the costs of decisions. Costs that cannot be computed later
+        are then stored with the decision.
         """
         self.sent: deque[Sent] | None = None
         """Decisions to share with peers, oldest first, or None if the scheduler has no peers."""

@@ -118,7 +118,8 @@ class StagedScheduler:
             if refusal is not None:
                 return refusal
         verdict = None
-        # The shadow borrows from the decode profile, which does not act if another profile does.
+        # The shadow profile may use scores that the decode profile computed, so it judges only if the
+        # decode profile has acted.
         if shadow is not None and decode is stages.decode:
             verdict = shadow.judge(
                 request, chosen.decode, offer.rotation, offer.staleness, state.pool.endpoint_in

@@ -16,7 +16,7 @@ class Rank(IntEnum):
 
     ADMITTED = 0
     OVERDUE = 1
-    """The session has waited for more than half of the longest wait for its admission."""
+    """The session is not admitted and has waited for half of `head_wait_s_max` or longer."""
     PAUSED = 2
     NEW = 3
 

@@ -29,8 +29,8 @@ queues, so that a client that invents a flow for each request gains nothing.
 """
 SHARED_FLOWS: Final = 64
 LOUDEST_OF: Final = 64
-"""Number of flows, those that have waited longest, among which the one with most tickets is found
-again after it had fewer.
+"""Number of flows that are compared to find the loudest one again, once that has lost half of its
+tickets. They are those that have had waiting tickets for the longest time.
 """
 
 
@@ -70,9 +70,9 @@ class Ticket(Struct, kw_only=True, eq=False):
     ahead: int = 0
     """Number of tickets that waited when this one began to."""
     behind: str = ""
-    """Id of the flow of the band that had most waiting tickets then."""
+    """Id of the flow of the same band that had most waiting tickets when this ticket began to wait."""
     behind_requests: int = 0
-    """Number of these tickets."""
+    """Number of tickets of the flow `behind` that waited when this ticket began to."""
     queue: str = ""
     """Name of the queue in which the ticket waits; set by `Band.add`."""
     charged_tokens: float = 0.0
@@ -158,8 +158,8 @@ class Band:
 
     @property
     def loudest(self) -> tuple[str, int]:
-        """Return the id of the flow with most waiting tickets and their number, about: flows whose
-        numbers fall are compared again only now and then.
+        """Return the id of the flow with most waiting tickets, and their number. Another flow may
+        have a few more, because flows are not compared again each time that a ticket leaves.
         """
         return self._loudest, self._counts.get(self._loudest, 0)
 
@@ -257,8 +257,8 @@ class Band:
     ) -> Iterator[Ticket]:
         """Yield the next ticket of each waiting flow, flows with the lowest counters first.
 
-        In a band of agent sessions, tickets with the lowest rank of `ranks_of` come first, and the
-        oldest of several. At most `flows_max` tickets are yielded.
+        In a band of agent sessions, tickets with the lowest rank of `ranks_of` come first, and among
+        equal ranks the oldest one. At most `flows_max` tickets are yielded.
         """
         if len(self._waiting) == 1:
             (flow,) = self._waiting.values()

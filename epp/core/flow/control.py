@@ -58,7 +58,9 @@ class Pool(Protocol):
         ...
 
     def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
-        """Return whether an endpoint has room for the session of `request`, which is not admitted."""
+        """Return whether the session of `request`, which is not admitted, may be admitted after a
+        wait of `waited_s`.
+        """
         ...
 
     def saturation(self, request: InferenceRequest, now: Seconds) -> float:
@@ -243,7 +245,9 @@ class FlowControl:
         return verdicts
 
     def next_wake(self, now: Seconds) -> Seconds | None:
-        """Return the time until which no call of `expire` is needed, or None if nothing waits."""
+        """Return the time until which no call of `expire` is needed, or None if no request waits or
+        no wait has a limit.
+        """
         if self._again_at_s is not None:
             return now
         if not self.requests:
@@ -429,7 +433,7 @@ class FlowControl:
         return False
 
     def _evicts_from_s(self, ticket: Ticket, band: Band) -> Seconds:
-        """Return the time from which `ticket`, the oldest one of `band`, may have a running request
+        """Return the time from which `ticket`, which waits in `band`, may have a running request
         evicted. It is the time of its arrival if the next request would be refused for lack of space.
         """
         arrived_s = ticket.enqueued_at_s
@@ -573,13 +577,14 @@ class FlowControl:
             return Refusal(
                 reason=RefusalReason.NO_ENDPOINTS,
                 status=503,
-                message="the pool has no ready endpoint, and the queue of the picker is full",
+                message="the pool has no ready endpoint, and the picker's queue has no space for the request",
             )
         why = self._pool.why_full(ticket.request, now)
         return Refusal(
             reason=RefusalReason.SATURATED,
             status=429,
-            message=f"{why}, and the queue of the picker is full with {self.requests} requests",
+            message=f"{why}, and the picker's queue has no space for the request: {self.requests} "
+            "requests wait in it",
             retry_after_s=self._retry_after_s(self._priority_of(ticket), now),
         )
 

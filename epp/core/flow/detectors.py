@@ -48,9 +48,9 @@ class Detector(Protocol):
 class RoomDetector(Parameters, frozen=True):
     """The load by what each endpoint was seen to have room for (`epp/core/flow/rooms`).
 
-    The load is the largest of three shares, because room for a request ends at three different
-    times. Prefill tokens are pending until the first output. Slots and tokens of the KV cache are
-    used until the end.
+    The load is the largest of three used shares: of slots, of tokens of the KV cache and of prefill
+    tokens. Prefill tokens are pending until the first output of a request. Slots and tokens of the
+    KV cache are used until its end.
     """
 
     type_name: ClassVar[str] = "endpoint-room-detector"

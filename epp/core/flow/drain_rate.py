@@ -20,7 +20,7 @@ class DrainRate:
 
     def __init__(self) -> None:
         self._times_s: deque[Seconds] = deque(maxlen=PLACED_KEPT + 1)
-        """Time since which is measured, and the times of the placements after it."""
+        """Start of the measurement, and the times of the placements after it."""
 
     def begin(self, now: Seconds) -> None:
         """Note that a request waits and that none waited before."""

@@ -48,7 +48,7 @@ class Evictions:
     def add(self, running: Running) -> None:
         """Add a request that was just placed. Raises `ValueError` if its priority is not below 0."""
         if running.priority >= 0:
-            raise ValueError(f"priority {running.priority} is not evicted, expected one below 0")
+            raise ValueError(f"priority is {running.priority}, expected one below 0 to evict")
         self._running.setdefault(running.priority, {})[running] = None
 
     def remove(self, running: Running) -> None:
@@ -66,7 +66,8 @@ class Evictions:
 
     def victim(self, priority: int, slots: Collection[int]) -> Running | None:
         """Return the request to evict for one of `priority` that may be served by the endpoints in
-        `slots`: the newest one of the lowest priority there, or None if none is lower.
+        `slots`: the newest one of the lowest priority at these endpoints, or None if no request of
+        lower priority runs there.
         """
         for lowest in sorted(one for one in self._running if one < priority):
             for running in reversed(self._running[lowest]):

@@ -1,12 +1,12 @@
 """The gate of flow control: whether a request must wait.
 
-The gate is open for a request if any endpoint that may serve it is loaded to less than the ceiling
-of its priority. A mean over the pool would hide a full endpoint behind idle ones, and an idle one
+The gate is open for a request if each stage that it may need has an endpoint that is loaded to less
+than the ceiling of the request's priority. A mean over the pool would hide a full endpoint behind idle ones, and an idle one
 behind full ones.
 
 With learned room and without ceilings, the gate does not restrict the choice of the endpoint. The
 scorers weigh a wait against a cached prefix, and a request that may only go where room is loses its
-prefix. Other detectors and ceilings restrict it.
+prefix. Other detectors and ceilings restrict the choice if the configuration has one stage.
 
 Requests wait in the picker so that those of other flows and priorities can pass them. If none can,
 an endpoint has room for more (`epp/core/flow/rivalry`).
@@ -42,7 +42,9 @@ class Gate:
         self._shares = shares or FlowShares()
         self.rooms = Rooms(columns, self._shares)
         self.saturation = 0.0
-        """Mean load of the endpoints at the last look; above 1 if they are overloaded."""
+        """Mean load of the candidates for which `load` was last computed; above 1 if they are
+        overloaded. With learned room and without ceilings, `has_room` does not compute it.
+        """
         self._priorities: frozenset[int] = frozenset()
         self._loads_heard = 0
         """Number of reports of peers at the last look."""
@@ -52,7 +54,7 @@ class Gate:
         self._open: set[int] = set()
         """Slots of the open endpoints at the last look, without those that were subtracted."""
         self._requests = self._tokens = 0.0
-        """Requests and tokens for which each of them has slots and KV cache."""
+        """Numbers of requests and of tokens of the KV cache that each open endpoint has room for."""
         self.rivalry = Rivalry(settings)
         self.configure(settings)
 
@@ -65,7 +67,7 @@ class Gate:
         self._learns = isinstance(settings.detector, RoomDetector)
         self._plain = settings.policy == StaticCeiling()
         self.restricts = not (self._learns and self._plain)
-        """True if a decision may only choose endpoints below the ceiling."""
+        """True if a decision without stages may only choose the endpoints of `with_room`."""
         self.know_priorities(self._priorities)
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
@@ -153,7 +155,9 @@ class Gate:
     # Events.
 
     def look_again(self) -> None:
-        """Forget how much room was seen, because a competition begins, which leaves less."""
+        """Forget how much room was seen, because flows or priorities begin to compete, so that the
+        limit of prefill tokens applies again.
+        """
         self._endpoints = 0.0
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:

@@ -1,7 +1,8 @@
 """Whether requests gain anything by waiting in the picker instead of in an engine.
 
 A request waits in the picker so that requests of other flows and priorities can pass it. It gains
-nothing if none of them came of late, and nothing in a burst that the engines compute anyway.
+nothing if none of them came within the last minute, and nothing in a short burst that the engines
+compute anyway.
 """
 
 import math
@@ -12,8 +13,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
 RIVALS_S: Final = 60.0
-"""Seconds since the last request of another flow or priority for which both compete: the default of
-`defaultRequestTTL`, since either may have waited for that long.
+"""Seconds for which two flows or priorities compete after one sent a request next after the other:
+the default of `defaultRequestTTL`, because a request of either may still wait for that long.
 """
 STANDING_S: Final = 1.0
 """Seconds for which endpoints must be full before requests wait. A burst that ends sooner is served

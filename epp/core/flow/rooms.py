@@ -1,6 +1,6 @@
 """The room that each endpoint has for more requests, learned from its pages and the own counts.
 
-Room has three dimensions, because it ends at three times:
+Room has three dimensions, because a request uses each of them until another time:
 
 - Slots, until the end of a request. An engine whose slots are used queues requests and runs the same
   number, the highest ever, while requests begin or while none computes its prompt. Before that, the
@@ -8,8 +8,8 @@ Room has three dimensions, because it ends at three times:
 - Tokens of the KV cache, until the end. The page has the size and the used share. What was sent
   since the page or is not computed yet, and the growth of the answers that are being written, is
   added.
-- Prefill tokens, until the first output. What may be pending depends on who else wants the endpoint
-  (`Lead`).
+- Prefill tokens, until the first output. Their limit applies only if flows or priorities compete
+  for the endpoints (`Lead`).
 
 The picker's own counts are read first. A page only corrects them.
 """
@@ -41,7 +41,7 @@ is higher than what was known.
 """
 SLOTS_S: Final = 0.5
 """Seconds for which an engine must run the same number of requests and queue others, on page after
-page, before that number is believed to be its slots. A long pass of an engine takes less.
+page, before that number is assumed to be its slots. One long step of an engine takes less time.
 """
 KV_FULL: Final = 0.9
 """Used share of the KV cache from which a queue may be caused by the cache instead of the slots."""
@@ -72,7 +72,7 @@ class RoomOf(Struct, frozen=True, kw_only=True):
     slots: float
     """Learned number of slots."""
     queue: float
-    """Number of requests that may wait in the engine besides."""
+    """Number of requests that may wait in the engine beside those in its slots."""
     kv_share: float
     """Used share of the KV cache with the expected growth; NaN if unknown."""
     prefill_tokens: float
@@ -226,8 +226,8 @@ class Rooms:
         return np.fmax(load, kv)
 
     def unstarted_requests(self, candidates: Candidates) -> Floats:
-        """Return float64[n]: the requests sent since the last page whose prompts are estimated to be
-        pending still.
+        """Return float64[n]: the requests of all pickers since the last page whose prompts are
+        estimated to be pending still.
         """
         known = self._known(candidates)
         sent, pending = known[_SENT], candidates.inflight_prefill_tokens
@@ -243,8 +243,8 @@ class Rooms:
         return self._shares.pickers
 
     def divided_requests(self, candidates: Candidates) -> Floats:
-        """Return float64[n]: the requests at each candidate, with which this picker leaves its peers
-        their shares of the room.
+        """Return float64[n]: the number of requests to count at each candidate, so that this picker
+        leaves its peers their shares of the room.
         """
         requests = candidates.inflight_requests.astype(np.float64)
         none = np.zeros(len(candidates))
@@ -363,8 +363,8 @@ class Rooms:
         pending: Floats,
         peers: int,
     ) -> tuple[Floats, Floats]:
-        """Return the requests and the pending prefill tokens with which this picker leaves its peers
-        their shares of the room, float64[n] each.
+        """Return the requests and the pending prefill tokens to count, so that this picker leaves its
+        peers their shares of the room, float64[n] each.
         """
         self._begin_untold()
         untold, untold_tokens = self._rows[_UNTOLD:, candidates.slot]

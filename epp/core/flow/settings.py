@@ -86,7 +86,9 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     agents: AgentAdmission | None = None
     """Settings of the admission of agent sessions, or None if no band has `Fairness.SESSIONS`."""
     identity_headers: tuple[str, ...] = ()
-    """Headers, in lower case, that name the flow of a request that has no header for it."""
+    """Headers, in lower case, that name the flow of a request without a fairness id
+    (`x-llm-d-inference-fairness-id`); the first that it has decides.
+    """
     evicts: bool = False
     """True if running requests of negative priority may be evicted for waiting ones of higher
     priority.

@@ -50,7 +50,7 @@ class FlowShares:
         self.reports = 0
         """Number of reports of this picker's load to its peers so far."""
         self.loads_heard = 0
-        """Number of reports of the load of peers so far."""
+        """Number of reports so far by which peers may have made room."""
         self.fresh: dict[Key, float] = {}
         """Charges by peers that the queue has not added to its flows yet, by key."""
         self._own: OrderedDict[Key, float] = OrderedDict()
@@ -147,7 +147,7 @@ class FlowShares:
         return found
 
     def _add(self, key: Key, total: float, before: float) -> None:
-        # Corrections lower a total a little. One that fell below half began anew.
+        # Corrections lower a total a little. A total that fell below half was reset by its sender.
         more = total if total < before / 2.0 else total - before
         if more and (key in self.fresh or len(self.fresh) < CHARGES_MAX):
             self.fresh[key] = self.fresh.get(key, 0.0) + more

@@ -41,7 +41,7 @@ AGENT_HEADERS: Final = (
 ROOM: Final = "room"
 """Name of the column with the `Room` that the session of a request has at each endpoint."""
 IDLE_MAX: Final = 64
-"""Maximum number of idle sessions of an endpoint that one look counts as able to give up room."""
+"""Maximum number of idle sessions of an endpoint whose room `rooms` adds up for a new session."""
 _SESSION_BYTES: Final = 480
 """Memory in bytes of one session with its entries in the tables, rounded up."""
 
@@ -249,7 +249,7 @@ class AgentSessions:
         self.release(request, slot, recorded, now)
 
     def forget(self, slot: int) -> None:
-        """Drop the endpoint in `slot`. Its sessions are known, but must be admitted again."""
+        """Drop the endpoint in `slot`. Its sessions stay known, but must be admitted again as new."""
         for key, session in self._sessions.items():
             if session.slot == slot:
                 self._leave(key, session)

@@ -205,8 +205,8 @@ class Columns:
         before the first.
         """
         self.last_requests: tuple[EngineLoad, RequestLoad] | None = None
-        """The `RequestLoad` of all slots that was gathered last, after the engines' load for which
-        it was gathered. None before the first.
+        """The engines' load, and the `RequestLoad` of all slots that was gathered from it last; None
+        before the first.
         """
         self.recounted: set[int] = set()
         """Slots whose requests in flight have changed since `last_requests` was current."""
@@ -586,7 +586,7 @@ class Candidates:
         requests, used = self.running_requests + waiting, self.kv_cache_usage * capacity
         # A sum or a product is unknown if either part is.
         unknown = np.isnan(requests).any() or np.isnan(used).any()
-        # argmax takes a third of the time of any.
+        # `argmax` takes a third of the time of `any`.
         waits = len(waiting) > 0 and waiting.item(waiting.argmax()) != 0.0
         load = EngineLoad(waiting, requests, used, capacity, waits=waits, complete=not unknown)
         for column in (waiting, requests, used, capacity):

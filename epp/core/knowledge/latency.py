@@ -86,7 +86,7 @@ TPOT_HEADERS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
 
 _MS_DIGITS: Final = 6
-"""Number of decimals of the milliseconds in such a header that the picker writes."""
+"""Number of decimals of the milliseconds that `Slo.headers` writes."""
 
 
 class ExpectedLatency(Struct, frozen=True, eq=False):
@@ -180,9 +180,11 @@ class LatencyErrors(Struct, frozen=True):
     used: str
     """The source of the predictions: "estimate", "learned" or "none"."""
     predicted_s: Seconds = math.nan
-    """Median of the last predictions from this source, or of the better one if none is used."""
+    """Median of the last predictions from the source `used`, or from the better source if it is
+    "none".
+    """
     observed_s: Seconds = math.nan
-    """Median of what was observed of the same requests."""
+    """Median of the latencies that were observed of the same requests."""
 
     @property
     def error(self) -> float:

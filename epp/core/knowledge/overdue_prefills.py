@@ -16,7 +16,7 @@ WATCHED_MAX: Final = 65_536
 """Maximum number of watched requests; the oldest are no longer watched when there are more."""
 
 COUNTED_MAX: Final = 8_192
-"""Maximum number of requests of which `in_flight` counts those that prefill."""
+"""Maximum number of watched requests, the latest ones, that `in_flight` looks at."""
 
 
 class OverduePrefills:
@@ -35,8 +35,8 @@ class OverduePrefills:
         self._watched.append((prefill, decode))
 
     def tick(self, ledger: InflightLedger, deadline_s: Seconds, now: Seconds) -> None:
-        """Count the prefills that began more than `deadline_s` ago and have not ended. Watch no
-        longer those that ended, as far as no earlier one is still running.
+        """Count the prefills that began `deadline_s` ago or earlier and have not ended. Forget the
+        oldest prefills up to the first one that still runs and is not overdue.
         """
         watched = self._watched
         while watched and not ledger.is_live(watched[0][0]):

@@ -226,7 +226,7 @@ class ImmediateAnswer(Struct, frozen=True):
 
 
 RETRY_AFTER_S: Final = 1
-"""`retry-after` in seconds of a refusal that may soon pass and does not know after which time."""
+"""`retry-after` in seconds of a refusal whose reason may soon pass, if no better time is known."""
 RETURNED_CHARACTERS_MAX: Final = 256
 """Maximum length in characters of a request id that is returned to the client. A client may send an
 id of any length, and responses have less room for headers than requests.

@@ -60,8 +60,8 @@ def _failing_as_cancelled() -> Iterator[None]:
 def _read_error(operation: "asyncio.Task[Any]") -> None:
     """Read the error of `operation`, so that the event loop does not report it as a failed task.
 
-    Whoever still waits for the operation gets the error. An operation of a stream that the picker
-    has ended fails, and nothing waits for it.
+    A coroutine that still waits for the operation gets the error. If the picker has ended the
+    stream, the operation fails and no coroutine waits for it.
     """
     if not operation.cancelled():
         operation.exception()

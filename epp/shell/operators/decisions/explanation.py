@@ -104,7 +104,7 @@ def _queued(row: _Row) -> str:
     told = f"waited {row['waited_s']:g} s in the queue{flow}, behind {row['ahead']} requests"
     most = row.get("behind_requests", 0)
     if most:
-        told += f", most of its band ({most}) {_of_flow(row['behind'])}"
+        told += f" ({most} {_of_flow(row['behind'])}, the largest group of its band)"
     told += f", because {row['why']}"
     charged = row["charged_tokens"]
     return f"{told}; charged {charged} tokens" if charged else told

@@ -788,7 +788,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_flow_saturation",
         "ratio",
-        "Mean load of the endpoints when the queue last looked, as a share of their room.",
+        "Mean load of the endpoints as a share of their room, when the queue last computed it. With "
+        "learned room, this is when a request last began to wait or was refused.",
     ),
     _sampled(
         "homing_tokenize_compared_total",

@@ -291,8 +291,8 @@ async def test_a_refusal_is_told_in_words():
 @pytest.mark.parametrize(
     ("changes", "behind"),
     [
-        ({}, "behind 12 requests, most of its band (9) of flow big"),
-        ({"behind": ""}, "behind 12 requests, most of its band (9) without a flow"),
+        ({}, "behind 12 requests (9 of flow big, the largest group of its band)"),
+        ({"behind": ""}, "behind 12 requests (9 without a flow, the largest group of its band)"),
         ({"behind": "", "behind_requests": 0}, "behind 12 requests"),
     ],
 )

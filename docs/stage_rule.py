@@ -43,7 +43,6 @@ from epp.core.decision.stages import (
 )
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
-from epp.plugins.stage_time import DecodeTime
 from sim.cluster.cluster import Cluster
 from sim.cluster.links import LINKS, KVTransferSettings
 from sim.cluster.peering import PeerSettings
@@ -300,11 +299,13 @@ def stages_of(stages: Stages, rule: str, case: Case, prefill_delay: float) -> St
     by_time = stages.prefill_if
     assert isinstance(by_time, ByTime)
     by_time = replace(by_time, prefill_delay=prefill_delay)
-    decode = _delayed(stages.decode, prefill_delay)
+    assert stages.prefill is not None
+    prefill, decode = stages.prefill, _delayed(stages.decode, prefill_delay)
     if rule != RULE_UNKNOWN_LINK:
         link = LINKS[case.network].bytes_per_s
         by_time = replace(by_time, link_bytes_per_s=link)
-        decode = _linked(decode, link)
+        prefill, decode = _linked(prefill, link), _linked(decode, link)
+    stages = replace(stages, decode=decode, prefill=prefill)
     if rule == NEVER:
         return Stages(decode=decode)
     given: Mapping[str, PrefillRule] = {
@@ -314,25 +315,22 @@ def stages_of(stages: Stages, rule: str, case: Case, prefill_delay: float) -> St
     }
     if rule in given:
         order = Order.PREFILL_FIRST if rule == ALWAYS else Order.DECODE_FIRST
-        return replace(stages, decode=decode, prefill_if=given[rule], order=order)
-    return replace(stages, decode=decode, prefill_if=by_time)
+        return replace(stages, prefill_if=given[rule], order=order)
+    return replace(stages, prefill_if=by_time)
 
 
 def _linked(profile: SchedulingProfile, link: float) -> SchedulingProfile:
-    return _with(profile, lambda scorer: replace(scorer, link_bytes_per_second=link))
+    return _with(profile, link_bytes_per_second=link)
 
 
 def _delayed(profile: SchedulingProfile, prefill_delay: float) -> SchedulingProfile:
-    return _with(profile, lambda scorer: replace(scorer, prefill_delay=prefill_delay))
+    return _with(profile, prefill_delay=prefill_delay)
 
 
-def _with(
-    profile: SchedulingProfile, change: Callable[[DecodeTime], DecodeTime]
-) -> SchedulingProfile:
+def _with(profile: SchedulingProfile, **parameters: float) -> SchedulingProfile:
     scorers = tuple(
-        WeightedScorer(one.name, change(one.plugin), one.weight)
+        WeightedScorer(one.name, replace(cast("Struct", one.plugin), **parameters), one.weight)
         for one in profile.scorers
-        if isinstance(one.plugin, DecodeTime)
     )
     return replace(profile, scorers=scorers)
 

@@ -4,6 +4,7 @@ Both minimise seconds, by the formulas of `added-time-scorer` and of the rule by
 The decider `time-based-pd-decider` then compares the two chosen endpoints by the same formulas.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, ClassVar
@@ -34,13 +35,9 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 _AboveZero = Annotated[float, Meta(gt=0, le=1e15)]
 
 
-class RemotePrefillTimes(Parameters, frozen=True, dict=True):
-    """The parameters of the time that a remote prefill takes."""
+class TransferTime(Parameters, frozen=True, dict=True):
+    """The parameters of the time in which the KV cache of a prompt moves to another endpoint."""
 
-    prefill_delay: _Share = PREFILL_DELAY
-    """Share of a prefill by which it delays every request that decodes at the endpoint; 1 with chunked
-    prefill, because each chunk has thousands of tokens.
-    """
     kv_bytes_per_token: _AboveZero = KV_BYTES_PER_TOKEN
     """Size in bytes of the KV cache of one token: 2 x layers x KV heads x size of a head x bytes of a
     number. The default is that of Qwen3-32B in BF16.
@@ -48,6 +45,23 @@ class RemotePrefillTimes(Parameters, frozen=True, dict=True):
     link_bytes_per_second: Annotated[float, Meta(ge=0, le=1e15)] = LINK_BYTES_PER_S
     """Speed in bytes per second at which KV blocks move between two endpoints, over all of their
     NICs together; 0 if they cannot. The default is RoCE with 200 Gbit/s.
+    """
+
+    @property
+    def transfer_s_per_token(self) -> float:
+        """Return the time in seconds in which the KV cache of one token moves. It is infinite without
+        a link.
+        """
+        link = self.link_bytes_per_second
+        return self.kv_bytes_per_token / link if link else math.inf
+
+
+class RemotePrefillTimes(TransferTime, frozen=True, dict=True):
+    """The parameters of the time that a remote prefill takes."""
+
+    prefill_delay: _Share = PREFILL_DELAY
+    """Share of a prefill by which it delays every request that decodes at the endpoint; 1 with chunked
+    prefill, because each chunk has thousands of tokens.
     """
     overhead: Duration = Duration(REMOTE_OVERHEAD_S)
     """Additional time of a remote prefill for any prompt: messages, and a second server that reads
@@ -75,19 +89,22 @@ class RemotePrefillTimes(Parameters, frozen=True, dict=True):
         )
 
 
-class PrefillTime(Parameters, frozen=True):
-    """Prefer the endpoint that computes the prompt soonest. This scorer is for the prefill stage.
+class PrefillTime(TransferTime, frozen=True, dict=True):
+    """Prefer the endpoint that computes the prompt and sends its KV cache soonest. This scorer is
+    for the prefill stage.
 
-    The cost is (b + (1 + r) p) / s. b are the pending prefill tokens of the endpoint, p is the
-    prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, and s is the measured
-    prefill speed.
+    The cost is t + r p / s + 2 max(y m - t, 0) with t = (b + p) / s. b are the pending prefill tokens
+    of the endpoint, p is the prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, s
+    is the measured prefill speed, and m is the time in which the KV cache of one token moves. y are
+    the tokens whose KV blocks the endpoint still has to send for earlier requests. Those that are
+    left when this prompt is computed delay its transfer, and are delayed by it.
     """
 
     type_name: ClassVar[str] = "prefill-time-scorer"
     abilities: ClassVar[Abilities] = Abilities(
         reads=(
             *("matched_blocks", "uncached_tokens", "inflight_prefill_tokens"),
-            *("prefill_measured_tokens_per_s", "prompt_tokens"),
+            *("prefill_measured_tokens_per_s", "prompt_tokens", "sending_tokens"),
         ),
     )
 
@@ -100,9 +117,13 @@ class PrefillTime(Parameters, frozen=True):
     """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        cost = candidates.inflight_prefill_tokens
-        cost += _prefill_tokens(request, candidates) * (1.0 + self.eviction_cost)
-        cost /= candidates.prefill_measured_tokens_per_s
+        prefill_s = _prefill_tokens(request, candidates) / candidates.prefill_measured_tokens_per_s
+        computed_s = candidates.inflight_prefill_tokens / candidates.prefill_measured_tokens_per_s
+        computed_s += prefill_s
+        cost = computed_s + self.eviction_cost * prefill_s
+        if self.link_bytes_per_second:
+            ahead_s = candidates.sending_tokens * self.transfer_s_per_token
+            cost += 2.0 * np.maximum(ahead_s - computed_s, 0.0)
         return scores_of_cost(cost)
 
 
@@ -112,7 +133,8 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
 
     The cost has the parts of `added-time-scorer` that concern decoding and memory. In place of the
     prefill, it has the smaller of two times: that of a prefill at the endpoint itself, with the delay
-    of others, and that of a remote prefill with the KV transfer to this endpoint. The wait for the
+    of others, and that of a remote prefill with the KV transfer to this endpoint, which shares the
+    network with those of earlier requests (`time-based-pd-decider`). The wait for the
     first token has the additional weight of `added-time-scorer`. Blocks that are evicted count twice
     the cheaper way to have them again.
 
@@ -125,6 +147,7 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         reads=(
             *(AddedTime.abilities.reads or ()),
             *("uncached_tokens", "prefill_measured_tokens_per_s", "peer_candidates"),
+            *("receiving_tokens", "sending_tokens"),
         ),
         reads_index=True,
         goes_by_sessions=True,
@@ -146,7 +169,6 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         added, rule = self._added, self.rule
         parts = added.cost_parts(request, candidates)
-        waiting = candidates.engine_load().waiting_requests
         speed = candidates.prefill_tokens_per_s
         # A decode step has room for some prompt tokens, which delay nobody.
         share = np.fmax(0.0, 1.0 - STEP_TOKENS / np.fmax(parts["prefill"] * speed, 1.0))
@@ -156,10 +178,12 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         peer = candidates.peer_candidates
         if peer is not None and rule.link_bytes_per_s:
             moved_s = candidates.uncached_tokens * rule.transfer_s_per_token
-            moved_s *= 1.0 + np.nan_to_num(waiting)
-            remote_s = self._prefill_s(request, peer)
-            remote_s = np.maximum(remote_s, parts["queue"]) + moved_s
+            computed_s = self._prefill_s(request, peer)
+            ahead_s = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
+            ahead_s *= rule.transfer_s_per_token
+            remote_s = np.maximum(np.maximum(computed_s, ahead_s), parts["queue"]) + moved_s
             weight = added.first_token_weight * remote_s**2 / (remote_s + HALF_WEIGHT_S)
+            remote_s += np.maximum(ahead_s - computed_s, 0.0)
             prefill_s = np.minimum(prefill_s, remote_s + weight)
             again_s = np.minimum(again_s, moved_s)
         cost = _sum_of(parts, "decoding", "memory", "adapter") + prefill_s

@@ -581,6 +581,8 @@ class Scheduler:
         prefill = prefill_of(lease)
         if prefill is not None:
             self.overdue_prefills.watch(prefill, lease)
+            sender = prefill.slot, prefill.generation
+            self.ledger.receive(lease, float(request.prompt_tokens - chosen.cached_tokens), sender)
         return (legs[-1], *legs[:-1])
 
     def _also_encode(self, lease: Lease, slot: int, now: Seconds) -> Lease:
@@ -769,7 +771,10 @@ class Scheduler:
             one.stage is Stage.PREFILL for one in lease.earlier
         )
         uncached = float(request.prompt_tokens - cached) if prefills else 0.0
+        sender = lease.sender
         self.ledger.move(lease, slot, uncached, now)
+        if sender[0] >= 0:
+            self.ledger.receive(lease, float(request.prompt_tokens - cached), sender)
         self._count_sent(lease, now, left_out)
         if self.sent is not None:
             self.sent.append(Sent(request, slot, now, left_out))

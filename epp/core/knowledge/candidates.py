@@ -166,6 +166,14 @@ class Columns:
         """True for each endpoint that outlier ejection excludes now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
+        self.receiving_tokens: Floats = np.empty(0)
+        """Number of prompt tokens whose KV blocks each endpoint still has to receive, for this
+        picker's requests in flight.
+        """
+        self.sending_tokens: Floats = np.empty(0)
+        """Number of prompt tokens whose KV blocks each endpoint still has to send, or to compute and
+        send, for this picker's requests in flight.
+        """
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.
@@ -243,6 +251,7 @@ class Columns:
         self.inflight_requests[slot] = 0
         self.inflight_context_tokens[slot] = 0
         self.unreported_requests[slot] = 0
+        self.receiving_tokens[slot] = self.sending_tokens[slot] = 0.0
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
         if self.peers is not None:
@@ -684,6 +693,20 @@ class Candidates:
         return left
 
     @property
+    def receiving_tokens(self) -> Floats:
+        """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
+        to receive from endpoints that prefill, for this picker's requests in flight.
+        """
+        return self._columns.receiving_tokens[self._slot]
+
+    @property
+    def sending_tokens(self) -> Floats:
+        """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
+        to send to endpoints that decode, for this picker's requests in flight.
+        """
+        return self._columns.sending_tokens[self._slot]
+
+    @property
     def prefill_tokens_per_s(self) -> Floats:
         """Return float64[n], above 0: the configured prefill speed of each candidate in tokens per
         second.
@@ -862,15 +885,23 @@ class Candidates:
         """Return what determines the time of a prefill at the candidate at `position`.
 
         These are the prompt tokens that it has not cached, the pending prefill tokens, its measured
-        prefill speed in tokens per second, and its running and waiting requests. If it does not
-        report the latter, or not lately, its requests in flight run and none wait.
+        prefill speed in tokens per second, its running requests, and the tokens whose KV blocks it
+        still has to receive and to send. If it does not report its running requests, or not lately,
+        all its requests in flight run.
         """
-        waiting, running, _, _, age_s, inflight, _, pending, _, matched = self.numbers_of(position)
+        columns, slot = self._columns, self._slot.item(position)
+        _, running, _, _, age_s, inflight, _, pending, _, matched = self.numbers_of(position)
         uncached = max(0.0, self.prompt_tokens - matched * self.block_tokens)
-        speed = self._columns.prefill_drain_tokens_per_s.item(self._slot.item(position))
-        if age_s > REPORTED_S_MAX or isnan(running) or isnan(waiting):
-            running, waiting = inflight, 0.0
-        return uncached, pending, speed, running, waiting, max(0.0, inflight - running)
+        if age_s > REPORTED_S_MAX or isnan(running):
+            running = inflight
+        return (
+            uncached,
+            pending,
+            columns.prefill_drain_tokens_per_s.item(slot),
+            running,
+            columns.receiving_tokens.item(slot),
+            columns.sending_tokens.item(slot),
+        )
 
     @property
     def prefill_measured_tokens_per_s(self) -> Floats:

@@ -2,7 +2,7 @@
 is read later.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -122,7 +122,8 @@ class LiveConfiguration:
         """
         if self.config.source not in _DEFAULTS:
             return None
-        source = STAGED_DEFAULT_SOURCE if divides_stages(endpoints) else DEFAULT_SOURCE
+        labels = (endpoint.labels for endpoint in endpoints)
+        source = STAGED_DEFAULT_SOURCE if divides_stages(labels) else DEFAULT_SOURCE
         if source == self.config.source:
             return None
         text = _DEFAULTS[source]
@@ -203,10 +204,12 @@ class LiveConfiguration:
         ]
 
 
-def divides_stages(endpoints: Iterable[Endpoint]) -> bool:
-    """Return whether the role of any of `endpoints` is to prefill and not to decode."""
+def divides_stages(labels: Iterable[Mapping[str, str]]) -> bool:
+    """Return whether the role of any endpoint is to prefill and not to decode. `labels` has the
+    labels of each endpoint.
+    """
     roles = PrefillRole.roles - DecodeRole.roles
-    return any(endpoint.labels.get(ROLE_LABEL) in roles for endpoint in endpoints)
+    return any(one.get(ROLE_LABEL) in roles for one in labels)
 
 
 def _reads_tokens(plugin: Any) -> bool:

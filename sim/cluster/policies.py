@@ -5,7 +5,7 @@ A policy is one picker replica. It sees what a production picker sees: pods as t
 and pages as they are scraped. The simulator calls it as production calls the scheduler.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -16,8 +16,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from epp.configuration.build import build_settings, plugin_tables
-from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError, PickerConfig, load_config
+from epp.configuration.config import (
+    CONFIG_MAX_BYTES,
+    DEFAULT_SOURCE,
+    STAGED_DEFAULT_CONFIG,
+    STAGED_DEFAULT_SOURCE,
+    ConfigError,
+    PickerConfig,
+    load_config,
+)
 from epp.configuration.describing import config_hash
+from epp.configuration.live import divides_stages
 from epp.core.decision.inputs import (
     OutputStarted,
     PageScraped,
@@ -368,6 +377,14 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         an invalid one.
         """
         return _loaded(self.text, self.source)
+
+    def for_labels(self, labels: Iterable[Mapping[str, str]]) -> "PolicySource":
+        """Return this policy or, if it is the built-in default, the default that `epp serve` chooses
+        for endpoints with `labels`.
+        """
+        if self.source != DEFAULT_SOURCE or not divides_stages(labels):
+            return self
+        return replace(self, text=STAGED_DEFAULT_CONFIG, source=STAGED_DEFAULT_SOURCE)
 
     def opener(
         self,

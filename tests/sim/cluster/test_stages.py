@@ -3,15 +3,17 @@
 import pytest
 from msgspec import structs
 
-from epp.configuration.config import STAGED_DEFAULT_CONFIG
+from epp.configuration.config import DEFAULT_CONFIG, STAGED_DEFAULT_CONFIG
 from sim.cluster.links import LINKS, KVTransferSettings
-from sim.cluster.policies import PolicySource, SchedulerPolicy
+from sim.cluster.policies import PolicySource, SchedulerPolicy, policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_request import Fate
 from tests.core.decision.staged import ROLE
 from tests.core.journal.test_staged_reenactment import ALWAYS
 from tests.sim.made import arrival, arrivals, cluster, kind
 
 ROLES = ("prefill", "decode", "decode")
+TRANSFERS = KVTransferSettings(link=LINKS["roce200"])
 SOURCE = PolicySource(name="staged", text=ALWAYS, source="staged")
 
 
@@ -103,6 +105,26 @@ def test_the_picker_sees_the_headers_when_the_decode_engine_has_the_request():
         assert seen_s > request.handover.prefilled_at
         assert seen_s < request.first_token_at
     assert len(times) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "kv_transfer", "chosen"),
+    [
+        ("default", ROLES, TRANSFERS, STAGED_DEFAULT_CONFIG),
+        ("default", ROLES, None, DEFAULT_CONFIG),
+        ("default", ("decode", "decode"), TRANSFERS, DEFAULT_CONFIG),
+        ("homing", ROLES, TRANSFERS, DEFAULT_CONFIG),
+    ],
+)
+def test_the_built_in_default_is_that_of_the_product(name, roles, kv_transfer, chosen):
+    """Only pods that prefill and do not decode change the default; a named strategy never changes."""
+    settings = ClusterSettings(
+        pods=tuple(kind().with_role(role) for role in roles), kv_transfer=kv_transfer
+    )
+    policy = settings.policy_of(policy_source(name))
+    assert (policy.name, policy.text) == (name, chosen)
+    opened = settings.opener(policy_source(name))(1).settings
+    assert (opened.stages.prefill is None) == (chosen == DEFAULT_CONFIG)
 
 
 def test_the_default_by_role_prefills_long_prompts_elsewhere_and_short_ones_not():

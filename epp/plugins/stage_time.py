@@ -95,7 +95,7 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
 
     The cost is t + r p / s + 2 max(y m - t, 0) with t = (b + p) / s. b are the pending prefill tokens
     of the endpoint, p is the prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, s
-    is the measured prefill speed, and m is the time in which the KV cache of one token moves. y are
+    is the configured prefill speed, and m is the time in which the KV cache of one token moves. y are
     the tokens whose KV blocks the endpoint still has to send for earlier requests. Those that are
     left when this prompt is computed delay its transfer, and are delayed by it.
     """
@@ -104,7 +104,7 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
     abilities: ClassVar[Abilities] = Abilities(
         reads=(
             *("matched_blocks", "uncached_tokens", "inflight_prefill_tokens"),
-            *("prefill_measured_tokens_per_s", "prompt_tokens", "sending_tokens"),
+            *("prefill_tokens_per_s", "prompt_tokens", "sending_tokens"),
         ),
     )
 
@@ -117,8 +117,8 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
     """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        prefill_s = _prefill_tokens(request, candidates) / candidates.prefill_measured_tokens_per_s
-        computed_s = candidates.inflight_prefill_tokens / candidates.prefill_measured_tokens_per_s
+        prefill_s = _prefill_tokens(request, candidates) / candidates.prefill_tokens_per_s
+        computed_s = candidates.inflight_prefill_tokens / candidates.prefill_tokens_per_s
         computed_s += prefill_s
         cost = computed_s + self.eviction_cost * prefill_s
         if self.link_bytes_per_second:
@@ -146,8 +146,7 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
     abilities: ClassVar[Abilities] = Abilities(
         reads=(
             *(AddedTime.abilities.reads or ()),
-            *("uncached_tokens", "prefill_measured_tokens_per_s", "peer_candidates"),
-            *("receiving_tokens", "sending_tokens"),
+            *("uncached_tokens", "peer_candidates", "receiving_tokens", "sending_tokens"),
         ),
         reads_index=True,
         goes_by_sessions=True,
@@ -196,7 +195,7 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         """
         tokens = peer.inflight_prefill_tokens + _prefill_tokens(request, peer)
         overhead_s = self.rule.remote_overhead_s(request.prompt_tokens)
-        seconds: Floats = tokens / peer.prefill_measured_tokens_per_s + overhead_s
+        seconds: Floats = tokens / peer.prefill_tokens_per_s + overhead_s
         return seconds
 
 

@@ -884,31 +884,24 @@ class Candidates:
     def prefill_numbers_of(self, position: int) -> tuple[float, ...]:
         """Return what determines the time of a prefill at the candidate at `position`.
 
-        These are the prompt tokens that it has not cached, the pending prefill tokens, its measured
+        These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
         prefill speed in tokens per second, its running requests, and the tokens whose KV blocks it
         still has to receive and to send. If it does not report its running requests, or not lately,
         all its requests in flight run.
         """
         columns, slot = self._columns, self._slot.item(position)
-        _, running, _, _, age_s, inflight, _, pending, _, matched = self.numbers_of(position)
+        _, running, _, _, age_s, inflight, _, pending, speed, matched = self.numbers_of(position)
         uncached = max(0.0, self.prompt_tokens - matched * self.block_tokens)
         if age_s > REPORTED_S_MAX or isnan(running):
             running = inflight
         return (
             uncached,
             pending,
-            columns.prefill_drain_tokens_per_s.item(slot),
+            speed,
             running,
             columns.receiving_tokens.item(slot),
             columns.sending_tokens.item(slot),
         )
-
-    @property
-    def prefill_measured_tokens_per_s(self) -> Floats:
-        """Return float64[n], above 0: the measured prefill speed of each candidate in tokens per
-        second, which begins with the configured one.
-        """
-        return self._columns.prefill_drain_tokens_per_s[self._slot]
 
     @property
     def peer_candidates(self) -> "Candidates | None":

@@ -5,14 +5,13 @@ The decider `time-based-pd-decider` then compares the two chosen endpoints by th
 """
 
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.added_time import HALF_WEIGHT_S, AddedTime
+from epp.plugins.added_time import AddedTime
 from epp.plugins.contract import (
     KV_BYTES_PER_TOKEN,
     LINK_BYTES_PER_S,
@@ -117,9 +116,9 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
     """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        prefill_s = _prefill_tokens(request, candidates) / candidates.prefill_tokens_per_s
-        computed_s = candidates.inflight_prefill_tokens / candidates.prefill_tokens_per_s
-        computed_s += prefill_s
+        speed = candidates.prefill_tokens_per_s
+        prefill_s = _prefill_tokens(request, candidates) / speed
+        computed_s = candidates.inflight_prefill_tokens / speed + prefill_s
         cost = computed_s + self.eviction_cost * prefill_s
         if self.link_bytes_per_second:
             ahead_s = candidates.sending_tokens * self.transfer_s_per_token
@@ -167,25 +166,35 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         added, rule = self._added, self.rule
-        parts = added.cost_parts(request, candidates)
         speed = candidates.prefill_tokens_per_s
+        work = added.work(request, candidates)
+        queue_s, own_s = work.queue / speed, work.prefill / speed
         # A decode step has room for some prompt tokens, which delay nobody.
-        share = np.fmax(0.0, 1.0 - STEP_TOKENS / np.fmax(parts["prefill"] * speed, 1.0))
-        prefill_s = _sum_of(parts, "queue", "prefill", "first token weight")
-        prefill_s += parts["delay of others"] * share
-        again_s = parts["prefill"]
+        delay = np.maximum(work.prefill - STEP_TOKENS, 0.0)
+        delay *= work.requests * self.prefill_delay
+        delay /= speed
+        first_s = queue_s + own_s
+        cost = work.decoding + work.memory
+        cost /= speed
+        if candidates.adapters_reported:
+            adapter_s = added.adapter_s(request, candidates)
+            first_s = first_s + adapter_s
+            cost += adapter_s
+        prefill_s = queue_s + own_s + added.weight_s(first_s) + delay
+        again_s = own_s
         peer = candidates.peer_candidates
         if peer is not None and rule.link_bytes_per_s:
             moved_s = candidates.uncached_tokens * rule.transfer_s_per_token
             computed_s = self._prefill_s(request, peer)
             ahead_s = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
             ahead_s *= rule.transfer_s_per_token
-            remote_s = np.maximum(np.maximum(computed_s, ahead_s), parts["queue"]) + moved_s
-            weight = added.first_token_weight * remote_s**2 / (remote_s + HALF_WEIGHT_S)
+            remote_s = np.maximum(np.maximum(computed_s, ahead_s), queue_s) + moved_s
+            weight_s = added.weight_s(remote_s)
             remote_s += np.maximum(ahead_s - computed_s, 0.0)
-            prefill_s = np.minimum(prefill_s, remote_s + weight)
+            remote_s += weight_s
+            prefill_s = np.minimum(prefill_s, remote_s)
             again_s = np.minimum(again_s, moved_s)
-        cost = _sum_of(parts, "decoding", "memory", "adapter") + prefill_s
+        cost += prefill_s
         cost += added.eviction_cost * again_s
         return scores_of_cost(cost)
 
@@ -202,9 +211,3 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
 def _prefill_tokens(request: InferenceRequest, candidates: Candidates) -> Floats:
     """Return float64[n]: the work of computing the prompt of `request`, in prefill tokens."""
     return prefill_work(request.prompt_tokens, candidates.uncached_tokens)
-
-
-def _sum_of(parts: Mapping[str, Floats], *names: str) -> Floats:
-    """Return the sum of the parts `names`."""
-    total: Floats = np.sum([parts[name] for name in names], axis=0)
-    return total

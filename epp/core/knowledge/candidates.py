@@ -61,6 +61,8 @@ _ROWS: Final = (
 )
 """Names of the columns that are rows of the array `Columns.rows`, in this order."""
 
+LABELLED_MAX: Final = 64
+"""Maximum number of label conditions whose results are kept until labels change."""
 ATTRIBUTES_MAX: Final = 64
 """Maximum number of attributes of a pool, each of which is a column. Attributes beyond it are
 unknown for every endpoint.
@@ -130,6 +132,14 @@ class Columns:
     """Configured prefill speed of each endpoint in tokens per second; an empty slot has the speed
     of its last endpoint.
     """
+    receiving_tokens: Floats
+    """Number of prompt tokens whose KV blocks each endpoint still has to receive, for this picker's
+    requests in flight.
+    """
+    sending_tokens: Floats
+    """Number of prompt tokens whose KV blocks each endpoint still has to send, or to compute and send,
+    for this picker's requests in flight.
+    """
     prefill_drain_tokens_per_s: Floats
     """Tokens per second by which `prefill_backlog_tokens` of each endpoint fall until the endpoint
     is observed again.
@@ -166,14 +176,7 @@ class Columns:
         """True for each endpoint that outlier ejection excludes now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
-        self.receiving_tokens: Floats = np.empty(0)
-        """Number of prompt tokens whose KV blocks each endpoint still has to receive, for this
-        picker's requests in flight.
-        """
-        self.sending_tokens: Floats = np.empty(0)
-        """Number of prompt tokens whose KV blocks each endpoint still has to send, or to compute and
-        send, for this picker's requests in flight.
-        """
+        self.receiving_tokens, self.sending_tokens = np.empty(0), np.empty(0)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.
@@ -199,6 +202,8 @@ class Columns:
         """Labels that name the places of endpoints."""
         self._places: tuple[TopologyLabels, int, Ints] | None = None
         """The result of `places_of`, after the labels and the version for which it was computed."""
+        self._labelled: tuple[int, dict[tuple[str, frozenset[str | None]], Bools]] = (0, {})
+        """Version of the labels, and the results of `labelled` for it by its arguments."""
         self.version = 0
         """Total number of changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
@@ -238,6 +243,24 @@ class Columns:
             known = self.topology, version, places_of(self.endpoints, self.topology)
             self._places = known
         return known[2]
+
+    def labelled(self, label: str, accepted: frozenset[str | None]) -> Bools:
+        """Return bool[slots], read-only: whether the value of `label` at each endpoint is in
+        `accepted`, which contains None if a missing label is accepted. An empty slot is False.
+        """
+        version, results = self._labelled
+        if version != self.versions["labels"]:
+            results = {}
+            self._labelled = self.versions["labels"], results
+        known = results.get((label, accepted))
+        if known is None or len(known) != len(self.endpoints):
+            known = np.array(
+                [at is not None and at.labels.get(label) in accepted for at in self.endpoints],
+                dtype=np.bool_,
+            )
+            if len(results) < LABELLED_MAX:
+                results[label, accepted] = known
+        return known
 
     def clear(self, slot: int) -> None:
         """Reset all columns at `slot`, those of its scrapes and those of its requests in flight."""
@@ -810,6 +833,14 @@ class Candidates:
     def labels(self) -> tuple[Mapping[str, str], ...]:
         """Return the labels of each candidate's endpoint."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
+
+    def labelled(self, label: str, accepted: frozenset[str | None]) -> Bools:
+        """Return bool[n]: whether the value of `label` at each candidate is in `accepted`, which
+        contains None if a missing label is accepted. This is faster than reading `labels`.
+        """
+        if self._endpoints is self._columns.endpoints:
+            return self._columns.labelled(label, accepted)[self._slot]
+        return np.array([labels.get(label) in accepted for labels in self.labels], dtype=np.bool_)
 
     @property
     def nearness(self) -> Ints:

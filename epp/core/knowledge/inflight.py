@@ -387,7 +387,6 @@ class _Backlog:
                 requests -= 1
         return tokens
 
-
     def arrived(self, received_total: float, first_outputs: int) -> list[Lease]:
         """Return those of the oldest `first_outputs` requests without a first output that are in
         `receiving`.

@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from docs.row_lines import row_lines
 from epp.configuration.config import STAGED_DEFAULT_CONFIG
+from epp.core.decision.plugin import Scorer
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.stages import (
     PREFILL_DELAY,
@@ -352,10 +353,14 @@ def _delayed(profile: SchedulingProfile, prefill_delay: float) -> SchedulingProf
 
 def _with(profile: SchedulingProfile, **parameters: float) -> SchedulingProfile:
     scorers = tuple(
-        WeightedScorer(one.name, replace(cast("Struct", one.plugin), **parameters), one.weight)
+        WeightedScorer(one.name, _replaced(one.plugin, parameters), one.weight)
         for one in profile.scorers
     )
     return replace(profile, scorers=scorers)
+
+
+def _replaced(scorer: Scorer, parameters: Mapping[str, float]) -> Scorer:
+    return cast("Scorer", replace(cast("Struct", scorer), **parameters))
 
 
 def simulated(run: Run) -> Row:

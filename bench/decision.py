@@ -186,7 +186,7 @@ def telemetry_observer(pool: Pool) -> Observation:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
     recent = RecentDecisions(pool.scheduler.pool)
-    pool.scheduler.keeps_costs = True
+    pool.scheduler.placements.keeps_costs = True
     return Observation(Telemetry(CollectorRegistry()), DecisionLog(logger, level="info"), recent)
 
 

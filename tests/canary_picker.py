@@ -15,6 +15,7 @@ import epp.shell.operators.decisions.recent_decisions
 import epp.shell.operators.pages.debug_pages
 from epp import __main__ as command
 from epp.configuration.live import LiveConfiguration
+from epp.core.decision.pool_state import PoolState
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.inflight import InflightLedger
@@ -85,7 +86,7 @@ PAGES = {
 OTHERS = {
     "scrape": (PageReader, "read"),
     "reload": (LiveConfiguration, "read"),
-    "configure": (Scheduler, "_read_profile"),
+    "configure": (PoolState, "configure"),
     "replace": (EndpointPool, "replace"),
     "watch": (ListWatch, "line"),
 }

@@ -366,7 +366,7 @@ class EndpointPicker:
 
     def _open_scheduler(self, settings: SchedulerSettings, endpoints: int) -> Scheduler:
         flags, scheduler = self.flags, Scheduler(settings, seed=self._seed)
-        scheduler.keeps_costs = bool(
+        scheduler.placements.keeps_costs = bool(
             flags.decision_records_keep or flags.decisions_dir or flags.explain_headers
         )
         if self.capture is not None:

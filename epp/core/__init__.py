@@ -36,6 +36,6 @@ and count the failures of plugins in `failures`.
 
 `Scheduler.schedule` in `core/decision/scheduler` runs the middle of the table in one function.
 Every other event is one of `core/decision/inputs` and is passed to `Scheduler.take`. The table
-`_HANDLERS` at the end of that module says what each input does. The scheduler itself only connects
-its parts: the pool, the indexes, the ledger of requests in flight, and `choose`.
+in `Scheduler._handlers_by_input` says what each input does. The scheduler itself only connects its
+parts: the state of the pool, `choose`, the choice by stages, placements, outcomes and admission.
 """

@@ -271,7 +271,7 @@ class Peering:
         if frames:
             self._send(peer, frames)
         # One call returns a bounded number of decisions.
-        more = bool(peer.scheduler.sent)
+        more = bool(peer.scheduler.placements.sent)
         next_at = now + self._settings.interval_s / 2 if more else peer.beat_at + HEARTBEAT_S
         self._flush_from(peer, next_at)
 

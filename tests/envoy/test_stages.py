@@ -151,7 +151,7 @@ async def test_a_prefill_pod_that_answers_503_is_not_blamed_on_its_only_partner(
     for number in range(6):
         assert (await wired.chat(number))[0] == 503
     assert wired.picker.witness.excluded == []
-    assert wired.picker.scheduler.outlying == {}
+    assert wired.picker.scheduler.state.outlying == {}
     wired.pods["prefill-0"].status = 0
     assert (await wired.chat(9))[0] == 200
 

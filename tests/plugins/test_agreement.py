@@ -179,7 +179,7 @@ def test_who_hears_all_others_remembers_no_session():
         scheduler.take(PeersUnheard(unheard), 0.0)
         made = request(prompts=(prompt("a"),), headers={"x-session-id": "one"})
         scheduler.schedule(made, 0.0)
-        assert scheduler._session_returns.expected == expected
+        assert scheduler.placements.session_returns.expected == expected
 
 
 def test_turns_of_a_chat_stay_together_and_chats_spread():

@@ -183,14 +183,14 @@ def test_a_rank_is_named_that_each_endpoint_of_the_answer_has(others, rank, name
 
 def choices(made):
     """Those that there were."""
-    return {choice.value: count for choice, count in made.rank_choices.items() if count}
+    return {choice.value: count for choice, count in made.placements.rank_choices.items() if count}
 
 
 def test_what_came_of_choosing_is_counted():
     """Once a request, and nothing where there is nothing to choose."""
     made = scheduler(1)
     decide(made)
-    assert made.rank_choices == dict.fromkeys(RankChoice, 0)
+    assert made.placements.rank_choices == dict.fromkeys(RankChoice, 0)
     made = scheduler(4, 2, fallbacks=1)
     store(made, 0, 3)
     moved = decide(made)
@@ -209,7 +209,7 @@ def test_what_came_of_choosing_is_counted():
     without = structs.replace(
         made.settings, stages=Stages(decode=structs.replace(made.settings.profile, responders=()))
     )
-    assert Scheduler(without, seed=1).rank_choices == {}
+    assert Scheduler(without, seed=1).placements.rank_choices == {}
 
 
 def held_by_ranks(made, slot):
@@ -317,8 +317,8 @@ class Broken(DataParallelRank, frozen=True):
 def test_one_that_fails_costs_the_header_alone(says):
     made = scheduler(2)
     store(made, 0, 1)
-    chooser = made._rank_chooser
-    made._rank_chooser = structs.replace(chooser, plugin=Broken(says=says))
+    chooser = made.placements.rank_chooser
+    made.placements.rank_chooser = structs.replace(chooser, plugin=Broken(says=says))
     decision = decide(made)
     assert decision.endpoint == endpoint(0)
     assert decision.request_headers() == {}

@@ -237,14 +237,14 @@ def test_a_first_token_lets_requests_go():
     scheduler = driven.scheduler
     for name in "ab":
         driven.send(name, prompt_tokens=200_000)
-    assert scheduler.holds(request(prompt_tokens=1), 0.0)
-    assert scheduler.holds(request(prompt_tokens=1), 50.0)
+    assert scheduler.admission.holds(request(prompt_tokens=1), 0.0)
+    assert scheduler.admission.holds(request(prompt_tokens=1), 50.0)
     scheduler.take(OutputStarted(driven.leases[0]), 0.0)
-    assert not scheduler.holds(request(prompt_tokens=1), 0.0)
+    assert not scheduler.admission.holds(request(prompt_tokens=1), 0.0)
     driven.send("c", prompt_tokens=200_000)
-    assert scheduler.holds(request(prompt_tokens=1), 0.0)
+    assert scheduler.admission.holds(request(prompt_tokens=1), 0.0)
     driven.end()
-    assert not scheduler.holds(request(prompt_tokens=1), 0.0)
+    assert not scheduler.admission.holds(request(prompt_tokens=1), 0.0)
 
 
 def test_where_nobody_is_ready_nobody_waits():
@@ -252,9 +252,9 @@ def test_where_nobody_is_ready_nobody_waits():
     driven = Driven("dynamo-queue")
     for name in "ab":
         driven.send(name, prompt_tokens=200_000)
-    assert not driven.scheduler.holds(request(subset=("192.0.2.77:8000",)), 0.0)
+    assert not driven.scheduler.admission.holds(request(subset=("192.0.2.77:8000",)), 0.0)
     driven.scheduler.take(PoolReplaced([]), 0.0)
-    assert not driven.scheduler.holds(request(), 0.0)
+    assert not driven.scheduler.admission.holds(request(), 0.0)
 
 
 def test_other_strategies_of_dynamo_hold_nobody():
@@ -262,7 +262,7 @@ def test_other_strategies_of_dynamo_hold_nobody():
     driven = Driven("dynamo-first-token")
     for name in "ab":
         driven.send(name, prompt_tokens=200_000)
-    assert not driven.scheduler.holds(request(), 0.0)
+    assert not driven.scheduler.admission.holds(request(), 0.0)
 
 
 LONG_TOKENS = 100_000

@@ -276,7 +276,7 @@ class CaptureWitness:
             api=request.api,
             stream=request.stream,
             subset=subset,
-            replicas_unheard=self._scheduler.replicas_unheard,
+            replicas_unheard=self._scheduler.state.replicas_unheard,
             route="" if account is None or account.route is None else account.route.value,
             uncached_tokens=0 if account is None else account.uncached_tokens,
             earlier=() if account is None else tuple(map(self._leg, account.legs[1:])),

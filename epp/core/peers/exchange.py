@@ -228,7 +228,7 @@ class PeerExchange:
         self._sent_at_s = now
         self._turn = 0
         if has_peers:
-            scheduler.tell_peers()
+            scheduler.placements.tell_peers()
         self._count(now)
 
     @property
@@ -531,7 +531,7 @@ class PeerExchange:
         """Yield the encoded records of the decisions since the last call, at most
         `RECORDS_PER_OUTGOING_MAX`.
         """
-        sent = self._scheduler.sent
+        sent = self._scheduler.placements.sent
         if not sent:
             return
         if not self.peers and not self._silent:

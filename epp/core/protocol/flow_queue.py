@@ -149,11 +149,11 @@ class FlowQueue:
         request meanwhile. `answer_within_s` is the time after which the gateway gives up, or None.
         """
         control, scheduler = self.control, self._scheduler
-        gate = scheduler.gate
+        gate = scheduler.state.gate
         if not control.requests and (
             # The first condition saves most requests a call.
-            (gate is not None and not scheduler.may_hold and gate.certainly_open(request))
-            or scheduler.has_room(request, now)
+            (gate is not None and not scheduler.admission.may_hold and gate.certainly_open(request))
+            or scheduler.admission.has_room(request, now)
         ):
             self._at_once[request.priority] += 1
             return scheduler.schedule(request, now)
@@ -176,7 +176,7 @@ class FlowQueue:
         if own is not None:
             assert isinstance(own, Decision | Refusal)
             return own
-        why = self._scheduler.why_full(request, now)
+        why = self._scheduler.admission.why_full(request, now)
         place = self._places[ticket.number] = Place(self, ticket, resume, why)
         self._scheduler.changed = self._waker.soon
         self._waker.soon()
@@ -237,14 +237,14 @@ class FlowQueue:
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
         """Note the priorities that objectives give to requests."""
-        if self._scheduler.gate is not None:
-            self._scheduler.gate.know_priorities(priorities)
+        if self._scheduler.state.gate is not None:
+            self._scheduler.state.gate.know_priorities(priorities)
 
     def snapshot(self, now: Seconds) -> QueueSnapshot | None:
         """Return the state of the queue, or None if requests do not wait."""
         if not self.active:
             return None
-        gate = self._scheduler.gate
+        gate = self._scheduler.state.gate
         bands = tuple(
             BandSnapshot(
                 priority,
@@ -267,7 +267,7 @@ class FlowQueue:
         scheduler = self._scheduler
         if scheduler.settings.flow is not None:
             return scheduler.settings.flow
-        return HELD_BY_PLUGINS if scheduler.may_hold else None
+        return HELD_BY_PLUGINS if scheduler.admission.may_hold else None
 
     def _deliver(self, verdicts: Verdicts, now: Seconds) -> None:
         """Resume the sessions of tickets that have a verdict."""
@@ -351,7 +351,7 @@ class _SchedulerPool:
         return not len(self._scheduler.pool.ready(None, now))
 
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
-        return self._scheduler.has_room(request, now)
+        return self._scheduler.admission.has_room(request, now)
 
     def place(self, request: InferenceRequest, now: Seconds) -> Result:
         return self._scheduler.schedule(request, now)
@@ -369,4 +369,4 @@ class _SchedulerPool:
         return estimate if limit is None else min(estimate, float(limit))
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
-        return self._scheduler.why_full(request, now)
+        return self._scheduler.admission.why_full(request, now)

@@ -756,7 +756,7 @@ class Session:
             # With a primary port, the gateway knows the pod, but not the rank that serves.
             if event.served and not decision.primary_port:
                 self._scheduler.take(ServedBy(decision.lease, event.served), now)
-                exchange.endpoint = self._scheduler.endpoint_of(decision.lease)
+                exchange.endpoint = self._scheduler.state.endpoint_of(decision.lease)
             if decision.earlier and (exchange.status or 200) < 400:
                 self._scheduler.take(ResponseStarted(decision.lease), now)
             if LOAD_REPORT_HEADER in event.headers:
@@ -1067,7 +1067,7 @@ class Session:
         exchange.request = leg.lease.request
         exchange.endpoint = leg.endpoint
         if self._settings.explain_headers:
-            self._explained = explained(leg, self._scheduler.outlying, decision.earlier)
+            self._explained = explained(leg, self._scheduler.state.outlying, decision.earlier)
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)

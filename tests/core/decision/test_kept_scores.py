@@ -120,7 +120,7 @@ def test_what_an_engine_reports_in_a_response_changes_the_scores():
     assert first_scores(decision) == [0.0, 0.1, 0.2]
     slot = decision.lease.slot
     scheduler.take(LoadReported(decision.lease, "TEXT named_metrics.num_requests_waiting=9.0"), 0.0)
-    assert scheduler.load_reports == 1
+    assert scheduler.state.load_reports == 1
     assert first_scores(scheduler.schedule(request(), 0.0))[slot] == 0.9
 
 

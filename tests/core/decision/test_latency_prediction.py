@@ -68,7 +68,7 @@ def test_the_slower_endpoint_receives_less():
     slots = [serve(scheduler, slow=(0.1, 0.4)) for _ in range(200)]
     assert set(slots[:4]) == {0, 1}
     assert slots[-20:] == [0] * 20
-    errors = scheduler.latency.errors_of(0)
+    errors = scheduler.state.latency.errors_of(0)
     assert errors["ttft"].observed == errors["tpot"].observed > OBSERVED_MIN
     assert errors["ttft"].estimate == pytest.approx(0.0, abs=1e-6)
     # 20 ms were seen and 10 ms estimated.
@@ -95,7 +95,7 @@ def test_only_streamed_answers_are_learned_from(stream, ending, status, tokens, 
     outcome = Outcome(ending=ending, status=status, output_tokens=tokens)
     scheduler.take(RequestEnded(decision.lease, outcome), 1.3)
     scheduler.take(RequestEnded(decision.lease, outcome), 1.4)
-    errors = scheduler.latency.errors_of(0)
+    errors = scheduler.state.latency.errors_of(0)
     assert (errors["ttft"].observed, errors["tpot"].observed) == learned
 
 
@@ -105,7 +105,7 @@ def test_a_request_that_another_endpoint_served_is_not_learned_from():
     other = next(one for _, one in scheduler.pool.endpoints() if one != decision.endpoint)
     scheduler.take(ServedBy(decision.lease, other.address), 1.0)
     scheduler.take(OutputStarted(decision.lease), 1.1)
-    assert [scheduler.latency.errors_of(slot)["ttft"].observed for slot in (0, 1)] == [0, 0]
+    assert [scheduler.state.latency.errors_of(slot)["ttft"].observed for slot in (0, 1)] == [0, 0]
 
 
 def test_an_endpoint_that_restarts_is_learned_anew():
@@ -113,7 +113,7 @@ def test_an_endpoint_that_restarts_is_learned_anew():
     for _ in range(OBSERVED_MIN):
         serve(scheduler, slow=(0.4,))
     scheduler.take(PoolReplaced([endpoint(0, incarnation="b")]), 2.0)
-    assert scheduler.latency.errors_of(0)["ttft"].observed == 0
+    assert scheduler.state.latency.errors_of(0)["ttft"].observed == 0
 
 
 def test_what_is_learned_survives_a_configuration_with_the_same_estimator():
@@ -122,10 +122,10 @@ def test_what_is_learned_survives_a_configuration_with_the_same_estimator():
     serve(scheduler, slow=(0.4,))
     refusing = LatencyPrediction(estimator=estimator, refuses=True)
     scheduler.take(Reconfigured(structs.replace(scheduler.settings, latency=refusing)), 2.0)
-    assert scheduler.latency.errors_of(0)["ttft"].observed == 1
-    assert scheduler.latency.settings.refuses
+    assert scheduler.state.latency.errors_of(0)["ttft"].observed == 1
+    assert scheduler.state.latency.settings.refuses
     scheduler.take(Reconfigured(structs.replace(scheduler.settings, latency=None)), 2.0)
-    assert scheduler.latency is None
+    assert scheduler.state.latency is None
     serve(scheduler, slow=(0.4,))
 
 

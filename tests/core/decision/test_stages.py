@@ -15,6 +15,7 @@ from epp.core.decision.inputs import (
     OutputStarted,
     PageScraped,
     PoolReplaced,
+    Reconfigured,
     RequestEnded,
     ResponseStarted,
     ScrapeFailed,
@@ -356,8 +357,7 @@ def test_prefill_is_charged_with_what_its_own_endpoint_has_not_cached():
     made = pool_of(["prefill", "decode"], never)
     first = made.schedule(chat(512), 0.1)
     made.take(RequestEnded(first.lease, OK), 0.2)
-    made.settings = structs.replace(made.settings, stages=BOTH)
-    made._read_profile()
+    made.take(Reconfigured(structs.replace(made.settings, stages=BOTH)), 0.2)
     second = made.schedule(chat(512), 0.3)
     assert second.leg.matched_blocks == 8
     assert second.account.uncached_tokens == 0
@@ -517,17 +517,19 @@ def test_without_an_encode_stage_media_are_recorded_at_the_decode_endpoint():
 def test_peers_learn_of_each_stage_without_the_session_of_the_prefill():
     indexes = {PREFIX: PrefixIndexSettings(), "sessions": SessionIndexSettings()}
     made = pool_of(["prefill", "decode"], indexes=indexes)
-    made.tell_peers()
+    made.placements.tell_peers()
     made.schedule(chat(session_id="s"), 0.1)
-    assert [(one.slot, one.left_out) for one in made.sent] == [(0, ("sessions",)), (1, ())]
+    assert [(one.slot, one.left_out) for one in made.placements.sent] == [
+        (0, ("sessions",)),
+        (1, ()),
+    ]
 
 
 def test_a_prompt_is_cold_for_a_stage_whose_endpoints_do_not_have_it():
     made = pool_of(["prefill", "decode"], structs.replace(BOTH, prefill_if=Never()))
     first = made.schedule(chat(512), 0.1)
     assert first.lease.request.moment.cold
-    made.settings = structs.replace(made.settings, stages=BOTH)
-    made._read_profile()
+    made.take(Reconfigured(structs.replace(made.settings, stages=BOTH)), 0.2)
     second = made.schedule(chat(512), 0.2)
     cold = {leg.stage: leg.lease.request.moment.cold for leg in second.account.legs}
     assert cold == {Stage.DECODE: False, Stage.PREFILL: True}

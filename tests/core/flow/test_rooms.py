@@ -35,8 +35,8 @@ class Learned:
 
     @property
     def room(self):
-        ((_, candidates),) = self.scheduler._of_stages(request(), self.now)
-        (room,) = self.scheduler.gate.rooms.of(candidates)
+        ((_, candidates),) = self.scheduler.admission.of_stages(request(), self.now)
+        (room,) = self.scheduler.state.gate.rooms.of(candidates)
         return room
 
     def send(self, **fields):
@@ -98,16 +98,16 @@ def test_tokens_that_were_sent_use_the_cache_before_the_next_page():
 
 def test_prefill_tokens_are_limited_to_what_is_computed_between_two_pages():
     learned = Learned()
-    assert learned.scheduler.has_room(request(), learned.now)
+    assert learned.scheduler.admission.has_room(request(), learned.now)
     learned.send(prompt_tokens=100_000)
     assert learned.room.load > 1.0
-    assert not learned.scheduler.has_room(request(), learned.now)
-    assert learned.scheduler.has_room(request(), learned.now + 10.0), "they drain"
+    assert not learned.scheduler.admission.has_room(request(), learned.now)
+    assert learned.scheduler.admission.has_room(request(), learned.now + 10.0), "they drain"
 
 
 def test_a_long_prompt_is_placed_at_an_idle_endpoint():
     learned = Learned()
-    assert learned.scheduler.has_room(request(prompt_tokens=10**6), learned.now)
+    assert learned.scheduler.admission.has_room(request(prompt_tokens=10**6), learned.now)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_an_endpoint_that_left_is_forgotten():
     """The next one in its slot begins anew."""
     pool = Pool()
     pool.send_for(5.0, {2: ASKED_TO_WAIT})
-    pool.scheduler._forget(2)
+    pool.scheduler.state._forget(2)
     assert pool.scheduler.full.by_slot == {}
 
 

@@ -13,7 +13,7 @@ STAGES = structs.replace(BOTH, prefill_deadline_s=30.0)
 
 def tick(made, now):
     made.take(Tick(), now)
-    return made.overdue_prefills.by_pair
+    return made.state.overdue_prefills.by_pair
 
 
 def test_a_prefill_that_hangs_is_counted_once_by_its_pair():
@@ -22,7 +22,7 @@ def test_a_prefill_that_hangs_is_counted_once_by_its_pair():
     assert tick(made, 30.9) == {}
     assert tick(made, 31.0) == {(0, 1): 1}
     assert tick(made, 99.0) == {(0, 1): 1}
-    assert made.overdue_prefills.total == 1
+    assert made.state.overdue_prefills.total == 1
 
 
 def test_a_prefill_that_ended_or_failed_in_time_is_not_counted():
@@ -32,7 +32,7 @@ def test_a_prefill_that_ended_or_failed_in_time_is_not_counted():
     made.take(RequestEnded(failed.lease, Outcome(status=502)), 5.0)
     assert tick(made, 31.0) == {(0, 1): 1}
     made.take(ResponseStarted(slow.lease), 32.0)
-    assert made.overdue_prefills.of(0) == {(0, 1): 1}
+    assert made.state.overdue_prefills.of(0) == {(0, 1): 1}
 
 
 def test_what_left_is_forgotten_and_stays_in_the_total():
@@ -41,13 +41,13 @@ def test_what_left_is_forgotten_and_stays_in_the_total():
     made.schedule(chat(text=b"b"), 2.0)
     made.take(PoolReplaced([of_role(1, "decode"), of_role(2, "decode")]), 10.0)
     assert tick(made, 40.0) == {}
-    assert made.overdue_prefills.total == 0
+    assert made.state.overdue_prefills.total == 0
     other = pool_of(POOL, STAGES)
     other.schedule(chat(), 1.0)
     assert tick(other, 31.0)
     other.take(PoolReplaced([of_role(1, "decode")]), 32.0)
-    assert other.overdue_prefills.by_pair == {}
-    assert other.overdue_prefills.total == 1
+    assert other.state.overdue_prefills.by_pair == {}
+    assert other.state.overdue_prefills.total == 1
 
 
 def test_the_number_of_watched_requests_is_bounded(monkeypatch):

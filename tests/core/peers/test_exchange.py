@@ -203,8 +203,8 @@ def test_load_is_told_as_it_is_and_counts_where_scorers_read_it():
     settle(1.0, talk_one, talk_other)
     assert inflight(other) == one.pool.columns.inflight_requests[:N].tolist()
     assert sum(inflight(other)) == 6
-    seen = other._candidates(np.arange(N), {}, asked("x"), 1.0)
-    ours = one._candidates(np.arange(N), {}, asked("x"), 1.0)
+    seen = other.state.candidates(np.arange(N), {}, asked("x"), 1.0)
+    ours = one.state.candidates(np.arange(N), {}, asked("x"), 1.0)
     assert seen.inflight_requests.tolist() == ours.inflight_requests.tolist()
     assert seen.inflight_prefill_tokens == pytest.approx(ours.inflight_prefill_tokens)
     for lease in leases[:4]:
@@ -232,18 +232,18 @@ def test_no_load_survives_its_origin(says_goodbye):
     one, talk_one, other, talk_other = acquainted(1, 2)
     one.schedule(asked("abc"), 0.5)
     settle(0.6, talk_one, talk_other)
-    assert (sum(inflight(other)), other.replicas_unheard) == (1, 0)
+    assert (sum(inflight(other)), other.state.replicas_unheard) == (1, 0)
     if says_goodbye:
         hear(talk_other, talk_one.goodbye(0.7), 0.7)
     else:
         talk_other.tick(0.6 + SILENT_S_MAX)
         assert sum(inflight(other)) == 1
         talk_other.tick(0.7 + SILENT_S_MAX)
-    assert (sum(inflight(other)), other.replicas_unheard) == (0, 1)
+    assert (sum(inflight(other)), other.state.replicas_unheard) == (0, 1)
     assert max(held(other, "abc")) == 3
     # Heard again, it is as it was.
     settle(9.0, talk_one, talk_other)
-    assert (sum(inflight(other)), other.replicas_unheard) == (1, 0)
+    assert (sum(inflight(other)), other.state.replicas_unheard) == (1, 0)
 
 
 def test_a_late_or_repeated_frame_does_not_bring_an_old_load_back():
@@ -476,7 +476,7 @@ def test_a_peer_that_lies_about_load_cannot_make_sums_overflow():
     hear(talk_other, live(2**62, load=lies.tobytes()), 0.5)
     assert max(inflight(other)) < 100
     assert talk_other.claims_cut == sum(peer.claims_cut for peer in talk_other.peers.values()) == N
-    seen = other._candidates(np.arange(N), {}, asked("x"), 0.5)
+    seen = other.state.candidates(np.arange(N), {}, asked("x"), 0.5)
     assert np.isfinite(seen.inflight_prefill_tokens).all()
     assert (seen.inflight_prefill_tokens >= 0).all()
     assert other.schedule(asked("abc"), 0.5).endpoint
@@ -630,10 +630,10 @@ def test_alone_nothing_is_kept_for_peers_and_heartbeats_go_on():
     for turn in range(50):
         scheduler.schedule(asked("abc"), 0.001 * turn)
     assert exchange.outgoing(0.5) == []
-    assert not scheduler.sent
+    assert not scheduler.placements.sent
     assert exchange.records_sent == 0
     assert len(exchange.outgoing(HEARTBEAT_S)) == 1
-    assert scheduler.replicas_unheard == 1
+    assert scheduler.state.replicas_unheard == 1
 
 
 @pytest.mark.parametrize("keeps_snapshots", [True, False])
@@ -644,7 +644,7 @@ def test_without_peers_nothing_is_kept_for_them_and_nothing_added(keeps_snapshot
     scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     scheduler.take(PageScraped(0, EndpointMetrics()), 0.0)
     scheduler.schedule(asked("abc"), 0.0)
-    assert scheduler.sent is None
+    assert scheduler.placements.sent is None
     assert scheduler.pool.columns.peers is None
 
 

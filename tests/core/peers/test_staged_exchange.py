@@ -81,6 +81,6 @@ def test_two_pickers_that_share_spread_both_stages_as_one_does():
 def test_a_fallback_shares_like_any_other_decision():
     stages = structs.replace(BOTH, prefill_if=Always(), fallback=BOTH.decode)
     made = pool_of(["decode"], stages)
-    made.tell_peers()
+    made.placements.tell_peers()
     made.schedule(chat(512), 0.1)
-    assert [one.left_out for one in made.sent] == [()]
+    assert [one.left_out for one in made.placements.sent] == [()]

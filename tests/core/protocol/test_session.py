@@ -724,7 +724,7 @@ def test_a_refusal_says_whose_it_was():
 def test_several_destinations_are_named_only_where_fallbacks_are_configured():
     """ORIGINAL_DST clusters and Rust gateways reject a list."""
     pool = pods((0, 0.1), (5, 0.5), (9, 0.9))
-    pool.settings = msgspec.structs.replace(pool.settings, fallback_endpoints_max=1)
+    pool.take(Reconfigured(structs.replace(pool.settings, fallback_endpoints_max=1)), 0.0)
     answers = stream_of(pool).send(gw.request_headers(), gw.request_body(BODY))
     assert gw.destination(answers[0]) == "192.168.1.1:8000,192.168.1.2:8000"
 
@@ -806,7 +806,10 @@ def test_the_load_that_a_response_tells_is_that_of_who_served_it():
         assert columns.waiting_requests[slot] == 9.0
         assert columns.kv_cache_usage[slot] == 0.75
         assert columns.waiting_requests[1 - slot] != 9.0
-        assert (stream.scheduler.load_reports, stream.scheduler.load_reports_unread) == (1, 0)
+        assert (
+            stream.scheduler.state.load_reports,
+            stream.scheduler.state.load_reports_unread,
+        ) == (1, 0)
 
 
 @pytest.mark.parametrize("lost", ["malformed", "restarted", "served by nobody we know"])
@@ -821,7 +824,10 @@ def test_a_load_report_that_says_nothing_of_an_endpoint_is_counted(lost):
     before = stream.scheduler.pool.columns.waiting_requests.tolist()
     stream.send(gw.response_headers(by=by, endpoint_load_metrics=report))
     assert repr(stream.scheduler.pool.columns.waiting_requests.tolist()) == repr(before)
-    assert (stream.scheduler.load_reports, stream.scheduler.load_reports_unread) == (0, 1)
+    assert (stream.scheduler.state.load_reports, stream.scheduler.state.load_reports_unread) == (
+        0,
+        1,
+    )
 
 
 def test_engines_are_asked_for_their_load_where_that_is_set():

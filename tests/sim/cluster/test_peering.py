@@ -107,7 +107,7 @@ def test_a_partition_parts_and_heals():
     for name, partitions in (("none", ()), ("half", (half,)), ("whole", (whole,))):
         peers = PeerSettings(delay_s=0.005, partitions=partitions)
         requests, one = ran(given, pods=SMALL, policy=TOLD_OR_BLIND, replicas=REPLICAS, peers=peers)
-        heard[name] = [policy.scheduler.replicas_unheard for policy in one.pickers.policies]
+        heard[name] = [policy.scheduler.state.replicas_unheard for policy in one.pickers.policies]
         late = [request for request in requests if request.arrived_at > 0.6 * last_s]
         hit[name] = hit_rate(late)
     assert heard == {"none": [0] * 4, "half": [0] * 4, "whole": [2] * 4}
@@ -121,7 +121,9 @@ def test_pickers_know_each_other_from_the_start_however_far_apart(delay_s):
     given = list(arrivals(150, rate=10.0))
     one = cluster(given, replicas=3, peers=PeerSettings(delay_s=delay_s))
     unheard = set()
-    one.run(lambda: unheard.update(p.scheduler.replicas_unheard for p in one.pickers.policies))
+    one.run(
+        lambda: unheard.update(p.scheduler.state.replicas_unheard for p in one.pickers.policies)
+    )
     assert unheard == {0}
     # A round of heartbeats is under way at the end, and with 10 s what was decided since.
     learnable = sum(at.time_s + delay_s + 0.1 < one.loop.now for at in given)
@@ -283,7 +285,10 @@ def test_events_follow_from_traffic_and_months_without_any_cost_nothing():
         given = [arrival(0), arrival(1, time_s=gap_s), arrival(2, time_s=gap_s + 1.0)]
         requests, one = ran(given, pods=2, replicas=2, peers=NEAR)
         assert [request.fate for request in requests] == [Fate.COMPLETE] * 3
-        assert [policy.scheduler.replicas_unheard for policy in one.pickers.policies] == [0, 0]
+        assert [policy.scheduler.state.replicas_unheard for policy in one.pickers.policies] == [
+            0,
+            0,
+        ]
         events.append(one.loop.events)
     assert events[1] < 1.1 * events[0] < 10_000
     # A minute with one request: two heartbeats a second, and the frames of its two changes.

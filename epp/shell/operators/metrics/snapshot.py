@@ -52,17 +52,19 @@ def pool_snapshot(
         ),
         prefills_overdue=None
         if scheduler.settings.stages.prefill is None
-        else scheduler.overdue_prefills.total,
+        else scheduler.state.overdue_prefills.total,
         indexes=scheduler.indexes.standings(),
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,
         memory_limit_bytes=pressure.limit_bytes,
         memory_pressure=pressure.level,
         load_reports={
-            "read": scheduler.load_reports,
-            "unread": scheduler.load_reports_unread,
+            "read": scheduler.state.load_reports,
+            "unread": scheduler.state.load_reports_unread,
         },
-        rank_choices={choice.value: count for choice, count in scheduler.rank_choices.items()},
+        rank_choices={
+            choice.value: count for choice, count in scheduler.placements.rank_choices.items()
+        },
         messages=messages or {},
         segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
         hits={slot: one for slot, one in compared.items() if one is not None},
@@ -71,8 +73,8 @@ def pool_snapshot(
         hit_errors={side.value: errors for side, errors in accuracy.errors.items()},
         bytes_per_token=dict(accuracy.models()),
         latency_errors={}
-        if scheduler.latency is None
-        else {slot: scheduler.latency.errors_of(slot) for slot in slots.tolist()},
+        if scheduler.state.latency is None
+        else {slot: scheduler.state.latency.errors_of(slot) for slot in slots.tolist()},
         answer_tokens=scheduler.answer_lengths.tokens,
         slowness=scheduler.outliers.slowness(),
         outliers=dict(scheduler.outliers.detected(now)),

@@ -175,7 +175,7 @@ class DebugPages:
             return
         names = row[Stage.PREFILL]["endpoint"], row["endpoint"]
         scheduler = self._scheduler
-        for pair, count in scheduler.overdue_prefills.by_pair.items():
+        for pair, count in scheduler.state.overdue_prefills.by_pair.items():
             if tuple(scheduler.pool.endpoint_in(slot).name for slot in pair) == names:
                 row["overdue"] = {
                     "prefills": count,

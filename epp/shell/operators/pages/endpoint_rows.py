@@ -81,8 +81,8 @@ def endpoint_rows(
     ):
         if any(shares):
             columns[name] = [_named(each) for each in shares]
-    if scheduler.latency is not None:
-        errors = [scheduler.latency.errors_of(slot) for slot in standings]
+    if scheduler.state.latency is not None:
+        errors = [scheduler.state.latency.errors_of(slot) for slot in standings]
         for latency in ("ttft", "tpot"):
             columns[f"{latency}_prediction"] = [one[latency].used for one in errors]
             columns[f"{latency}_prediction_errors"] = [
@@ -96,7 +96,7 @@ def endpoint_rows(
         columns["kv_events_source"] = [source and (source.place or None) for source in sources]
         columns["kv_events_lag_s"] = [source and _lag(source) for source in sources]
         columns["kv_events_sequence"] = [source and source.sequence for source in sources]
-    overdue = [sum(scheduler.overdue_prefills.of(slot).values()) for slot in standings]
+    overdue = [sum(scheduler.state.overdue_prefills.of(slot).values()) for slot in standings]
     if any(overdue):
         columns["overdue_prefills"] = overdue
     transfers = [pool.transfers(slot) for slot in standings]

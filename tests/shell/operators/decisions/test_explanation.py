@@ -152,7 +152,7 @@ async def test_a_cost_is_told_by_its_parts():
 def test_costs_are_computed_during_a_decision_only_if_the_reports_are_old(at_s, computed):
     """A pool that is scraped once a second pays nothing for costs that can be computed later."""
     told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
-    told.scheduler.keeps_costs = True
+    told.scheduler.placements.keeps_costs = True
     metrics = EndpointMetrics(
         waiting_requests=0.0,
         running_requests=0.0,
@@ -169,7 +169,7 @@ async def test_the_cost_of_an_adapter_is_among_its_parts():
     """Where adapters are reported, parts add up to what was decided by, at a silent endpoint too."""
     plugin = AddedTime(first_token_weight=0.0)
     told = Told(WeightedScorer("added-time", plugin, 1.0), waiting=(0.0, 0.0, 0.0))
-    told.scheduler.keeps_costs = True
+    told.scheduler.placements.keeps_costs = True
     for slot, report in enumerate((lora("b", "c", slots_max=2), lora("a", slots_max=2))):
         metrics = EndpointMetrics(
             waiting_requests=0.0, running_requests=0.0, kv_cache_usage=0.5, adapters=report
@@ -191,7 +191,7 @@ async def test_the_cost_of_an_adapter_is_among_its_parts():
 async def test_what_is_believed_of_peers_is_in_the_parts():
     """A picker that does not hear its peers expects the prompt at one endpoint, and says so."""
     told = Told(WeightedScorer("added-time", AddedTime(), 1.0), waiting=(0.0, 0.0, 0.0))
-    told.scheduler.keeps_costs = True
+    told.scheduler.placements.keeps_costs = True
     told.scheduler.take(PeersUnheard(2), 0.0)
     told.decide()
     (row,) = await told.recent.rows(1, Wanted())

@@ -1,0 +1,113 @@
+"""Admission: whether a request may be placed now, or should wait until an endpoint has room."""
+
+from msgspec import structs
+
+from epp.core.decision.pool_state import PoolState
+from epp.core.decision.profile import SchedulingProfile
+from epp.core.flow.gate import Gate
+from epp.core.knowledge.availability import Available, available
+from epp.core.knowledge.candidates import Candidates
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Seconds, Stage
+
+
+class Admission:
+    """The questions that a queue asks before it passes a request to the scheduler. Each answer is a
+    function of the state; nothing is recorded.
+    """
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+        self.may_hold = False
+        """True if any plugin of a profile can make requests wait."""
+        self._alone = True
+
+    def configure(self) -> None:
+        """Read from the settings which stages there are, and whether a plugin can make requests wait."""
+        stages = self._state.settings.stages
+        self._alone = stages.alone
+        self.may_hold = any(one.holders for _, one in stages.profiles())
+
+    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether a plugin wants `request` to wait in the queue. `schedule` does not check
+        this and places the request in any case.
+
+        Return False if no endpoint is ready, because `schedule` then refuses the request at once.
+        """
+        state = self._state
+        if not self.may_hold or not len(state.pool.ready(request.subset, now)):
+            return False
+        candidates, failures = self._candidates(request, now), state.failures
+        profiles = state.settings.stages.profiles()
+        return any(one.holds(request, candidates, failures) for _, one in profiles)
+
+    def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether `request` need not wait, because an endpoint has room for it and no plugin
+        holds it. `schedule` does not check this.
+
+        Return True if no endpoint of the pool may serve it, because `schedule` then refuses it at
+        once.
+        """
+        gate = self._state.gate
+        if gate is not None and not gate.certainly_open(request):
+            if not len(self._state.pool.ready(None, now)):
+                # Requests may wait for the first endpoint.
+                return False
+            if not gate.has_room(self.of_stages(request, now), request):
+                return False
+        return not self.may_hold or not self.holds(request, now)
+
+    def why_full(self, request: InferenceRequest, now: Seconds) -> str:
+        """Return a phrase about the endpoints that have no room for `request`."""
+        gate, pool = self._state.gate, self._state.pool
+        if gate is None:
+            return "a plugin held it"
+        for stage, candidates in self.of_stages(request, now):
+            if not gate.has_room([(stage, candidates)], request):
+                return gate.why_full(candidates, lambda slot: pool.endpoint_in(slot).name)
+        return "requests before it take the room of the endpoints"
+
+    def of_stages(
+        self, request: InferenceRequest, now: Seconds
+    ) -> list[tuple[Stage | None, Candidates]]:
+        """Return the candidates of each stage that `request` may need, by their roles, before any
+        other filter. The stage is None if there is only one.
+        """
+        candidates, stages = self._candidates(request, now), self._state.settings.stages
+        if self._alone:
+            return [(None, self._of_role(stages.decode, request, candidates))]
+        named = [(Stage.DECODE, stages.decode), (Stage.PREFILL, stages.prefill)]
+        return [
+            (stage, self._of_role(profile, request, candidates))
+            for stage, profile in named
+            if profile is not None
+        ]
+
+    def below_ceiling(
+        self, gate: Gate, offered: Available, request: InferenceRequest, now: Seconds
+    ) -> Available:
+        """Return `offered` with room only where `gate` sees some, or unchanged if that is nowhere
+        or if the stages of a request have different endpoints.
+        """
+        if not self._alone:
+            return offered
+        candidates = self._state.candidates(offered.with_room, {}, request, now)
+        keep = gate.with_room(candidates, request)
+        if keep.all() or not keep.any():
+            return offered
+        return structs.replace(offered, with_room=offered.with_room[keep])
+
+    def _candidates(self, request: InferenceRequest, now: Seconds) -> Candidates:
+        """Return the endpoints that may serve `request` now, before any filter."""
+        state = self._state
+        ready = state.pool.ready(request.subset, now)
+        ejection = state.outliers.ejection
+        offered = available(ready, state.pool.columns, ejection, state.full, now)
+        return state.candidates(offered.with_room, {}, request, now)
+
+    def _of_role(
+        self, profile: SchedulingProfile, request: InferenceRequest, candidates: Candidates
+    ) -> Candidates:
+        if not len(candidates) or not profile.of_role.filters:
+            return candidates
+        return profile.of_role.filter(request, candidates, self._state.failures).candidates

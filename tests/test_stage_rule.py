@@ -3,7 +3,7 @@
 import pytest
 
 from docs import stage_rule
-from docs.stage_rule import ALWAYS, NEVER, Case, Run, hold_out_cases, simulated, sweep_cases
+from docs.stage_rule import ALWAYS, NEVER, RULE, Case, Run, hold_out_cases, simulated, sweep_cases
 from sim.cluster.links import link_named
 from sim.engine.profiles import find_profile
 
@@ -41,3 +41,13 @@ def test_mixed_traffic_has_chats_whose_turns_follow_their_answers():
     for one in later:
         before = arrivals[one.after]
         assert (before.session, before.turn) == (one.session, one.turn - 1)
+
+
+def test_the_rule_is_within_3_percent_of_the_better_of_never_and_always():
+    """In every case of the sweep and of the hold-out."""
+    measured = stage_rule.read()
+    for part, cases in (("sweep", sweep_cases()), ("hold-out", hold_out_cases())):
+        rows = stage_rule.rows_of(measured, part)
+        for case in cases:
+            found = stage_rule.ratio(rows, case, RULE, stage_rule.better(rows, case))
+            assert found.value <= stage_rule.WORSE, case

@@ -1014,6 +1014,74 @@ CAPACITY: Final = Dashboard(
             ),
         ),
         Row(
+            "Queue",
+            (
+                Panel(
+                    "Waiting in the picker",
+                    "Requests in the queue by priority. Nothing is shown unless the feature gate flowControl is on.",
+                    "short",
+                    query(
+                        latest("homing_flow_waiting", "priority", how="sum"),
+                        "priority {{priority}}",
+                    ),
+                ),
+                Panel(
+                    "Oldest wait",
+                    "Time for which the oldest request of each priority has waited. An alert fires from 30 s on.",
+                    "s",
+                    query(
+                        latest("homing_flow_oldest_wait_seconds", "priority"),
+                        "priority {{priority}}",
+                    ),
+                ),
+                Panel(
+                    "Mean wait",
+                    "Mean wait of the requests that left the queue, by outcome and priority.",
+                    "s",
+                    query(
+                        mean("homing_flow_wait_seconds", "outcome, priority"),
+                        "{{outcome}}, priority {{priority}}",
+                    ),
+                ),
+                Panel(
+                    "Outcomes",
+                    "Requests per second that left the queue or did not have to wait, by outcome and priority, and evicted ones.",
+                    "reqps",
+                    (
+                        (
+                            rate("homing_flow_requests_total", "outcome, priority"),
+                            "{{outcome}}, priority {{priority}}",
+                        ),
+                        (
+                            rate("homing_flow_evictions_total", "priority"),
+                            "evicted, priority {{priority}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Saturation",
+                    "Mean load of the endpoints as a share of their room. Requests wait where it is 1 or more at every endpoint that may serve them.",
+                    "percentunit",
+                    query(latest("homing_flow_saturation", "instance"), "{{instance}}"),
+                ),
+                Panel(
+                    "Fairness between flows",
+                    "Flows with a waiting request, and the mean wait of light flows relative to all. An alert fires from 80 % on.",
+                    "short",
+                    (
+                        (
+                            latest("homing_flow_flows", "priority"),
+                            "flows, priority {{priority}}",
+                        ),
+                        (
+                            latest("homing_flow_light_wait_ratio", "priority"),
+                            "light flows' wait, priority {{priority}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
             "Picker",
             (
                 Panel(

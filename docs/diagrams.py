@@ -1,6 +1,6 @@
-"""Draw the pictures of docs/scoring.md: `python -m docs.diagrams`.
+"""Draw the pictures of docs/scoring.md and docs/flow-control.md: `python -m docs.diagrams`.
 
-Both pictures show the formula of `added-time-scorer` with its defaults; tests/test_docs.py compares
+The first two show the formula of `added-time-scorer` with its defaults; tests/test_docs.py compares
 the formula with the scorer.
 """
 
@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 from msgspec import Struct
 
-from docs import frontier
+from docs import flow_figures, frontier
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, prefill_work
 from epp.plugins.added_time import DECODE_SHARE, HALF_WEIGHT_S, AddedTime
 
@@ -198,12 +198,13 @@ def _svg(height: int, label: str, parts: Sequence[str]) -> str:
 DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {
     "added-time": bars,
     "worth-a-wait": lines,
+    "flow": flow_figures.picture,
     "frontier": frontier.picture,
 }
 
 
 def main() -> None:
-    """Draw both pictures and write them to docs/scoring."""
+    """Draw all pictures and write them to docs/scoring."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in DIAGRAMS.items():
         (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")

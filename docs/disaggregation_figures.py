@@ -32,12 +32,13 @@ from docs.row_lines import row_lines
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Seconds
 from sim.cluster.cluster import Cluster
-from sim.cluster.links import LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.policies import PolicySource
 from sim.cluster.prefill_rules import DECODE, PREFILL, PrefillRule, RoundRobinPrefill
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.simulated_request import Fate, SimulatedRequest
+from sim.engine.links import LINKS
 from sim.engine.profiles import Profile
 from sim.estimation.estimate import EstimateSettings, estimated_profile
 from sim.estimation.gpus import gpu_named

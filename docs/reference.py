@@ -39,6 +39,7 @@ from docs import (
     estimate_tables,
     estimates,
     exact,
+    flow_figures,
     frontier,
     inventory,
     ladders,
@@ -57,7 +58,7 @@ from epp.configuration.compatibility import (
 )
 from epp.configuration.explaining import what_it_reads
 from epp.configuration.token_producer import EndpointDiscovery, LocalTokenizers, VllmRenderer
-from epp.core.duration import Duration
+from epp.core.duration import Duration, duration_text
 from epp.flags.reading import help_text
 from epp.flags.reference_picker import FOREIGN, REMOVED
 from epp.flags.serve import ServeFlags
@@ -224,6 +225,10 @@ def refreshed(page: str) -> str:
         "stage-rule-mixed": lambda: stage_rule.mixed_table(stage_rule.read()),
         "stage-rule-pickers": lambda: stage_rule.picker_table(stage_rule.read()),
         "stage-rule-choice": lambda: stage_rule.choice_table(stage_rule.read()),
+        "flow-targets": lambda: flow_figures.target_table(flow_figures.read()),
+        "flow-tenants": lambda: flow_figures.table(flow_figures.read(), "tenants"),
+        "flow-batch": lambda: flow_figures.table(flow_figures.read(), "batch"),
+        "flow-burst": lambda: flow_figures.table(flow_figures.read(), "burst"),
         "frontier-chosen": lambda: frontier.table("chosen"),
         "frontier-confirmed": lambda: frontier.table("confirmed"),
         "frontier-further": lambda: frontier.table("further"),
@@ -366,7 +371,7 @@ def _default(field: Field) -> str:
     if value in (None, "", (), {}, []) or isinstance(value, msgspec.Struct):
         return "none"
     if isinstance(value, Duration):
-        return f"`{float(value):g}s`"
+        return f"`{duration_text(value)}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     whole = isinstance(value, float) and value.is_integer()

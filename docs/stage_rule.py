@@ -31,7 +31,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from docs.row_lines import row_lines
-from epp.configuration.config import STAGED_DEFAULT_CONFIG
+from epp.configuration.defaults import default_with_stages
 from epp.core.decision.plugin import Scorer
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.stages import (
@@ -44,15 +44,16 @@ from epp.core.decision.stages import (
     Uncached,
 )
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Seconds
+from epp.core.types import Seconds, Stage
 from sim.cluster.cluster import Cluster
-from sim.cluster.links import KVTransferSettings, link_named
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import Policy, PolicySource, SchedulerPolicy
 from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.simulated_request import Fate, SimulatedRequest
+from sim.engine.links import link_named
 from sim.engine.profiles import Profile, find_profile
 from sim.measurement.measures import rounded, ttft_of
 from sim.measurement.token_gaps import TokenGaps
@@ -376,7 +377,9 @@ def simulated(run: Run) -> Row:
         replicas=case.pickers,
         peers=PeerSettings(delay_s=PEER_DELAY_S) if case.pickers > 1 else None,
     )
-    source = PolicySource(name="by role", text=STAGED_DEFAULT_CONFIG, source="by role")
+    source = PolicySource(
+        name="by role", text=default_with_stages({Stage.PREFILL}).text, source="by role"
+    )
     opened = settings.opener(source)(run.seed).settings
     assert opened is not None
     opened = replace(opened, stages=stages_of(opened.stages, run.rule, case, run.prefill_delay))

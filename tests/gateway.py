@@ -111,12 +111,14 @@ class Told:
     def __init__(self):
         self.events = []
         self.exchange = None
+        self.refused_exchange = None
 
     def decided(self, exchange):
         self.exchange = exchange
         self.events.append("decided")
 
     def refused(self, exchange, refusal):
+        self.refused_exchange = exchange
         self.events.append(f"refused {refusal.status}")
 
     def failed(self, exchange, failure):
@@ -180,6 +182,7 @@ class Stream:
         )
         self.resumed = []
         self.session.resume = self._resume
+        self.session.evict = self._evict
 
     def send(self, *messages):
         """Send the messages; return every answer, decoded by the other codec."""
@@ -193,7 +196,12 @@ class Stream:
         return answers
 
     def _resume(self, resolution):
-        answered = self.session.resolved(resolution, self.now)
+        self._go_on(self.session.resolved(resolution, self.now))
+
+    def _evict(self, refusal):
+        self._go_on(self.session.evicted(refusal, self.now))
+
+    def _go_on(self, answered):
         self.resumed += [v3.ProcessingResponse.parse(encode(answer)) for answer in answered]
         self.session.sent()
 

@@ -29,7 +29,7 @@ from docs.disaggregation_figures import (
     run,
     steady,
 )
-from sim.cluster.links import LINKS
+from sim.engine.links import LINKS
 
 SETUPS = (AGGREGATED, *SPLITS)
 

@@ -4,7 +4,7 @@ import pytest
 
 from docs import stage_rule
 from docs.stage_rule import ALWAYS, NEVER, RULE, Case, Run, hold_out_cases, simulated, sweep_cases
-from sim.cluster.links import link_named
+from sim.engine.links import link_named
 from sim.engine.profiles import find_profile
 
 SHORT = Case(prompt_tokens=4_096, answer_tokens=32, load=0.5, network="tcp-25gbe")

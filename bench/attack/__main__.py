@@ -1,9 +1,12 @@
 """Attack the picker, alone and behind the real Envoy, and measure other requests: `make attack`.
 
-The command is `python -m bench.attack [NAME...] [--seconds S] [--alone | --envoy]`. A probe sends
+The command is `python -m bench.attack [NAME...] [--seconds S] [--alone | --envoy] [--queue]`. A probe sends
 an ordinary completion 20 times a second beside each attack. A row shows the extent of the attack,
 lost requests of the probe, the probe's 99th percentile before and during the attack, the picker's
 maximum memory, its memory 3 s afterwards, and the time until the probe was served as before.
+
+With `--queue`, requests wait in the picker while each pod has `ROOM` requests, tenants share by
+tokens, the probe is one of them, and further attacks aim at the queue.
 
 The exit code is 1 if a request of the probe or an innocent request of the attackers was lost. It is
 also 1, without a table, if an attack had no effect at the attacked process.
@@ -26,10 +29,18 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.attack import gateway as gw
-from bench.attack.attacks import ATTACKS, FLAGS, PROMPT, RAW_ONLY
+from bench.attack.attacks import (
+    ATTACKS,
+    FLAGS,
+    INVENTED_TENANTS,
+    PROMPT,
+    QUEUE_ONLY,
+    RAW_ONLY,
+)
 from bench.attack.effects import Watch, require_reached
 from bench.effect import NoEffectError
 from bench.place import ROOT, Place, running
+from bench.queueing import config_with_queue
 from bench.termination import end_in_order
 from epp.flags.serve import ServeFlags
 from epp.flags.values import Transport
@@ -43,7 +54,22 @@ CALM_PROBES = 20
 as recovery of the picker.
 """
 PROBE_S_MAX = 10.0
+ROOM = 8
+"""Number of requests of a pod at which others wait, with `--queue`."""
+TENANT = {"x-llm-d-inference-fairness-id": "probe"}
+"""Header by which the probe has its share of the queue. Without `--queue` it has no effect."""
 PODS = 4
+
+
+def _config(name: str) -> str:
+    """Return the configuration with a queue for the attack `name`.
+
+    No policy can share among tenants that clients invent. Where they do, all requests share one
+    queue, as by default.
+    """
+    if name in INVENTED_TENANTS:
+        return config_with_queue(ROOM, "global-strict-fairness-policy")
+    return config_with_queue(ROOM)
 
 
 class Probed(Struct, frozen=True):
@@ -95,14 +121,14 @@ class Probe:
 
     async def _raw(self, opened: grpc.aio.Channel) -> None:
         asked_s = time.monotonic()
-        problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX)
+        problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX, fields=TENANT)
         self.done.append(Probed(asked_s, time.monotonic() - asked_s, problem))
 
     async def _http(self, session: ClientSession) -> None:
         asked_s = time.monotonic()
         url = f"{self._place.gateway}/v1/completions"
         try:
-            async with session.post(url, data=PROMPT) as response:
+            async with session.post(url, data=PROMPT, headers=TENANT) as response:
                 await response.read()
                 problem = "" if response.status == 200 else f"got {response.status}"
         except (ClientError, TimeoutError) as error:
@@ -117,10 +143,12 @@ def _p99_s(probed: Sequence[Probed]) -> float:
     return sorted(one.took_s for one in probed)[int(len(probed) * 0.99)]
 
 
-async def _attack(name: str, *, envoy: bool, seconds: float, transport: str) -> Row:
+async def _attack(name: str, *, envoy: bool, seconds: float, transport: str, config: str) -> Row:
     with tempfile.TemporaryDirectory(prefix="homing-attack-") as folder:
         flags = ("--transport", transport, *FLAGS.get(name, ()))
-        async with running(Path(folder), pods=PODS, envoy=envoy, flags=flags) as place:
+        async with running(
+            Path(folder), pods=PODS, envoy=envoy, flags=flags, config=config
+        ) as place:
             probe = Probe(place)
             probing = asyncio.create_task(probe.run())
             try:
@@ -229,10 +257,16 @@ def main(arguments: Sequence[str]) -> int:
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--alone", action="store_true", help="attack the picker directly only")
     ways.add_argument("--envoy", action="store_true", help="attack behind Envoy only")
+    parser.add_argument(
+        "--queue", action="store_true", help="let requests wait in the picker, and attack the queue"
+    )
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(ATTACKS))
     if unknown:
         parser.error(f"no attack {unknown[0]!r}, expected one of {', '.join(ATTACKS)}")
+    names = [name for name in options.names or ATTACKS if options.queue or name not in QUEUE_ONLY]
+    if not names:
+        parser.error(f"{options.names[0]} is an attack on the queue; add --queue")
     end_in_order()
     console = Console(width=180)
     lost = 0
@@ -240,12 +274,17 @@ def main(arguments: Sequence[str]) -> int:
         if (options.envoy and not envoy) or (options.alone and envoy):
             continue
         way = "behind Envoy" if envoy else "the picker alone"
-        table = _table(f"{way}, --transport {options.transport}")
-        for name in options.names or ATTACKS:
+        with_queue = ", --queue" if options.queue else ""
+        table = _table(f"{way}, --transport {options.transport}{with_queue}")
+        for name in names:
             if envoy and name in RAW_ONLY:
                 continue
             attacking = _attack(
-                name, envoy=envoy, seconds=options.seconds, transport=options.transport
+                name,
+                envoy=envoy,
+                seconds=options.seconds,
+                transport=options.transport,
+                config=_config(name) if options.queue else "",
             )
             try:
                 row = asyncio.run(attacking)

@@ -73,6 +73,17 @@ WATCH = header_block(
     te="trailers",
     content_type="application/grpc",
 )
+CROWD = 400
+"""Number of clients of the attack on the queue by headers, each with one request at a time."""
+LONG_CROWD = 300
+HELD_MAX = "64Mi"
+"""Maximum size of stored bodies of the picker whose queue is attacked with long bodies. The bodies
+of all clients at once are twice as large.
+"""
+LONG_BYTES = 450_000
+ANSWER_S = 0.1
+HOSTILE_TTLS = ("1ns", "9999999h", "-1s", "1e400s", "nonsense", "0s", "9" * 400 + "h")
+HOSTILE_TARGETS = ("0", "1e308", "-1", "nan", "inf", "one", "9" * 400)
 PROMPT = b'{"model": "m", "prompt": "once upon a time"}'
 ASK_S_MAX = 30.0
 GONE = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
@@ -367,6 +378,84 @@ async def _subset(target: Target) -> str:
     return f"{sent} hints"
 
 
+async def _headers(target: Target) -> str:
+    """Attack the queue with headers that clients invent: a new tenant in each request, waits of any
+    length, targets of any time and unknown objectives.
+
+    Return a phrase about the extent.
+    """
+    numbers = itertools.count()
+
+    def fields() -> dict[str, str]:
+        number = next(numbers)
+        return {
+            "x-llm-d-inference-fairness-id": f"{number:x}" * 300,
+            "x-llm-d-inference-objective": f"objective-{number}",
+            "x-llm-d-inference-ttl": HOSTILE_TTLS[number % len(HOSTILE_TTLS)],
+            "x-llm-d-slo-ttft-ms": HOSTILE_TARGETS[number % len(HOSTILE_TARGETS)],
+        }
+
+    target.done = await _crowd(target, CROWD, lambda _: PROMPT, fields)
+    return f"{target.done:,} requests of as many tenants, {CROWD} at once"
+
+
+async def _waiters(target: Target) -> str:
+    """Attack the queue with more bodies of 450 KB than the picker may hold; return a phrase about the
+    extent.
+    """
+
+    def body(number: int) -> bytes:
+        return b'{"model": "m", "prompt": "%0*d"}' % (LONG_BYTES, number)
+
+    target.done = await _crowd(target, LONG_CROWD, body, dict)
+    return f"{target.done:,} bodies of 450 KB, {LONG_CROWD} at once"
+
+
+async def _crowd(
+    target: Target,
+    clients: int,
+    body: Callable[[int], bytes],
+    fields: Callable[[], dict[str, str]],
+) -> int:
+    """Send requests of `clients` clients, each of which sends the next one when it has an answer.
+
+    An answer takes `ANSWER_S` seconds. Return the number of requests.
+    """
+    opened = [gw.channel(target.picker) for _ in range(CONNECTIONS)]
+
+    async def ask(number: int) -> int:
+        sent = 0
+        content = body(number)
+        async with client_session(ASK_S_MAX) as session:
+            while target.goes_on:
+                if target.gateway:
+                    await _post_slow(session, target, content, fields())
+                else:
+                    channel = opened[number % CONNECTIONS]
+                    await gw.ask(
+                        channel, content, timeout_s=ASK_S_MAX, fields=fields(), takes_s=ANSWER_S
+                    )
+                sent += 1
+        return sent
+
+    sent = await _several(clients, ask)
+    for one in opened:
+        await one.close()
+    return sent
+
+
+async def _post_slow(
+    session: ClientSession, target: Target, content: bytes, fields: dict[str, str]
+) -> None:
+    url = f"{target.gateway}/v1/completions"
+    headers = fields | {"x-takes-s": str(ANSWER_S)}
+    try:
+        async with session.post(url, data=content, headers=headers) as response:
+            await response.read()
+    except (ClientError, TimeoutError):
+        pass
+
+
 async def _models(target: Target) -> str:
     """Attack with a new model name in every request; return a phrase about the extent."""
     names = itertools.cycle(range(MODELS))
@@ -592,9 +681,16 @@ ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
     "windows": _windows,
     "idle": _idle,
     "continuations": _continuations,
+    "headers": _headers,
+    "waiters": _waiters,
 }
+INVENTED_TENANTS = frozenset({"headers"})
+"""Names of attacks in which clients choose the tenants of their requests."""
+QUEUE_ONLY = frozenset({"headers", "waiters"})
+"""Names of attacks on the queue, which are run only if it is on."""
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "refusals": (f"--request-body-max-bytes={REFUSED_BODY_BYTES}",),
+    "waiters": (f"--held-bodies-max-bytes={HELD_MAX}",),
 }
 """Flags of `epp serve` without which an attack would take longer, by attack."""
 RAW_ONLY = frozenset({"pieces", "resets", "subset", "tiny", "windows", "idle", "continuations"})

@@ -30,6 +30,7 @@ _OPEN_STREAMS: Final = "homing_extproc_streams_inflight"
 _MESSAGES: Final = "homing_extproc_messages_total"
 _CONNECTIONS: Final = "homing_extproc_connections"
 _CUT: Final = "homing_extproc_connections_cut_total"
+_WAITED: Final = "homing_flow_wait_seconds_count"
 _REFUSALS: Final = "homing_refusals_total"
 
 
@@ -114,6 +115,11 @@ def _streams(watch: Watch, done: int, probes: int) -> tuple[str, float, float]:
     return "streams at the picker", watch.rise(_STREAMS), probes / 2 + done / 2
 
 
+def _waited(watch: Watch, done: int, _: int) -> tuple[str, float, float]:
+    waited = watch.rise(_WAITED) + watch.rise(_REFUSALS)
+    return "requests that waited in the queue, or were refused", waited, done / 2
+
+
 def _refused(watch: Watch, done: int, _: int) -> tuple[str, float, float]:
     refused = watch.rise(_REFUSALS) + watch.rise(_FAILED)
     return "requests refused by the picker, or ended with an error", refused, done / 2
@@ -160,4 +166,6 @@ PROOFS: Final[Mapping[str, Callable[[Watch, int, int], tuple[str, float, float]]
         watch.rise(_CUT),
         done / 2,
     ),
+    "headers": _waited,
+    "waiters": _waited,
 }

@@ -82,15 +82,22 @@ def channel(address: str) -> grpc.aio.Channel:
 
 
 async def ask(
-    opened: grpc.aio.Channel, content: bytes, *, timeout_s: float, path: str = HEADERS[":path"]
+    opened: grpc.aio.Channel,
+    content: bytes,
+    *,
+    timeout_s: float,
+    path: str = HEADERS[":path"],
+    fields: Mapping[str, str] | None = None,
+    takes_s: float = 0.0,
 ) -> str:
-    """Send one whole request with the body `content`.
+    """Send one whole request with the body `content` and further headers. Its response comes
+    `takes_s` seconds after its placement.
 
     Return "" if it was routed and succeeded, else the reason.
     """
     call = opened.stream_stream(PROCESS)(timeout=timeout_s)
     try:
-        await call.write(headers({":path": path}))
+        await call.write(headers({":path": path} | dict(fields or {})))
         for start in range(0, len(content), CHUNK_BYTES):
             piece = content[start : start + CHUNK_BYTES]
             await call.write(body(piece, end=start + CHUNK_BYTES >= len(content)))
@@ -104,6 +111,7 @@ async def ask(
         while left > 0:
             echoed = ProcessingResponse.FromString(await call.read())
             left -= len(echoed.request_body.response.body_mutation.streamed_response.body)
+        await asyncio.sleep(takes_s)
         await call.write(response_headers())
         await call.read()
         await call.done_writing()

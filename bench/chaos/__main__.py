@@ -1,10 +1,12 @@
 """Measure the cost of each fault for clients, in ten minutes: `make chaos`.
 
 The command is `python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R [--light]] [--write
-FILE]`. Five simulated pods, two pickers with the default configuration and the Envoy of `epp
+FILE | --queue]`. Five simulated pods, two pickers with the default configuration and the Envoy of `epp
 envoy-config` are real processes, new for each fault. Ordinary requests are sent at a fixed rate,
 three of four streamed, for some seconds without the fault and for S seconds with it; the times to
 first token of both are compared.
+
+With `--queue`, requests wait in the pickers while each pod has `ROOM` requests.
 
 The exit code is 1 if a fault that should lose no request loses one. It is also 1, without a table,
 if a fault has no effect at the part that it should break.
@@ -30,11 +32,16 @@ from bench.chaos.faults import CASES, Case, NotPlayedError
 from bench.chaos.load import LIGHT, Asked, Load, Traffic
 from bench.chaos.stage import PODS, Edit, Routed, Stage, staged
 from bench.effect import NoEffectError
+from bench.queueing import config_with_queue
 from bench.termination import end_in_order
 from epp.core.types import Seconds
 
 WARM_S: Final = 3.0
 BEFORE_S: Final = 8.0
+ROOM: Final = 4
+"""Number of requests of a pod at which others wait, with `--queue`: without a fault, the pods have
+more than half of it.
+"""
 LOST_BY_NONE: Final = frozenset(
     {
         "picker-leaves",
@@ -79,9 +86,16 @@ class Row(Struct, kw_only=True):
 
 
 async def play(
-    name: str, *, seconds: float, traffic: Traffic, seed: int, edit: Edit | None = None
+    name: str,
+    *,
+    seconds: float,
+    traffic: Traffic,
+    seed: int,
+    edit: Edit | None = None,
+    queue: bool = False,
 ) -> Row:
-    """Start all processes, inject the fault `name` under load, and return its cost.
+    """Start all processes, inject the fault `name` under load, and return its cost. Requests wait in
+    the pickers if `queue` is True.
 
     Raise `NoEffectError` if the fault has no effect.
     """
@@ -93,7 +107,7 @@ async def play(
                 case.set(Path(folder)) as setting,
                 staged(
                     Path(folder),
-                    flags=setting.flags,
+                    flags=(*setting.flags, *(_queueing(Path(folder)) if queue else ())),
                     environment=setting.environment,
                     peers=setting.peers,
                     pool=setting.pool,
@@ -129,6 +143,12 @@ async def play(
             ttft_before_s=_ttfts_s(before),
             ttft_during_s=_ttfts_s(during),
         )
+
+
+def _queueing(folder: Path) -> tuple[str, ...]:
+    file = folder / "config.yaml"
+    file.write_text(config_with_queue(ROOM))
+    return ("--config-file", str(file))
 
 
 async def _until(at: Seconds) -> None:
@@ -229,7 +249,10 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="remove what `epp envoy-config` adds to survive the loss of a picker",
     )
+    parser.add_argument("--queue", action="store_true", help="let requests wait in the pickers")
     options = parser.parse_args(arguments)
+    if options.queue and options.write:
+        parser.error("--write is for the table without --queue")
     unknown = sorted(set(options.names) - set(CASES))
     if unknown:
         parser.error(f"no fault {unknown[0]!r}, expected one of {', '.join(CASES)}")
@@ -245,6 +268,7 @@ def main(arguments: Sequence[str]) -> int:
             traffic=traffic,
             seed=options.seed,
             edit=bare_gateway if options.bare_gateway else None,
+            queue=options.queue,
         )
         try:
             rows.append(asyncio.run(playing))

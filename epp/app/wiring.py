@@ -167,7 +167,12 @@ class EndpointPicker:
             pressure=self.pressure,
             pressed=self._pressed,
         )
-        self.queue = open_queue(self.scheduler)
+        self.queue = open_queue(
+            self.scheduler,
+            count=self.telemetry.task_ended,
+            # The other half is for bodies that arrive meanwhile.
+            bytes_max=self.bodies.bytes_max // 2,
+        )
         self.sessions = self._open_sessions()
         self.decoder = Decoder()
         self.ext_proc = self._open_ext_proc()
@@ -434,6 +439,7 @@ class EndpointPicker:
             first_tokens=self._first_tokens.lately,
             capture=self._captured,
             kv_events=lambda endpoint: self._listener.row_of(endpoint),
+            queue=lambda: self.queue,
         )
 
     def _open_scraper(self) -> Scraper:

@@ -12,17 +12,17 @@ from epp.configuration.build import (
 )
 from epp.configuration.config import (
     CONFIG_MAX_BYTES,
-    STAGED_DEFAULT_CONFIG,
-    STAGED_DEFAULT_SOURCE,
     ConfigError,
     PickerConfig,
     PluginTables,
     load_config,
 )
+from epp.configuration.defaults import default_with_stages
 from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.document import read_mapping
 from epp.configuration.explaining import explain
 from epp.configuration.upgrading import upgrade
+from epp.core.types import Stage
 from epp.flags.subcommands import CheckFlags
 from epp.journal.problem import JournalError
 from epp.journal.reenacting import Judged, judge
@@ -31,10 +31,15 @@ VALID: Final = 0
 INVALID: Final = 1
 UNREADABLE: Final = 2
 
-_BY_ROLE: Final = (
-    "If any endpoint prefills and does not decode (label llm-d.ai/role), the following default\n"
-    "applies instead, from the next change of the endpoints on."
-)
+_BY_ROLE: Final = {
+    frozenset({Stage.PREFILL}): "If any endpoint prefills and does not decode (label "
+    "llm-d.ai/role), the following default\napplies instead, from the next change of the endpoints "
+    "on.",
+    frozenset({Stage.PREFILL, Stage.ENCODE}): "If any endpoint encodes and does not decode, an "
+    "encode stage and a fallback are added. Without an\nendpoint that only prefills, there is no "
+    "prefill stage, and added-time-scorer chooses the\nendpoint that decodes.",
+}
+"""Sentences that introduce the defaults by role, by the stages that they have besides decode."""
 
 CONFIG_MAP_KEY: Final = "config.yaml"
 """Key under which the chart's ConfigMap holds the `EndpointPickerConfig`."""
@@ -59,8 +64,10 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
     if flags.explain:
         out.write(explain(config))
         if not flags.file:
-            staged = load_config(STAGED_DEFAULT_CONFIG, STAGED_DEFAULT_SOURCE, plugins)
-            out.write(f"\n{_BY_ROLE}\n\n{explain(staged)}")
+            for apart, introduction in _BY_ROLE.items():
+                default = default_with_stages(apart)
+                staged = load_config(default.text, default.source, plugins)
+                out.write(f"\n{introduction}\n\n{explain(staged)}")
     elif old is None:
         print(f"{config.source}: valid, hash {config_hash(config)}", file=out)
     if old is not None:

@@ -6,8 +6,17 @@ from typing import TypeVar
 
 from msgspec import structs
 
+from epp.core.protocol.flow_queue import FLOWS_SHOWN, WaitingFlow
 from epp.shell.operators.journal import JournalSnapshot
-from epp.shell.operators.live.live_view import DECISIONS_SHOWN, ENDPOINTS_MAX, Live, LiveEndpoint
+from epp.shell.operators.live.live_view import (
+    DECISIONS_SHOWN,
+    ENDPOINTS_MAX,
+    PREFILLS_MAX,
+    Live,
+    LiveBand,
+    LiveEndpoint,
+    LivePrefills,
+)
 
 T = TypeVar("T")
 
@@ -20,8 +29,12 @@ def as_one(lives: Sequence[Live]) -> Live:
     - An endpoint is not ready, slow or failing if any picker reports that.
     - Its KV events have the worst state that any picker reports.
     - Its requests in flight are the maximum, because pickers that share state count each other's.
+    - Its room is that of the picker that estimates the highest load.
     - Its routed and failed requests and their tokens are the sums over all pickers, and its shares
       of cache hits are the means weighted by tokens.
+    - Prefills in flight are the sums, because a picker counts only its own by pair.
+
+    Waiting requests of all pickers are added up by priority and flow.
 
     The figures of the process are those with the greatest event-loop lag, and the capture is the
     sum of all.
@@ -56,10 +69,25 @@ def as_one(lives: Sequence[Live]) -> Live:
         configuration_refused=next(
             (live.configuration_refused for live in lives if live.configuration_refused), None
         ),
+        prefills=_prefills(lives),
         process=latest.process,
         process_at=latest.process_at,
         capture=_captures([live.capture for live in lives if live.capture]),
+        queue=_queues([live.queue for live in lives if live.queue is not None]),
+        evicted_total=sum(live.evicted_total for live in lives),
     )
+
+
+def _prefills(lives: Sequence[Live]) -> list[LivePrefills]:
+    """Return the prefills in flight of all pickers, by pair of endpoints, most requests first."""
+    summed: Counter[tuple[str, str]] = Counter()
+    for live in lives:
+        for one in live.prefills:
+            summed[one.prefill, one.decode] += one.requests
+    return [
+        LivePrefills(prefill=prefill, decode=decode, requests=requests)
+        for (prefill, decode), requests in summed.most_common(PREFILLS_MAX)
+    ]
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -101,6 +129,40 @@ def _captures(told: Sequence[JournalSnapshot]) -> JournalSnapshot | None:
     )
 
 
+def _queues(queues: Sequence[Sequence[LiveBand]]) -> list[LiveBand] | None:
+    """Return the bands of all pickers added up, highest priority first, or None if no picker has a
+    queue. The number of flows is the maximum, because pickers share flows.
+    """
+    if not queues:
+        return None
+    by_priority: dict[int, list[LiveBand]] = {}
+    for band in (band for bands in queues for band in bands):
+        by_priority.setdefault(band.priority, []).append(band)
+    return [
+        LiveBand(
+            priority=priority,
+            requests=sum(band.requests for band in bands),
+            flows=max(band.flows for band in bands),
+            oldest_wait_s=max(band.oldest_wait_s for band in bands),
+            most=_flows([flow for band in bands for flow in band.most]),
+        )
+        for priority, bands in sorted(by_priority.items(), reverse=True)
+    ]
+
+
+def _flows(told: Sequence[WaitingFlow]) -> list[WaitingFlow]:
+    """Return the flows of several pickers added up, most requests first."""
+    requests: Counter[str] = Counter()
+    oldest_s: dict[str, float] = {}
+    for one in told:
+        requests[one.flow] += one.requests
+        oldest_s[one.flow] = max(oldest_s.get(one.flow, 0.0), one.oldest_wait_s)
+    return [
+        WaitingFlow(flow, count, oldest_s[flow])
+        for flow, count in requests.most_common(FLOWS_SHOWN)
+    ]
+
+
 def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveEndpoint:
     """Return one view of an endpoint, merged from the views of the pickers that know it.
 
@@ -117,6 +179,7 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
         worst, reason = freshest, ""
     heard = [one for one in told if one.kv_events is not None] or [freshest]
     unheard = max(heard, key=lambda one: one.kv_events != "live")
+    fullest = max(told, key=lambda one: one.room_load or 0.0)
     requests = sum(one.requests for one in told)
     return structs.replace(
         freshest,
@@ -128,6 +191,8 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
         reason=reason,
         kv_events=unheard.kv_events,
         kv_events_problem=unheard.kv_events_problem,
+        room_load=fullest.room_load,
+        room_requests=fullest.room_requests,
         inflight_requests=max(one.inflight_requests for one in told),
         inflight_prefill_tokens=max(
             (tokens for one in told if (tokens := one.inflight_prefill_tokens) is not None),

@@ -9,7 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
+from epp.shell.operators.live.live_view import (
+    Live,
+    LiveDecision,
+    LiveEndpoint,
+    LiveLatency,
+    LiveScore,
+)
 from epp.shell.printable import printable
 
 COLUMNS_MIN: Final = 80
@@ -21,6 +27,7 @@ _DECISION_COLUMNS: Final = 66
 """Number of terminal columns that a decision's line takes besides the names of its two endpoints.
 """
 _REQUEST_COLUMNS: Final = 38
+_ROOM_COLUMNS: Final = 6
 _TTFT_FROM_COLUMNS: Final = 90
 _TTFT_COLUMNS: Final = 6
 _EVENTS_FROM_COLUMNS: Final = 102
@@ -43,6 +50,14 @@ _COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
 """Colours of scorers in the bar of a decision, in the order of the scorers; their names distinguish
 them too.
 """
+_BANDS_MAX: Final = 4
+"""Maximum number of bands of the queue that the screen shows, highest priority first."""
+_FLOWS_MAX: Final = 4
+"""Maximum number of flows that the screen shows of each band."""
+_LATENCIES_MAX: Final = 6
+"""Maximum number of endpoints whose predicted latencies the screen shows, worst errors first."""
+_PREFILLS_SHOWN_MAX: Final = 3
+"""Maximum number of pairs of endpoints whose prefills in flight the screen shows."""
 _FULL: Final = 0.9
 _UNHEARD: Final = frozenset({"none", "stale", "silent"})
 """States of KV events in which the cached blocks of the endpoint are unknown."""
@@ -56,11 +71,16 @@ def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = ""
     """
     columns = max(columns, COLUMNS_MIN)
     reasons = min(sum(bool(one.reason) for one in live.endpoints), _REASONS_MAX + 1)
+    bands, latencies = [*_queue(live)], [*_latencies(live)]
     others = _OTHER_LINES + _DECISIONS_MAX + reasons + any(map(_is_unheard, live.endpoints))
+    others += len(bands) + len(latencies)
+    others += bool(live.prefills)
     room = None if lines is None else max(_PODS_MIN, lines - others)
     parts: list[RenderableType] = [_head(live), *_picker(live), *_problem(problem), Text()]
     parts.append(_pods(live, columns, room))
     parts += [
+        *bands,
+        *latencies,
         Text(),
         *_legend(live, columns),
         *_decisions(live, columns),
@@ -123,6 +143,11 @@ def _problem(problem: str) -> Iterable[Text]:
 
 
 def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
+    limited = any(one.room_load is not None for one in live.endpoints)
+    # The room is shown rather than the age of the metrics if there is no space for both.
+    aged = not limited or columns >= COLUMNS_MIN + _ROOM_COLUMNS
+    if limited and aged:
+        columns -= _ROOM_COLUMNS
     wide = columns >= _TTFT_FROM_COLUMNS
     heard = columns >= _EVENTS_FROM_COLUMNS and any(one.kv_events for one in live.endpoints)
     beside = _POD_COLUMNS + (_TTFT_COLUMNS if wide else 0) + (_EVENTS_COLUMNS if heard else 0)
@@ -134,13 +159,18 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("pod", width=name_columns, no_wrap=True)
     table.add_column("state", width=_STATE_COLUMNS, no_wrap=True)
-    titles = ("share", "wait", "run", "infl", "KV", "pred", "found", "fail", "age")
-    for title in (*titles, "ttft") if wide else titles:
+    titles = ["share", "wait", "run", "infl", "KV", "pred", "found", "fail"]
+    titles += ["age"] * aged + ["room"] * limited + ["ttft"] * wide
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     if heard:
         table.add_column("events", width=_EVENTS_COLUMNS - 1, no_wrap=True)
     for one in shown:
         cells = [*_pod(one, name_columns)]
+        if aged:
+            cells.append(_age(one))
+        if limited:
+            cells.append(_room(one))
         if wide:
             cells.append(Text("-" if one.engine_ttft_s is None else _seconds(one.engine_ttft_s)))
         if heard:
@@ -150,7 +180,85 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
     left_out = live.endpoints_total - len(shown)
     if left_out > 0:
         shown_parts.append(Text(f"{left_out} more, with fewer requests", "dim"))
-    return Group(*shown_parts, *_reasons(live), *_unheard(live))
+    return Group(*shown_parts, *_reasons(live), *_unheard(live), *_prefills(live))
+
+
+def _prefills(live: Live) -> Iterable[Text]:
+    """Yield a line with the prefills in flight by pair of endpoints; nothing if there are none."""
+    if live.prefills:
+        line = Text("prefills in flight: ", no_wrap=True, overflow="ellipsis")
+        half = _NAME_COLUMNS_MIN
+        told = [
+            f"{one.requests} {_tail(one.prefill, half)} → {_tail(one.decode, half)}"
+            for one in live.prefills[:_PREFILLS_SHOWN_MAX]
+        ]
+        line.append(", ".join(told))
+        left_out = len(live.prefills) - len(told)
+        yield line.append(f" and {left_out} more pairs", "dim") if left_out > 0 else line
+
+
+def _age(one: LiveEndpoint) -> Text:
+    return Text("never" if one.metrics_age_s is None else f"{one.metrics_age_s:.1f}s")
+
+
+def _room(one: LiveEndpoint) -> Text:
+    """Return the room of an endpoint: the number of further requests, or its load if that is unknown,
+    or "full".
+    """
+    if one.room_load is None:
+        return Text("-")
+    if one.room_load >= 1.0:
+        return Text("full", "red")
+    more = one.room_requests
+    return Text(_share(one.room_load) if more is None else f"+{max(1, more)}")
+
+
+def _queue(live: Live) -> Iterable[Text]:
+    """Yield a line for each band with waiting requests, with its flows; nothing if requests do not
+    wait.
+    """
+    if live.queue is None:
+        return
+    if live.evicted_total:
+        yield Text(f"{live.evicted_total} evicted since the start", "yellow")
+    for band in live.queue[:_BANDS_MAX]:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"queue {band.priority:+d} " if band.priority else "queue 0 ", "bold")
+        line.append(f"{band.requests} wait in {band.flows} flows, ")
+        line.append(f"oldest {_seconds(band.oldest_wait_s)}", "red" if band.requests else "")
+        flows = [
+            f"{printable(one.flow) or 'no flow'} {one.requests} ({_seconds(one.oldest_wait_s)})"
+            for one in band.most[:_FLOWS_MAX]
+        ]
+        line.append(f": {', '.join(flows)}", "dim")
+        yield line
+    if not live.queue:
+        yield Text("queue 0 wait", "dim")
+
+
+def _latencies(live: Live) -> Iterable[Text]:
+    """Yield a line for each endpoint whose predictions were compared, worst errors first: predicted
+    and observed latencies with the median error.
+    """
+    told = [one for one in live.endpoints if any(map(_is_known, one.latencies.values()))]
+    told.sort(key=lambda one: -max(each.error or 0.0 for each in one.latencies.values()))
+    for one in told[:_LATENCIES_MAX]:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{_tail(one.name, _NAME_COLUMNS_MIN * 2)} predicted")
+        for name, each in one.latencies.items():
+            if _is_known(each):
+                line.append(f"  {name} {_seconds(each.predicted_s or 0.0)}")
+                line.append(f", observed {_seconds(each.observed_s or 0.0)}")
+                unused = each.used == "none"
+                error = f", error {_share(each.error)}{', unused' if unused else ''}"
+                line.append(error, "red" if unused else "")
+        yield line
+    if len(told) > _LATENCIES_MAX:
+        yield Text(f"predictions of {len(told) - _LATENCIES_MAX} more, with smaller errors", "dim")
+
+
+def _is_known(latency: LiveLatency) -> bool:
+    return latency.predicted_s is not None and latency.observed_s is not None
 
 
 def _events(one: LiveEndpoint) -> Text:
@@ -211,7 +319,6 @@ def _pod(one: LiveEndpoint, name_columns: int) -> Iterable[Text]:
     # Responses report cache hits only for some engines; the engine's counters are the fallback.
     yield Text(_share(one.engine_hits if one.actual_hits is None else one.actual_hits))
     yield Text(_count(one.failed), "red" if one.failed else "")
-    yield Text("never" if one.metrics_age_s is None else f"{one.metrics_age_s:.1f}s")
 
 
 def _state(one: LiveEndpoint) -> str:

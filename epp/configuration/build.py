@@ -2,6 +2,7 @@
 check-config` and simulator.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -23,10 +24,12 @@ from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.failures import Interrupted
+from epp.core.flow.agent_admission import AgentAdmission
 from epp.core.flow.ceilings import StaticCeiling
 from epp.core.flow.detectors import MaxSaturation, Utilization
-from epp.core.flow.settings import FlowSettings, Ordering
+from epp.core.flow.settings import Fairness, FlowSettings, Ordering
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
+from epp.core.knowledge.agent_sessions import AgentSessionSettings
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
@@ -46,6 +49,7 @@ INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
     "precise-prefix-cache-producer": ExactIndexSettings,
     "session-id-producer": SessionIndexSettings,
     "no-hit-lru-producer": NoHitLruSettings,
+    "agent-session-producer": AgentSessionSettings,
     "burst-prefix-cache-producer": BurstSettings,
     "mm-embeddings-cache-producer": EncoderCacheSettings,
 }
@@ -187,6 +191,7 @@ def build_settings(
         block_tokens=block_tokens_of(config.indexes, config.prefix),
         beliefs=tuple(name for name, index in config.indexes.items() if is_prefix(index)),
         ejection=config.ejection,
+        admitter=config.admitter,
         latency=config.latency,
         saturation=saturation,
         flow=_flow_of(config.flow, saturation_staleness_s(refresh_interval_s)),
@@ -290,14 +295,17 @@ def _queue_warnings(flow: FlowSettings) -> list[str]:
     that has no effect.
     """
     warnings: list[str] = []
-    longest_s = max(flow.wait_s_max, flow.empty_pool_wait_s_max)
-    if longest_s >= STREAM_IDLE_S or not (flow.wait_s_max and flow.empty_pool_wait_s_max):
-        what = f"up to {longest_s:g}s" if longest_s >= STREAM_IDLE_S else "without a limit"
+    limits_s = [flow.longest_wait_s(priority) for priority in _priorities(flow)]
+    longest_s = max(limits_s)
+    if longest_s >= STREAM_IDLE_S or not all(limits_s):
+        what = f"up to {longest_s:g}s" if all(limits_s) else "without a limit"
         warnings.append(
             f"flowControl: requests may wait {what}, but Envoy ends a stream after "
             f"{STREAM_IDLE_S:g}s by default: set stream_idle_timeout of the gateway above that, "
             "or a shorter TTL"
         )
+    if flow.agents is not None:
+        warnings += _agent_warnings(flow, flow.agents)
     bands = [flow.band(priority) for priority in {*flow.bands, 0}]
     most = flow.requests_max or sum(band.requests_max for band in bands)
     if most >= CIRCUIT_BREAKER_REQUESTS:
@@ -317,6 +325,27 @@ def _queue_warnings(flow: FlowSettings) -> list[str]:
             "requests with the header x-llm-d-inference-ttl"
         )
     return warnings
+
+
+def _agent_warnings(flow: FlowSettings, agents: AgentAdmission) -> list[str]:
+    """Return a sentence if requests of agent sessions are refused before their session is admitted."""
+    bands = [flow.band(priority) for priority in _priorities(flow)]
+    limits_s = [
+        flow.budget_s(band, empty_pool=False)
+        for band in bands
+        if band.fairness is Fairness.SESSIONS
+    ]
+    least_s = min((limit_s for limit_s in limits_s if limit_s), default=math.inf)
+    if not agents.head_wait_s_max or agents.head_wait_s_max < least_s:
+        return []
+    what = f"requests wait for {least_s:g}s at most, but headWaitStarvationMs admits agent sessions"
+    return [f"flowControl: {what} after {agents.head_wait_s_max:g}s: set a longer TTL"]
+
+
+def _priorities(flow: FlowSettings) -> set[int]:
+    """Return the priorities with bands of their own, 0, and one priority for each template."""
+    known = {*flow.bands, 0}
+    return {*known, max(known) + 1, min(known) - 1}
 
 
 def _picking(picker: Picker, count: int) -> Picker:

@@ -22,6 +22,7 @@ from epp.configuration.disaggregation import (
 )
 from epp.configuration.flow_plugins import FLOW_PLUGINS
 from epp.configuration.token_producer import TokenProducer
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.duration import parse_duration
 from epp.core.knowledge.candidates import ATTRIBUTES_MAX
 from epp.core.knowledge.ejection import OutlierEjection
@@ -29,6 +30,7 @@ from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
 from epp.core.types import Seconds
+from epp.plugins.agents import AgentIdentity
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
@@ -328,6 +330,8 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     DCGM_EXTRACTOR: NoParameters,
     TOPOLOGY_EXTRACTOR: TopologyLabels,
     "local-syncer": NoParameters,
+    "sheddable-eviction-filter": NoParameters,
+    "priority-then-time-eviction-order-policy": NoParameters,
     "model-server-protocol-metrics": CoreMetricsExtractor,
     OutlierEjection.type_name: OutlierEjection,
     DestinationEndpointServedVerifier.type_name: DestinationEndpointServedVerifier,
@@ -338,6 +342,8 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     POD_EXTRACTOR: NoParameters,
     PredictedLatency.type_name: PredictedLatency,
     LatencySloAdmitter.type_name: LatencySloAdmitter,
+    ProbabilisticAdmitter.type_name: ProbabilisticAdmitter,
+    AgentIdentity.type_name: AgentIdentity,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -358,16 +364,11 @@ MOVED_TO_INDEX: Final = (
 )
 """Parameters that `prefix-cache-scorer` had before the prefix index became a separate plugin."""
 
-_NO_EVICTION: Final = "requests that run are not evicted from the engines"
 
 REFUSED: Final[Mapping[str, str]] = {
     "predicted-latency-scorer": "use latency-scorer",
     "slo-headroom-tier-filter": "use latency-scorer, which prefers endpoints that meet the SLO",
-    "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
-    "sheddable-eviction-filter": f"{_NO_EVICTION}: remove it",
-    "priority-then-time-eviction-order-policy": f"{_NO_EVICTION}: remove it",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
-    "agent-identity": "a header alone names flows, x-llm-d-inference-fairness-id: remove it",
     "outlier-ejection-filter": (
         f"it needs no filter in a profile: declare {OutlierEjection.type_name}, or nothing"
     ),
@@ -394,6 +395,8 @@ FLOW_SECTION_MEMBERS: Final = (
     "defaultNegativePriorityBand",
     "priorityBands",
     "usageLimitPolicyPluginRef",
+    "bandSelectionPolicyPluginRef",
+    "enableEviction",
 )
 """Members of the section `flowControl` that have an effect only if the feature gate of the same name
 is on.
@@ -415,7 +418,6 @@ Some of them correspond to flags, which take effect only at a restart.
 
 REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.discovery": "endpoints are given with --endpoints-file",
-    "flowControl.bandSelectionPolicyPluginRef": "a higher band is always served first",
     "discovery": "endpoints are given with --endpoints-file",
 }
 """Members of the configuration document that are refused and must be removed, with the reason."""
@@ -430,6 +432,7 @@ RIVALS: Final = frozenset(
         "bounded-session-scorer",
         "data-parallel-load-scorer",
         "decayed-misses-scorer",
+        "dynamo-busy-filter",
         "dynamo-cost-scorer",
         "dynamo-queue-filter",
         "dynamo-two-tier-scorer",
@@ -440,6 +443,7 @@ RIVALS: Final = frozenset(
         "least-kv-cache-filter",
         "least-pending-work-scorer",
         "least-queue-filter",
+        "llm-d-gate-filter",
         "load-aware-prefix-filter",
         "longest-prefix-scorer",
         "noisy-max-score-picker",

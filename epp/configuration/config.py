@@ -8,7 +8,7 @@ reload and the simulator call it.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from epp.configuration.compatibility import (
     API_VERSION,
@@ -45,24 +45,25 @@ from epp.configuration.trial import failing_plugins
 from epp.core.decision.plugin import (
     may_read_tokens,
 )
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.profile import (
     SchedulingProfile,
 )
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.stages import Stages
 from epp.core.flow.settings import FlowSettings
+from epp.core.knowledge.agent_sessions import AgentSessionSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.latency import LatencyPrediction
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels
+from epp.plugins.agents import ThunderAgent
 
 __all__ = [
     "CONFIG_MAX_BYTES",
     "DEFAULT_CONFIG",
     "DEFAULT_SOURCE",
-    "STAGED_DEFAULT_CONFIG",
-    "STAGED_DEFAULT_SOURCE",
     "ConfigError",
     "ConfiguredPlugin",
     "MetricsSettings",
@@ -86,34 +87,6 @@ schedulingProfiles:
 """
 """Configuration document that applies if none is given: the strategy `homing`."""
 DEFAULT_SOURCE: Final = "built-in default"
-STAGED_DEFAULT_CONFIG: Final = f"""\
-apiVersion: {API_VERSION}
-kind: EndpointPickerConfig
-plugins:
-- type: disagg-profile-handler
-  parameters:
-    stageOrder: prefill-first
-    deciders: {{prefill: time-based-pd-decider}}
-- type: time-based-pd-decider
-- type: decode-filter
-- type: prefill-filter
-- type: decode-time-scorer
-- type: prefill-time-scorer
-- type: max-score-picker
-schedulingProfiles:
-- name: decode
-  plugins:
-  - pluginRef: decode-filter
-  - pluginRef: decode-time-scorer
-  - pluginRef: max-score-picker
-- name: prefill
-  plugins:
-  - pluginRef: prefill-filter
-  - pluginRef: prefill-time-scorer
-  - pluginRef: max-score-picker
-"""
-"""Configuration document that applies if none is given and endpoints have roles."""
-STAGED_DEFAULT_SOURCE: Final = "built-in default by role"
 
 _SECTIONS: Final = (
     "apiVersion",
@@ -153,6 +126,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Prefill speeds of endpoints, and other settings of `inflight-load-producer`."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     """Settings of outlier ejection, which apply to every profile."""
+    admitter: ProbabilisticAdmitter | None = None
+    """Rule by which requests that may be shed are refused at random, or None if there is none."""
     latency: LatencyPrediction | None = None
     """Settings of latency prediction, or None if no latency is predicted."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
@@ -228,6 +203,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     used = _profiles_of(stages, shadow)
     needed = NeededIndexes(declared)
     indexes, prefix = needed.of(used, staged.counts_uncached)
+    indexes = _with_agents(indexes, used, flow, declared)
     needed.check_uncached_by(indexes, prefix)
     findings.raise_problems()
     _warn_of_unused(used, (detector, named), declared)
@@ -247,6 +223,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
         metrics=metrics,
         inflight=inflight,
         ejection=ejection,
+        admitter=declared.admitter(),
         latency=latency,
         tokens=tokens,
         topology=topology,
@@ -255,6 +232,36 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
         shadow_share=shadow_share,
         warnings=tuple(findings.warnings),
     )
+
+
+def _with_agents(
+    indexes: dict[str, AffinityIndexSettings],
+    profiles: Sequence[SchedulingProfile],
+    flow: FlowSettings | None,
+    declared: DeclaredPlugins,
+) -> dict[str, AffinityIndexSettings]:
+    """Return `indexes` with the headers of `agent-identity` in the index of agent sessions. Problems
+    and warnings about `thunder-agent` are recorded.
+    """
+    agents = [one for one in declared.plugins.values() if isinstance(one.plugin, ThunderAgent)]
+    headers = declared.identity_headers()
+    members = {member.name for profile in profiles for member in profile.members}
+    for agent in agents:
+        if agent.name not in members:
+            declared.findings.problem(
+                f"{agent.where}: it must be in a scheduling profile, where it follows the sessions"
+            )
+        elif flow is None or flow.agents is None:
+            declared.findings.warn(
+                f"{agent.where}: sessions are not admitted by their size, unless it is the "
+                "fairnessPolicyRef of a priority band of flowControl"
+            )
+    return {
+        name: structs.replace(index, headers=headers)
+        if isinstance(index, AgentSessionSettings) and headers
+        else index
+        for name, index in indexes.items()
+    }
 
 
 def _check_head(document: dict[str, Any], findings: Findings) -> None:

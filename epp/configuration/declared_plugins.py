@@ -32,13 +32,22 @@ from epp.configuration.disaggregation import (
 )
 from epp.configuration.document import nearest
 from epp.configuration.findings import Findings, raised
-from epp.configuration.flow_plugins import CEILINGS, DETECTORS, FAIRNESS, FLOW_PLUGINS, ORDERINGS
+from epp.configuration.flow_plugins import (
+    BAND_SELECTIONS,
+    CEILINGS,
+    DETECTORS,
+    FAIRNESS,
+    FLOW_PLUGINS,
+    ORDERINGS,
+)
 from epp.configuration.token_producer import TokenProducer
 from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
+from epp.plugins.agents import AgentIdentity
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.latency import LatencySloAdmitter, PredictedLatency
@@ -51,7 +60,14 @@ _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
 BLOCK_TOKENS_MIN: Final = 64
 
 P = TypeVar(
-    "P", InflightLoadProducer, OutlierEjection, TokenProducer, TopologyLabels, PredictedLatency
+    "P",
+    InflightLoadProducer,
+    OutlierEjection,
+    TokenProducer,
+    TopologyLabels,
+    PredictedLatency,
+    ProbabilisticAdmitter,
+    AgentIdentity,
 )
 
 
@@ -82,11 +98,13 @@ class Role(StrEnum):
     DECIDER = "decider"
     PRODUCER = "producer"
     ADMITTER = "admitter"
+    IDENTITY = "identity plugin"
     RESPONDER = "response plugin"
     REQUEST_MARKER = "request plugin"
     NOTIFIER = "notification source"
     FAIRNESS = "fairness policy"
     ORDERING = "ordering policy"
+    BAND_SELECTION = "band selection policy"
     CEILING = "usage limit policy"
     DETECTOR = "saturation detector"
     SCREENER = "screener"
@@ -136,9 +154,12 @@ _ROLES: Final[Mapping[str, Role]] = {
     DataParallelRank.type_name: Role.REQUEST_MARKER,
     **dict.fromkeys(FAIRNESS, Role.FAIRNESS),
     **dict.fromkeys(ORDERINGS, Role.ORDERING),
+    **dict.fromkeys(BAND_SELECTIONS, Role.BAND_SELECTION),
     **dict.fromkeys(CEILINGS, Role.CEILING),
     **dict.fromkeys(DETECTORS, Role.DETECTOR),
     LatencySloAdmitter.type_name: Role.ADMITTER,
+    AgentIdentity.type_name: Role.IDENTITY,
+    ProbabilisticAdmitter.type_name: Role.ADMITTER,
 }
 
 
@@ -391,6 +412,21 @@ class DeclaredPlugins:
             return FLOW_PLUGINS[name]()
         except TypeError:
             return None
+
+    def admitter(self) -> ProbabilisticAdmitter | None:
+        """Return the declared `probabilistic-admitter`, or None if there is none."""
+        declared = any(isinstance(p.plugin, ProbabilisticAdmitter) for p in self.plugins.values())
+        return self.only(ProbabilisticAdmitter) if declared else None
+
+    def identity_headers(self) -> tuple[str, ...]:
+        """Return the headers by which `agent-identity` names sessions, or () if it is not declared."""
+        declared = any(isinstance(p.plugin, AgentIdentity) for p in self.plugins.values())
+        return self.only(AgentIdentity).headers if declared else ()
+
+    def plugin_of(self, name: str) -> Any:
+        """Return the declared plugin `name`, or None if there is none."""
+        declared = self.plugins.get(name)
+        return None if declared is None else declared.plugin
 
     def primary_port(self) -> int:
         """Return the port to which the gateway sends the requests for all data-parallel ranks of a

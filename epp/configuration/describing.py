@@ -11,7 +11,7 @@ from epp.configuration.config import PickerConfig, Role
 from epp.configuration.token_producer import Backend, TokenProducer
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.stages import Stages
-from epp.core.duration import Duration
+from epp.core.duration import Duration, duration_text
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.topology import DEFAULT_TOPOLOGY
@@ -51,6 +51,8 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         lines["data-parallel ranks"] = {"primaryPort": config.primary_port}
     if config.topology != DEFAULT_TOPOLOGY:
         lines["topology"] = plain_parameters(config.topology)
+    if config.admitter is not None:
+        lines["admitter"] = plain_parameters(config.admitter)
     if config.latency is not None:
         lines["latency prediction"] = {
             **_plain(config.latency.estimator),
@@ -94,8 +96,11 @@ def _describe_flow(flow: FlowSettings) -> dict[str, dict[str, Any]]:
             "maxBytes": flow.bytes_max,
             "defaultRequestTTL": f"{flow.wait_s_max:g}s",
             "noEndpointRequestTTL": f"{flow.empty_pool_wait_s_max:g}s",
+            "identityHeaders": list(flow.identity_headers),
         },
+        **({} if flow.agents is None else {"agent sessions": plain_parameters(flow.agents)}),
         "flow control detector": _plain(flow.detector),
+        "flow control band selection": _plain(flow.selection),
         "flow control usage limit": _plain(flow.policy),
         **{f"flow control {name}": plain_parameters(band) for name, band in bands.items()},
     }
@@ -134,7 +139,7 @@ def plain_parameters(plugin: Any) -> dict[str, Any]:
     """Return every parameter of a plugin as a plain value, by its name in a configuration
     document.
     """
-    parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode)
+    parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode, str_keys=True)
     return {name: _whole(value) for name, value in parameters.items()}
 
 
@@ -147,7 +152,7 @@ def _whole(value: Any) -> Any:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Duration):
-        return f"{float(value):g}s"
+        return duration_text(value)
     return str(value)
 
 

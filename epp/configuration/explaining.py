@@ -8,9 +8,11 @@ import msgspec
 from msgspec import structs
 
 from epp.configuration.build import build_settings
-from epp.configuration.config import DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE, PickerConfig
+from epp.configuration.config import PickerConfig
+from epp.configuration.defaults import DEFAULT_SOURCES
 from epp.configuration.describing import config_hash, plain_parameters
 from epp.core.decision.plugin import PREFIX_READS
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.stages import (
@@ -23,7 +25,8 @@ from epp.core.decision.stages import (
     Stages,
     Uncached,
 )
-from epp.core.flow.settings import Fairness, FlowSettings, Ordering
+from epp.core.flow.eviction import EVICT_AFTER_S
+from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.latency import ERROR_MAX, LatencyPrediction
 from epp.core.knowledge.prefix import PrefixIndexSettings
@@ -36,15 +39,16 @@ _WORDS: Final[Mapping[str, str]] = {
     "attribute": "an attribute of endpoints",
     "cache_hit_tokens": "tokens found in caches",
     "cache_queried_tokens": "tokens looked up in caches",
-    "inflight_context_tokens": "prompt tokens in flight from this picker",
-    "inflight_prefill_tokens": "prompt tokens in flight from this picker",
-    "inflight_requests": "requests in flight from this picker",
+    "inflight_context_tokens": "prompt tokens in flight",
+    "inflight_prefill_tokens": "prompt tokens in flight",
+    "inflight_requests": "requests in flight",
     "kv_cache_usage": "KV-cache usage",
     "kv_capacity_tokens": "KV-cache size",
     "metrics_age_s": "age of metrics",
     "nearness": "places of endpoints",
     "output_tokens_max": "limit of the answer",
     "prefill_tokens_per_s": "prefill speed",
+    "prefill_measured_tokens_per_s": "measured prefill speed",
     "peer_candidates": "the endpoint of the other stage",
     "receiving_tokens": "KV transfers to endpoints",
     "sending_tokens": "KV transfers from endpoints",
@@ -65,6 +69,8 @@ description is shown as it is.
 
 _SATURATIONS: Final = (0.5, 0.8, 0.95, 1.0)
 """Mean loads of the pool for which ceilings are shown."""
+_LOADS: Final = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
+"""Mean loads of the pool for which the share of requests refused at random is shown."""
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
@@ -114,6 +120,8 @@ def explain(config: PickerConfig) -> str:
     lines += ["", *_ejection(settings.ejection)]
     if settings.latency is not None:
         lines += ["", *_latency(settings.latency)]
+    if settings.admitter is not None:
+        lines += ["", *_admitter(settings.admitter)]
     if settings.flow is None:
         lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
         lines += _member("detector", settings.saturation.type_name, settings.saturation)
@@ -128,33 +136,65 @@ def explain(config: PickerConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _admitter(admitter: ProbabilisticAdmitter) -> list[str]:
+    """Return lines about the random refusal of requests, with examples."""
+    shares = (f"{admitter.refused_share(load):.0%} at {load:g}" for load in _LOADS)
+    return [
+        "admission: requests of negative priority are refused at random",
+        f"  refused share by the mean load of the pool: {', '.join(shares)}",
+        *(f"  {line}" for line in _parameters(admitter)),
+    ]
+
+
 def _queue(flow: FlowSettings) -> list[str]:
     """Return lines about the queue: when requests wait, for how long, and a table of its bands."""
     lines = ["queue: requests wait in the picker while no endpoint has room for them"]
     lines += _member("detector", flow.detector.type_name, flow.detector)
+    lines += _member("bands", flow.selection.type_name, flow.selection)
     lines += _member("ceiling", flow.policy.type_name, flow.policy)
     for when, limit_s in (
         ("while the pool has endpoints", flow.wait_s_max),
         ("while it has none", flow.empty_pool_wait_s_max),
     ):
         lines.append(f"  longest wait {when}: {f'{limit_s:g} s' if limit_s else 'no limit'}")
+    if flow.evicts:
+        lines.append(
+            f"  eviction: a running request of negative priority ends before its response begins, "
+            f"if one of higher priority has waited {EVICT_AFTER_S:g} s or the queue is full"
+        )
     requests, size = _limit(flow.requests_max), _limit(flow.bytes_max)
     lines.append(f"  all bands together: {requests} requests, {size} bytes of bodies")
+    if flow.agents is not None:
+        limit_s = flow.agents.head_wait_s_max
+        when = f"after {limit_s:g} s even without room" if limit_s else "only with room"
+        lines.append(f"  a waiting agent session is admitted {when}")
+    if flow.identity_headers:
+        lines.append(f"  flows without a fairness header: by {', '.join(flow.identity_headers)}")
     priorities = sorted({*flow.bands, 0}, reverse=True)
     for priority in priorities:
-        lines += _band(f"band {priority}", flow, priority, priorities)
-    others = "bands of other priorities, from InferenceObjectives: as band 0"
-    if 0 in flow.bands or flow.default_negative_band is not None:
-        others = "bands of other priorities, from InferenceObjectives: by their templates"
-    return [*lines, f"  {others}"]
+        lines += _band(f"band {priority}", flow, flow.band(priority))
+        ceilings = (
+            f"{flow.policy.ceilings(saturation, priorities)[priority]:.2f} at {saturation:g}"
+            for saturation in _SATURATIONS
+        )
+        uses = f"may use endpoints loaded to less than {', '.join(ceilings)}"
+        lines.append(f"      {uses} mean load of the pool")
+    if flow.default_band != flow.band(0):
+        lines += _band("bands of other priorities", flow, flow.default_band)
+    if flow.default_negative_band is not None:
+        lines += _band("bands of other negative priorities", flow, flow.default_negative_band)
+    elif flow.default_band == flow.band(0):
+        lines.append("  bands of other priorities, from InferenceObjectives: as band 0")
+    return lines
 
 
-def _band(name: str, flow: FlowSettings, priority: int, priorities: list[int]) -> list[str]:
-    band = flow.band(priority)
+def _band(name: str, flow: FlowSettings, band: BandSettings) -> list[str]:
+    """Return lines about one band, or about the template of several."""
     turns = {
         Fairness.NONE: "one queue for all flows",
         Fairness.REQUESTS: "flows in turn by requests",
         Fairness.TOKENS: "flows in turn by tokens charged",
+        Fairness.SESSIONS: "agent sessions, admitted ones first, others when their tokens fit",
         Fairness.DECAYING_TOKENS: f"flows by tokens charged, half-life {band.half_life_s:g} s",
     }[band.fairness]
     order = {
@@ -162,15 +202,15 @@ def _band(name: str, flow: FlowSettings, priority: int, priorities: list[int]) -
         Ordering.DEADLINE: "the earliest end of a wait first",
         Ordering.FIRST_OUTPUT: "the earliest due first token first",
     }[band.ordering]
-    ceilings = [
-        f"{flow.policy.ceilings(saturation, priorities)[priority]:.2f} at {saturation:g}"
-        for saturation in _SATURATIONS
-    ]
-    return [
+    lines = [
         f"  {name}: {turns}; within a flow {order}",
         f"      at most {band.requests_max} requests, {band.bytes_max} bytes of bodies",
-        f"      may use endpoints loaded to less than {', '.join(ceilings)} mean load of the pool",
     ]
+    if band.wait_s_max is not None:
+        wait_s = flow.budget_s(band, empty_pool=False)
+        limit = f"{wait_s:g} s" if wait_s else "no limit"
+        lines.append(f"      longest wait while the pool has endpoints: {limit}")
+    return lines
 
 
 def _limit(most: int) -> str:
@@ -179,12 +219,17 @@ def _limit(most: int) -> str:
 
 def _mode(config: PickerConfig) -> str:
     """Return whether the configuration serves requests by role, and why."""
-    by_default = config.source in {DEFAULT_SOURCE, STAGED_DEFAULT_SOURCE}
-    if config.stages.alone:
-        why = "no endpoint only prefills" if by_default else "no disagg-profile-handler is declared"
+    stages, by_default = config.stages, config.source in DEFAULT_SOURCES
+    if stages.alone:
+        why = "no disagg-profile-handler is declared"
+        if by_default:
+            why = "no endpoint prefills or encodes without decoding"
         return f"each request at one endpoint, because {why}"
-    why = "an endpoint only prefills" if by_default else "a handler of stages is declared"
-    return f"requests by role, because {why}"
+    if not by_default:
+        return "requests by role, because a handler of stages is declared"
+    work = {"prefill": stages.prefill, "encode": stages.encode}
+    told = " and ".join(name for name, profile in work.items() if profile is not None)
+    return f"requests by role, because endpoints {told} without decoding"
 
 
 def _stages(stages: Stages, tokens_per_s: float) -> list[str]:

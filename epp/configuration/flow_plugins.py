@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta, field
 
+from epp.core.flow.band_selection import StrictBandSelection, WeightedBandSelection
 from epp.core.flow.ceilings import PriorityHoldback, SoftReflectiveCeiling, StaticCeiling
 from epp.core.flow.detectors import RoomDetector
 from epp.core.flow.settings import HALF_LIFE_S, Fairness, Ordering
@@ -115,6 +116,9 @@ ORDERINGS: Final[Mapping[str, type[Any]]] = {
     "edf-ordering-policy": EdfOrdering,
     "slo-deadline-ordering-policy": SloDeadlineOrdering,
 }
+BAND_SELECTIONS: Final[Mapping[str, type[Any]]] = {
+    kind.type_name: kind for kind in (StrictBandSelection, WeightedBandSelection)
+}
 CEILINGS: Final[Mapping[str, type[Any]]] = {
     kind.type_name: kind for kind in (StaticCeiling, PriorityHoldback, SoftReflectiveCeiling)
 }
@@ -123,4 +127,10 @@ DETECTORS: Final[Mapping[str, type[Any]]] = {
     "max-saturation-detector": MaxSaturationDetector,
 }
 """Detectors that are no filters. `utilization-detector` and `concurrency-detector` are both."""
-FLOW_PLUGINS: Final[Mapping[str, type[Any]]] = {**FAIRNESS, **ORDERINGS, **CEILINGS, **DETECTORS}
+FLOW_PLUGINS: Final[Mapping[str, type[Any]]] = {
+    **FAIRNESS,
+    **ORDERINGS,
+    **BAND_SELECTIONS,
+    **CEILINGS,
+    **DETECTORS,
+}

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Final
 
 from msgspec import field, structs
@@ -14,11 +15,20 @@ from epp.configuration.flow_plugins import (
     TokenFairness,
 )
 from epp.core.duration import Duration
+from epp.core.flow.agent_admission import AgentAdmission
+from epp.core.flow.band_selection import StrictBandSelection
 from epp.core.flow.ceilings import StaticCeiling
-from epp.core.flow.detectors import ConcurrencyDetector, MaxSaturation, RoomDetector, Utilization
-from epp.core.flow.settings import WAIT_S_MAX, BandSettings, FlowSettings
+from epp.core.flow.detectors import (
+    ConcurrencyDetector,
+    MaxSaturation,
+    NeverSaturated,
+    RoomDetector,
+    Utilization,
+)
+from epp.core.flow.settings import WAIT_S_MAX, BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
+from epp.plugins.agents import ThunderAgent
 
 GATE: Final = "flowControl"
 """Name of the feature gate that switches the queue on."""
@@ -46,12 +56,20 @@ class _Band(Parameters, frozen=True):
 
     max_bytes: int | str | None = None
     max_requests: int | str | None = None
+    default_request_ttl: Duration | None = field(default=None, name="defaultRequestTTL")
     fairness_policy_ref: str = ""
     ordering_policy_ref: str = ""
 
 
 class _PriorityBand(_Band, frozen=True, kw_only=True):
     priority: int
+
+
+class _Template(_Band, frozen=True):
+    """The settings of all bands that `priorityBands` does not name."""
+
+    priority: int | None = None
+    """No effect."""
 
 
 class FlowControlSection(Parameters, frozen=True):
@@ -61,10 +79,11 @@ class FlowControlSection(Parameters, frozen=True):
     max_requests: int | str = 0
     default_request_ttl: Duration = field(default=Duration(WAIT_S_MAX), name="defaultRequestTTL")
     no_endpoint_request_ttl: Duration | None = field(default=None, name="noEndpointRequestTTL")
-    default_priority_band: _Band | None = None
-    default_negative_priority_band: _Band | None = None
+    default_priority_band: _Template | None = None
+    default_negative_priority_band: _Template | None = None
     priority_bands: tuple[_PriorityBand, ...] = ()
     usage_limit_policy_plugin_ref: str = ""
+    band_selection_policy_plugin_ref: str = ""
     saturation_detector: _Reference | None = None
     enable_eviction: bool = False
 
@@ -80,8 +99,6 @@ class FlowSections:
         """Return the section, or one with default values if it is missing or has a problem."""
         if value is None:
             return FlowControlSection()
-        if isinstance(value, dict) and value.get("enableEviction") is True:
-            self._findings.problem("flowControl.enableEviction is not supported: remove it")
         found = self._findings.convert(value, FlowControlSection, "flowControl")
         return found or FlowControlSection()
 
@@ -108,18 +125,25 @@ class FlowSections:
         if section.default_negative_priority_band is not None:
             name = "defaultNegativePriorityBand"
             negative = self._band(name, section.default_negative_priority_band, template)
+        bands = self._bands(section.priority_bands)
         settings = FlowSettings(
+            agents=self._agents((*bands.values(), template, negative or template)),
+            identity_headers=self._declared.identity_headers(),
             requests_max=self._quantity("maxRequests", section.max_requests),
             bytes_max=self._quantity("maxBytes", section.max_bytes),
             wait_s_max=ttl_s,
             empty_pool_wait_s_max=(ttl_s or WAIT_S_MAX) if empty_ttl is None else float(empty_ttl),
-            bands=self._bands(section.priority_bands),
+            bands=bands,
             default_band=template,
             default_negative_band=negative,
+            selection=self._selection(section.band_selection_policy_plugin_ref),
+            evicts=section.enable_eviction,
             policy=self._policy(section.usage_limit_policy_plugin_ref),
             detector=self._detector(detector),
         )
-        if ttl_s < 0 or settings.empty_pool_wait_s_max < 0:
+        of_bands = (*bands.values(), template, negative or template)
+        limits_s = [band.wait_s_max or 0.0 for band in of_bands]
+        if min(ttl_s, settings.empty_pool_wait_s_max, *limits_s) < 0:
             self._findings.problem("flowControl: a TTL is negative; it must be 0s or more")
         return settings
 
@@ -147,21 +171,46 @@ class FlowSections:
         """Return the settings of a band; what it does not set is that of `template`."""
         if given is None:
             return template
+        if isinstance(given, _Template) and given.priority is not None:
+            self._findings.warn(
+                f"flowControl.{where}.priority has no effect, because it is the template of all "
+                "bands that priorityBands does not name"
+            )
         changes: dict[str, Any] = {}
         for name, value in (("requests_max", given.max_requests), ("bytes_max", given.max_bytes)):
             member = "maxRequests" if name == "requests_max" else "maxBytes"
             most = 0 if value is None else self._quantity(f"{where}.{member}", value)
             if most:
                 changes[name] = most
+        if given.default_request_ttl is not None:
+            changes["wait_s_max"] = float(given.default_request_ttl)
         if given.fairness_policy_ref:
-            ref = f"{where}.fairnessPolicyRef"
-            policy = self._plugin(ref, given.fairness_policy_ref, Role.FAIRNESS)
-            changes |= {} if policy is None else _fairness(policy)
+            changes |= self._fairness(f"{where}.fairnessPolicyRef", given.fairness_policy_ref)
         if given.ordering_policy_ref:
             ref = f"{where}.orderingPolicyRef"
             policy = self._plugin(ref, given.ordering_policy_ref, Role.ORDERING)
             changes |= {} if policy is None else {"ordering": policy.ordering}
         return structs.replace(template, **changes)
+
+    def _fairness(self, where: str, name: str) -> dict[str, Any]:
+        """Return the settings of a band by its fairness policy `name`."""
+        if isinstance(self._declared.plugin_of(name), ThunderAgent):
+            return {"fairness": Fairness.SESSIONS}
+        policy = self._plugin(where, name, Role.FAIRNESS)
+        return {} if policy is None else _fairness(policy)
+
+    def _agents(self, bands: Sequence[BandSettings]) -> AgentAdmission | None:
+        """Return the settings of the admission of agent sessions, or None if no band has any."""
+        if not any(band.fairness is Fairness.SESSIONS for band in bands):
+            return None
+        plugins = (one.plugin for one in self._declared.plugins.values())
+        agent = next(plugin for plugin in plugins if isinstance(plugin, ThunderAgent))
+        return AgentAdmission(head_wait_s_max=agent.head_wait_starvation_ms / 1e3)
+
+    def _selection(self, name: str) -> Any:
+        where = "bandSelectionPolicyPluginRef"
+        policy = self._plugin(where, name, Role.BAND_SELECTION) if name else None
+        return policy or StrictBandSelection()
 
     def _policy(self, name: str) -> Any:
         if not name:
@@ -196,6 +245,8 @@ class FlowSections:
                 )
             case ConcurrencyDetector() | RoomDetector():
                 return plugin
+            case ThunderAgent():
+                return NeverSaturated()
             case MaxSaturationDetector() if declared.name not in parents:
                 return self._largest(declared, plugin, (*parents, declared.name))
             case MaxSaturationDetector():

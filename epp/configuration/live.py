@@ -2,8 +2,8 @@
 is read later.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -12,12 +12,11 @@ from epp.configuration.build import build_settings, settings_warnings
 from epp.configuration.config import (
     DEFAULT_CONFIG,
     DEFAULT_SOURCE,
-    STAGED_DEFAULT_CONFIG,
-    STAGED_DEFAULT_SOURCE,
     PickerConfig,
     PluginTables,
     load_config,
 )
+from epp.configuration.defaults import DEFAULT_SOURCES, default_for_roles
 from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.memory_plan import MemoryPlan, fitted
 from epp.configuration.needed_indexes import block_tokens_of
@@ -27,13 +26,6 @@ from epp.core.prompt.parse import ParserName, ParserSet
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import Endpoint
 from epp.flags.serve import ServeFlags
-from epp.plugins.filters import ROLE_LABEL, DecodeRole, PrefillRole
-
-_DEFAULTS: Final = {
-    DEFAULT_SOURCE: DEFAULT_CONFIG,
-    STAGED_DEFAULT_SOURCE: STAGED_DEFAULT_CONFIG,
-}
-"""Text of each built-in default configuration by its source."""
 
 
 class Offer(Struct, frozen=True, kw_only=True):
@@ -117,17 +109,16 @@ class LiveConfiguration:
         """Return the built-in default for a pool of `endpoints` if another built-in default is in
         force; else None.
 
-        The default serves the pool by role if any endpoint prefills and does not decode. Otherwise
-        one endpoint serves each request.
+        The default serves the pool by role if any endpoint prefills or encodes, and does not
+        decode. Otherwise one endpoint serves each request.
         """
-        if self.config.source not in _DEFAULTS:
+        if self.config.source not in DEFAULT_SOURCES:
             return None
-        labels = (endpoint.labels for endpoint in endpoints)
-        source = STAGED_DEFAULT_SOURCE if divides_stages(labels) else DEFAULT_SOURCE
-        if source == self.config.source:
+        default = default_for_roles(endpoints)
+        if default.text == self._text:
             return None
-        text = _DEFAULTS[source]
-        return self._offer(load_config(text, source, self._plugins), text, len(endpoints))
+        config = load_config(default.text, default.source, self._plugins)
+        return self._offer(config, default.text, len(endpoints))
 
     def told(self, endpoints: int) -> Configured:
         """Return a record of the configuration in force, for a pool of `endpoints` endpoints, from
@@ -202,14 +193,6 @@ class LiveConfiguration:
             for scorer in profile.scorers
             if scorer.plugin.abilities.reads_session_tokens and _reads_tokens(scorer.plugin)
         ]
-
-
-def divides_stages(labels: Iterable[Mapping[str, str]]) -> bool:
-    """Return whether the role of any endpoint is to prefill and not to decode. `labels` has the
-    labels of each endpoint.
-    """
-    roles = PrefillRole.roles - DecodeRole.roles
-    return any(one.get(ROLE_LABEL) in roles for one in labels)
 
 
 def _reads_tokens(plugin: Any) -> bool:

@@ -25,6 +25,7 @@ from epp.configuration.declared_plugins import ConfiguredPlugin, DeclaredPlugins
 from epp.core.knowledge.topology import TopologyLabels
 from epp.core.parameters import Parameters
 from epp.core.types import attribute_key
+from epp.plugins.agents import ThunderAgent
 from epp.plugins.topology import TopologyAffinityFilter, TopologyAffinityScorer
 
 DETECTOR: Final = "utilization-detector"
@@ -118,7 +119,9 @@ class OtherSections:
             named = named or (reference.plugin_ref if reference else None)
         if named is None:
             return None
-        plugin = self.declared.refer(where, named, Role.FILTER, Role.DETECTOR)
+        plugin = self.declared.plugins.get(named)
+        if plugin is None or not isinstance(plugin.plugin, ThunderAgent):
+            plugin = self.declared.refer(where, named, Role.FILTER, Role.DETECTOR)
         if plugin is not None and not queue and plugin.type_name != DETECTOR:
             what = f"{plugin.name} is a {plugin.role}, expected a {DETECTOR}"
             self.findings.problem(f"{where}: {what}, unless `featureGates: [flowControl]` is set")

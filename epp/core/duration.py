@@ -39,6 +39,16 @@ def parse_duration(text: str) -> Duration:
     return Duration(-total_s if text.startswith("-") else total_s)
 
 
+def duration_text(span_s: float) -> str:
+    """Return a duration in seconds as text in Go's spelling without an exponent, such as "0.05s" or
+    "10us".
+    """
+    text = f"{span_s:g}s"
+    if "e" not in text:
+        return text
+    return f"{span_s * 1e6:.6g}us" if abs(span_s) < 1.0 else f"{span_s:.0f}s"
+
+
 def check_above_zero(name: str, span: Duration) -> None:
     """Raise `ValueError`, whose message is one sentence, unless `span` is finite and above 0.
     `name` is the name of the parameter in the message.

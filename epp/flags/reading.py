@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from epp.core.duration import Duration, parse_duration
+from epp.core.duration import Duration, duration_text, parse_duration
 from epp.core.expectation import place_and_sentence
 from epp.flags.row import Flag, flags_of
 from epp.flags.values import (
@@ -57,7 +57,7 @@ def _shown(default: Any) -> str:
         return str(default).lower()
     if isinstance(default, tuple):
         return ",".join(map(str, default))
-    return f"{float(default):g}s" if isinstance(default, Duration) else str(default)
+    return duration_text(default) if isinstance(default, Duration) else str(default)
 
 
 def split(

@@ -156,6 +156,10 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     """Legs of the prefill and encode stages, if other endpoints work on them."""
     queued: dict[str, object] | None = None
     """Wait of the request in the picker's queue, or None if it did not wait there."""
+    predicted: tuple[float, ...] = ()
+    """Predicted time to first token and per output token at the endpoint in seconds, and the median
+    errors of both predictions; NaN where unknown or unused. () if no latency is predicted.
+    """
 
 
 class Refused(Struct, frozen=True, gc=False, array_like=True):
@@ -170,6 +174,8 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     eliminated: Mapping[str, int]
     states: int
     """Number under which the endpoint states at the time of the refusal are recorded."""
+    queued: dict[str, object] | None = None
+    """Wait of the request in the picker's queue, or None if it did not wait there."""
 
 
 class Served(Struct, frozen=True, gc=False, array_like=True):

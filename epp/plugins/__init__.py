@@ -12,6 +12,7 @@ from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.plugins import conformance, filters, pickers, scorers, session_affinity
 from epp.plugins.added_time import AddedTime
+from epp.plugins.agents import ThunderAgent
 from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
 from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
@@ -59,6 +60,7 @@ SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "topology-affinity-scorer": TopologyAffinityScorer,
     "header-label-affinity-scorer": HeaderLabelAffinity,
     "latency-scorer": Latency,
+    "thunder-agent": ThunderAgent,
 }
 
 PICKERS: Final[Mapping[str, type[Picker]]] = {

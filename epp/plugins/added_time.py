@@ -54,7 +54,6 @@ from idle pods with an empty cache.
 # The constants are arrays, like all numbers beside arrays below. numpy needs twice as long to add a
 # Python float as to add a hundred numbers.
 _NOTHING: Final = np.zeros(())
-_ONE: Final = np.ones(())
 _HELD_UP_MAX: Final = np.array(HELD_UP_MAX)
 _HALF_WEIGHT_S: Final = np.array(HALF_WEIGHT_S)
 _ATTENTION: Final = np.array(-0.5 / ATTENTION_TOKENS)
@@ -202,23 +201,15 @@ class AddedTime(Parameters, frozen=True, dict=True):
         prompt = np.array(prompt_tokens)
         to_compute = self._to_compute(request, candidates)
         load = _believed_load(candidates)
-        waiting = load.waiting_requests
-        inflight = candidates.inflight_requests.astype(np.float64)
-        requests = np.fmax(load.requests, inflight)
+        requests = candidates.request_load(load)
         # Only the number of requests that others sent is known. Each is assumed to be like this
         # one.
-        unseen = np.subtract(requests, inflight, out=inflight)
-        context = unseen * prompt
-        context += candidates.inflight_context_tokens
+        context = requests.unseen * prompt
+        context += requests.context_tokens
 
         cost = candidates.inflight_prefill_tokens
-        # Share of the requests that wait at each endpoint, or None if none waits at any.
-        held_up = None
-        if waiting.item(waiting.argmax()):
-            held_up = waiting / np.fmax(requests, _ONE)
-            unseen *= held_up
-            unseen *= np.array(to_compute.item(to_compute.argmin()))
-            cost += unseen
+        if requests.unseen_waiting is not None:
+            cost += requests.unseen_waiting * np.array(to_compute.item(to_compute.argmin()))
         prefill = to_compute * _ATTENTION
         prefill += np.array(1.0 + prompt_tokens / ATTENTION_TOKENS)
         prefill *= to_compute
@@ -232,20 +223,21 @@ class AddedTime(Parameters, frozen=True, dict=True):
             first = cost + prefill
             if adapter_s is not None:
                 first += adapter_s * speed
-            half_weight = speed * _HALF_WEIGHT_S
-            half_weight += first
+            # If all speeds are equal, one number replaces an array.
+            half = speed * _HALF_WEIGHT_S if in_seconds else np.array(speed.item(0) * HALF_WEIGHT_S)
+            half_weight = first + half
             first *= first
             first /= half_weight
             first *= self._weight
             cost += first
-        factor = requests * self._delay
+        factor = requests.requests * self._delay
         factor += self._own_prefill
         prefill *= factor
         cost += prefill
         context *= np.array(decode_tokens * DECODE_SHARE)
         cost += context
-        requests *= np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
-        cost += requests
+        cost += requests.requests * np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
+        held_up = requests.waiting_share
         self._add_memory(cost, load, to_compute, held_up, context, decode_tokens)
         if in_seconds:
             cost /= speed
@@ -302,7 +294,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         context = unseen * prompt_tokens + candidates.inflight_context_tokens
         queue = candidates.inflight_prefill_tokens
         held_up = None
-        if waiting.any():
+        if load.waits:
             held_up = waiting / np.maximum(requests, 1.0)
             queue += unseen * held_up * to_compute.min()
         share = decode_tokens * DECODE_SHARE
@@ -363,7 +355,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         decoding += np.array(decode_tokens * STEP_TOKENS)
         decoding /= capacity
         over *= decoding
-        cost += np.fmax(over, _NOTHING, out=over)
+        if not load.complete:
+            # A cache of unknown size is not full.
+            np.fmax(over, _NOTHING, out=over)
+        cost += over
 
     def _decode_tokens(self, request: InferenceRequest) -> float:
         limit, usual = request.output_tokens_max, request.moment.answer_tokens
@@ -457,5 +452,6 @@ def _believed_load(candidates: Candidates) -> EngineLoad:
         requests=_told(candidates.running_requests, old) + waiting,
         kv_used_tokens=_told(candidates.kv_cache_usage, old, np.nan) * capacity,
         kv_capacity_tokens=capacity,
+        waits=bool(waiting.any()),
         complete=False,
     )

@@ -28,6 +28,7 @@ from epp.core.decision.stages import (
 )
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.affinity import SessionSources
+from epp.core.knowledge.agent_sessions import AGENT_HEADERS, AGENT_SESSIONS, ROOM
 from epp.core.knowledge.candidates import (
     REPORTED_S_MAX,
     AdapterColumns,
@@ -66,6 +67,8 @@ from epp.plugins.held_blocks import HeldBlocks, block_lists
 from epp.plugins.strategy import Step, Strategy, config_of, named, producer, step
 
 __all__ = [
+    "AGENT_HEADERS",
+    "AGENT_SESSIONS",
     "ATTENTION_TOKENS",
     "BYTES_PER_TOKEN",
     "EXACT",
@@ -77,6 +80,7 @@ __all__ = [
     "REMOTE_OVERHEAD_S",
     "REMOTE_OVERHEAD_S_PER_TOKEN",
     "REPORTED_S_MAX",
+    "ROOM",
     "STEP_TOKENS",
     "Abilities",
     "AdapterColumns",

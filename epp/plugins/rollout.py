@@ -181,7 +181,8 @@ class RolloutScreener(Parameters, frozen=True):
                 wanted = value
         if gating.mode is GatingMode.DISABLED:
             return keep
-        pods = self._pods([one for one, kept in zip(endpoints, keep.tolist(), strict=True) if kept])
+        in_question = [one for one, kept in zip(endpoints, keep.tolist(), strict=True) if kept]
+        pods = self._complete(self._counts(in_question))
         revision = self._revision(pods, request.request_id) if wanted is None else wanted
         if revision is None or revision not in pods:
             return np.zeros(len(endpoints), dtype=np.bool_)
@@ -198,10 +199,24 @@ class RolloutScreener(Parameters, frozen=True):
             if labels.get(selector.label_key)
         }
 
-    def _pods(self, endpoints: Sequence[Endpoint]) -> _Pods:
-        """Return the number of pods in scope by revision, then by role, of the revisions that have
-        every required role.
+    def shares(self, endpoints: Sequence[Endpoint]) -> Mapping[str, float]:
+        """Return the share of the requests without a strict header that each revision gets, by
+        revision. It is 0 for a revision that lacks a required role. Return {} if none is drawn.
         """
+        if self.revision_gating.mode is GatingMode.DISABLED:
+            return {}
+        counts = self._counts(endpoints)
+        weights = self._weights(self._complete(counts))
+        total = sum(weights.values())
+        return {name: weights.get(name, 0) / total if total else 0.0 for name in sorted(counts)}
+
+    def _complete(self, counts: _Pods) -> _Pods:
+        """Return those revisions of `counts` that have every required role."""
+        required = len(self.revision_gating.roles)
+        return {name: roles for name, roles in counts.items() if len(roles) == required}
+
+    def _counts(self, endpoints: Sequence[Endpoint]) -> _Pods:
+        """Return the number of pods in scope by revision, then by required role."""
         gating, scope = self.revision_gating, _selector(self.scope.label_selector)
         seen: set[tuple[str, str]] = set()
         counts: dict[str, dict[str, int]] = {}
@@ -214,22 +229,27 @@ class RolloutScreener(Parameters, frozen=True):
             seen.add(pod)
             by_role = counts.setdefault(revision, {})
             by_role[role] = by_role.get(role, 0) + 1
-        return {name: roles for name, roles in counts.items() if len(roles) == len(gating.roles)}
+        return counts
 
     def _revision(self, pods: _Pods, request_id: str) -> str | None:
         """Return one of the revisions of `pods`, drawn by its weight, or None if there is none."""
         if not pods:
             return None
+        by_name = self._weights(pods)
+        names = sorted(by_name)
+        weights = [by_name[name] for name in names]
+        id_bytes = request_id.encode("utf-8", "surrogatepass")
+        drawn = xxhash.xxh64_intdigest(id_bytes, seed=_DRAW_SEED) * sum(weights) >> 64
+        return names[int(np.searchsorted(np.cumsum(weights), drawn, side="right"))]
+
+    def _weights(self, pods: _Pods) -> dict[str, int]:
+        """Return the weight in the draw of each revision of `pods`, which have every role."""
         gating = self.revision_gating
         counted = gating.roles
         if gating.mode is GatingMode.MAX_ROLE:
             totals = {role: sum(of[role] for of in pods.values()) for role in gating.roles}
             counted = (max(gating.roles, key=totals.__getitem__),)
-        names = sorted(pods)
-        weights = [sum(pods[name][role] for role in counted) for name in names]
-        id_bytes = request_id.encode("utf-8", "surrogatepass")
-        drawn = xxhash.xxh64_intdigest(id_bytes, seed=_DRAW_SEED) * sum(weights) >> 64
-        return names[int(np.searchsorted(np.cumsum(weights), drawn, side="right"))]
+        return {name: sum(of[role] for role in counted) for name, of in pods.items()}
 
 
 def _labelled(endpoints: Sequence[Endpoint], key: str, value: str) -> Bools:

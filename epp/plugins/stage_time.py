@@ -5,8 +5,9 @@ The decider `time-based-pd-decider` then compares the two chosen endpoints by th
 """
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -31,6 +32,8 @@ from epp.plugins.contract import (
 )
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
+_OF_OWN_PREFILL: Final = ("queue", "prefill", "delay of others", "first token weight")
+"""Parts of the cost of `added-time-scorer` that a prefill at the decode endpoint causes."""
 _AboveZero = Annotated[float, Meta(gt=0, le=1e15)]
 
 
@@ -149,6 +152,12 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         ),
         reads_index=True,
         goes_by_sessions=True,
+        tells_cost=True,
+    )
+    cost_unit: ClassVar[str] = "s"
+    first_token_parts: ClassVar[tuple[str, ...]] = (
+        *AddedTime.first_token_parts,
+        *("remote prefill", "KV transfer"),
     )
     producer_type: ClassVar[str] = AddedTime.producer_type
 
@@ -165,14 +174,14 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         return self._added.session_of(request)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        added, rule = self._added, self.rule
+        added = self._added
         speed = candidates.prefill_tokens_per_s
         work = added.work(request, candidates)
         queue_s, own_s = work.queue / speed, work.prefill / speed
         # A decode step has room for some prompt tokens, which delay nobody.
-        delay = np.maximum(work.prefill - STEP_TOKENS, 0.0)
-        delay *= work.requests * self.prefill_delay
-        delay /= speed
+        delay_s = np.maximum(work.prefill - STEP_TOKENS, 0.0)
+        delay_s *= work.requests * self.prefill_delay
+        delay_s /= speed
         first_s = queue_s + own_s
         cost = work.decoding + work.memory
         cost /= speed
@@ -180,23 +189,76 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
             adapter_s = added.adapter_s(request, candidates)
             first_s = first_s + adapter_s
             cost += adapter_s
-        prefill_s = queue_s + own_s + added.weight_s(first_s) + delay
+        prefill_s = queue_s + own_s + added.weight_s(first_s) + delay_s
         again_s = own_s
         peer = candidates.peer_candidates
-        if peer is not None and rule.link_bytes_per_s:
-            moved_s = candidates.uncached_tokens * rule.transfer_s_per_token
-            computed_s = self._prefill_s(request, peer)
-            ahead_s = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
-            ahead_s *= rule.transfer_s_per_token
-            remote_s = np.maximum(np.maximum(computed_s, ahead_s), queue_s) + moved_s
-            weight_s = added.weight_s(remote_s)
-            remote_s += np.maximum(ahead_s - computed_s, 0.0)
-            remote_s += weight_s
-            prefill_s = np.minimum(prefill_s, remote_s)
+        if peer is not None and self.rule.link_bytes_per_s:
+            waited_s, moved_s, delay_s = self._remote_s(request, candidates, peer, queue_s)
+            first_s = waited_s + moved_s
+            prefill_s = np.minimum(prefill_s, first_s + added.weight_s(first_s) + delay_s)
             again_s = np.minimum(again_s, moved_s)
         cost += prefill_s
         cost += added.eviction_cost * again_s
         return scores_of_cost(cost)
+
+    def cost_parts(
+        self, request: InferenceRequest, candidates: Candidates, /
+    ) -> Mapping[str, Floats]:
+        """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
+
+        `score` computes their sum. The parts of the prefill are 0 for the way to have the prompt
+        that takes longer.
+        """
+        parts = dict(self._added.cost_parts(request, candidates))
+        speed = candidates.prefill_tokens_per_s
+        # A decode step has room for some prompt tokens, which delay nobody.
+        share = np.fmax(0.0, 1.0 - STEP_TOKENS / np.fmax(parts["prefill"] * speed, 1.0))
+        parts["delay of others"] *= share
+        peer = candidates.peer_candidates
+        if peer is None or not self.rule.link_bytes_per_s:
+            return parts
+        return self._with_remote_prefill(parts, request, candidates, peer)
+
+    def _with_remote_prefill(
+        self,
+        parts: dict[str, Floats],
+        request: InferenceRequest,
+        candidates: Candidates,
+        peer: Candidates,
+    ) -> dict[str, Floats]:
+        """Return `parts` with the parts of a remote prefill at `peer`, at those candidates where it
+        takes less time.
+        """
+        added = self._added
+        waited_s, moved_s, delay_s = self._remote_s(request, candidates, peer, parts["queue"])
+        weight_s = added.weight_s(waited_s + moved_s)
+        own_s = np.sum([parts[name] for name in _OF_OWN_PREFILL], axis=0)
+        there = waited_s + moved_s + weight_s + delay_s < own_s
+        again_s = np.minimum(parts["prefill"], moved_s)
+        for name in _OF_OWN_PREFILL:
+            parts[name] = np.where(there, 0.0, parts[name])
+        parts["first token weight"] += np.where(there, weight_s, 0.0)
+        parts["delay of others"] += np.where(there, delay_s, 0.0)
+        parts["evictions"] = added.eviction_cost * again_s
+        parts["remote prefill"] = np.where(there, waited_s, 0.0)
+        parts["KV transfer"] = np.where(there, moved_s, 0.0)
+        return parts
+
+    def _remote_s(
+        self, request: InferenceRequest, candidates: Candidates, peer: Candidates, queue_s: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return three arrays float64[n] of times in seconds with a remote prefill at `peer`: the
+        time until the KV transfer begins, that of the transfer, and the delay of other transfers.
+
+        `queue_s` are the times of earlier prefills at the candidates.
+        """
+        transfer_s = self.rule.transfer_s_per_token
+        computed_s = self._prefill_s(request, peer)
+        ahead_s = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
+        ahead_s *= transfer_s
+        waited_s = np.maximum(np.maximum(computed_s, ahead_s), queue_s)
+        moved_s: Floats = candidates.uncached_tokens * transfer_s
+        return waited_s, moved_s, np.maximum(ahead_s - computed_s, 0.0)
 
     def _prefill_s(self, request: InferenceRequest, peer: Candidates) -> Floats:
         """Return float64[1]: the time in seconds until the prefill endpoint `peer` has computed the

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from epp.core.knowledge.candidates import Affinity, Candidates, EngineLoad
+from epp.core.knowledge.request_load import RequestLoad
 from epp.core.prompt.request import InferenceRequest
 
 _OF_CANDIDATES: Final[Mapping[str, str]] = {
@@ -73,6 +74,11 @@ class _WatchedCandidates(_Watched):
         self._reads.names |= {"kv_cache_usage", "kv_capacity_tokens"}
         load: EngineLoad = self._of.engine_load()
         return load
+
+    def request_load(self, load: EngineLoad) -> RequestLoad:
+        self._reads.names |= {"inflight_requests", "inflight_context_tokens"}
+        requests: RequestLoad = self._of.request_load(load)
+        return requests
 
     def take(self, keep: Any) -> Any:
         return _WatchedCandidates(self._of.take(keep), self._reads, self._names)

@@ -11,6 +11,9 @@ prefill first), classes with queues and limits of their own, and workers that di
 `max_num_batched_tokens`. The queue is off by default in Dynamo, and in the other strategies of this
 family.
 
+The strategy `dynamo-threshold` refuses requests while every worker is busy, with the thresholds of
+the examples in Dynamo's documentation. They are off by default in Dynamo.
+
 All strategies of this family omit Dynamo's filter by adapter, which uses a table of Dynamo's
 frontend that assigns adapters to workers.
 """
@@ -142,6 +145,29 @@ class Queue(Parameters, frozen=True):
         return float(candidates.inflight_prefill_tokens.min()) > busy_above
 
 
+class Busy(Parameters, frozen=True):
+    """Drop endpoints that are busy; if all are, the request is refused.
+
+    An endpoint is busy if its used share of the KV cache exceeds `active_decode_blocks_threshold`,
+    or if it has more than `active_prefill_tokens_threshold` uncached tokens to prefill. Dynamo
+    counts the blocks of its own requests; here the share is that of the last metrics page.
+    """
+
+    type_name: ClassVar[str] = "dynamo-busy-filter"
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(
+        reads=("inflight_prefill_tokens", "kv_cache_usage"), sheds_load=True
+    )
+
+    active_decode_blocks_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.85
+    active_prefill_tokens_threshold: Annotated[int, Meta(ge=0)] = 10_000
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        blocks = candidates.kv_cache_usage > self.active_decode_blocks_threshold
+        tokens = candidates.inflight_prefill_tokens > self.active_prefill_tokens_threshold
+        kept: Bools = ~(blocks | tokens)
+        return kept
+
+
 class Softmax(Parameters, frozen=True):
     """Draw an endpoint at random with weights exp(score / t), for total scores stretched to [0, 1];
     t is `temperature`.
@@ -180,7 +206,7 @@ class Softmax(Parameters, frozen=True):
 
 
 INDEXES: Final = (BlockLoadSettings,)
-FILTERS: Final = (Queue,)
+FILTERS: Final = (Queue, Busy)
 SCORERS: Final = (DynamoCost, TwoTier)
 PICKERS: Final = (Softmax,)
 
@@ -231,6 +257,24 @@ STRATEGIES: Final = (
             contract.producer(_INDEX, ttl=_TTL),
             _UNTIL_FIRST_TOKEN,
             contract.step(Queue.type_name),
+            contract.step(DynamoCost.type_name),
+            picker=contract.step(Softmax.type_name),
+        ),
+    ),
+    contract.Strategy(
+        name="dynamo-threshold",
+        idea=(
+            "NVIDIA Dynamo that refuses requests while every endpoint uses more than 85 % of its "
+            "KV cache or has more than 10,000 tokens to prefill."
+        ),
+        omissions=(
+            "as `dynamo-first-token`; a refusal has status 429 instead of 529; blocks in use are "
+            "those of the last metrics page"
+        ),
+        config=contract.config_of(
+            contract.producer(_INDEX, ttl=_TTL),
+            _UNTIL_FIRST_TOKEN,
+            contract.step(Busy.type_name),
             contract.step(DynamoCost.type_name),
             picker=contract.step(Softmax.type_name),
         ),

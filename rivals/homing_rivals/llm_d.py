@@ -9,23 +9,85 @@ three, each with a weight of 1.
 
 Different from llm-d-router: an adapter with only waiting requests counts as running, as in vLLM's
 lists; llm-d-router scores it 0.6.
+
+The strategy `llm-d-gate` has the queue of llm-d-router with its defaults: one flow, first come,
+first served, and a gate that compares the mean utilization of the pool with 1.0. The utilization of
+an endpoint is the one of its last metrics page. llm-d-router reads pages each 50 ms and places at
+most one request per millisecond. Here, 50 requests may be placed between two pages.
 """
 
-from typing import Final
+from typing import Annotated, ClassVar, Final
 
-from epp.plugins.contract import Step, Strategy, config_of, producer, step
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Abilities,
+    Bools,
+    Candidates,
+    InferenceRequest,
+    Parameters,
+    Step,
+    Strategy,
+    config_of,
+    producer,
+    step,
+)
 from homing_rivals.routed_blocks import RoutedBlocksSettings
 
 _ROUTED: Final = RoutedBlocksSettings.type_name
 
 
-def _weighted(index: Step, prefix: float, queue: float, kv_cache: float, adapters: float) -> str:
-    """Return the configuration of the weighted scorers with the prefix index `index`.
+class Gate(Parameters, frozen=True):
+    """Hold requests in the router while the mean utilization of the pool is 1 or more; drop no
+    candidate.
+
+    The utilization of an endpoint is max(W / q, KV / k). W are the requests that wait in the engine
+    and KV is the used share of its KV cache, both by its last metrics page; q is
+    `queue_depth_threshold` and k is `kv_cache_util_threshold`. An endpoint whose page is older than
+    `staleness_s` has utilization 1. Requests also wait while `placed_max` requests have been placed
+    since the last page of each endpoint.
+    """
+
+    type_name: ClassVar[str] = "llm-d-gate-filter"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("waiting_requests", "kv_cache_usage", "metrics_age_s", "unreported_requests"),
+        holds_requests=True,
+    )
+
+    queue_depth_threshold: Annotated[float, Meta(gt=0)] = 5.0
+    kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    staleness_s: Annotated[float, Meta(gt=0)] = 1.0
+    placed_max: Annotated[int, Meta(ge=1)] = 50
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        return np.ones(len(candidates), dtype=np.bool_)
+
+    def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
+        if candidates.unreported_requests.sum() >= self.placed_max:
+            return True
+        queue = candidates.waiting_requests / self.queue_depth_threshold
+        used = np.fmax(queue, candidates.kv_cache_usage / self.kv_cache_util_threshold)
+        blind = np.isnan(used) | (candidates.metrics_age_s > self.staleness_s)
+        return float(np.where(blind, 1.0, used).mean()) >= 1.0
+
+
+def _weighted(
+    index: Step,
+    prefix: float,
+    queue: float,
+    kv_cache: float,
+    adapters: float,
+    *before: Step,
+) -> str:
+    """Return the configuration of the weighted scorers with the prefix index `index` and the steps
+    `before` them.
 
     The scorer of adapters is left out if its weight is 0.
     """
     return config_of(
         index,
+        *before,
         # The original has no keys on which replicas agree.
         step(
             "prefix-cache-scorer",
@@ -51,6 +113,7 @@ _V1: Final = {
 }
 
 INDEXES: Final = (RoutedBlocksSettings,)
+FILTERS: Final = (Gate,)
 
 STRATEGIES: Final = (
     Strategy(
@@ -67,6 +130,15 @@ STRATEGIES: Final = (
         idea="llm-d's approximate index as shipped, and its scorer of adapters: 3, 2, 2 and 1.",
         omissions="its score of 0.6 for an adapter that waits",
         config=_three_two_two(_LLM_D, adapters=1),
+    ),
+    Strategy(
+        name="llm-d-gate",
+        idea=(
+            "llm-d's approximate index and its queue: requests wait while the mean utilization "
+            "by the last metrics pages is 1 or more."
+        ),
+        omissions="priorities, flows, limits and the longest wait of the queue",
+        config=_weighted(_LLM_D, 3, 2, 2, 0, step(Gate.type_name)),
     ),
     Strategy(
         name="gie-v1",

@@ -25,19 +25,13 @@ from typing import Final, Protocol
 from msgspec import Struct
 
 from epp.core.types import Endpoint, Seconds
-from sim.cluster.links import (
-    ACROSS_ZONES_S,
-    KVTransferSettings,
-    Network,
-    Nics,
-    Transfer,
-    exposed_share,
-)
+from sim.cluster.links import KVTransferSettings, Network, Nics, Transfer, exposed_share
 from sim.cluster.loop import Loop
 from sim.cluster.pods import Pods
 from sim.cluster.simulated_pod import SimulatedPod
 from sim.cluster.simulated_request import Failure, SimulatedRequest
 from sim.engine.legs import KVConnector
+from sim.engine.links import ACROSS_ZONES_S
 from sim.engine.request import EngineRequest
 
 ZONE_LABEL: Final = "topology.kubernetes.io/zone"

@@ -103,6 +103,7 @@ class Pickers:
             return self._routed(request, resolution, policy.route(resolution, now))
         entered = queue.enter(resolution, resume, now)
         if isinstance(entered, Place):
+            self.peering.touched(replica)
             return entered
         routed = entered if isinstance(entered, Refusal) else route_of(entered)
         return self._routed(request, resolution, routed)

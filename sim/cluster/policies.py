@@ -19,14 +19,12 @@ from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import (
     CONFIG_MAX_BYTES,
     DEFAULT_SOURCE,
-    STAGED_DEFAULT_CONFIG,
-    STAGED_DEFAULT_SOURCE,
     ConfigError,
     PickerConfig,
     load_config,
 )
+from epp.configuration.defaults import Labelled, default_for_roles
 from epp.configuration.describing import config_hash
-from epp.configuration.live import divides_stages
 from epp.core.decision.inputs import (
     OutputStarted,
     PageScraped,
@@ -378,13 +376,14 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         """
         return _loaded(self.text, self.source)
 
-    def for_labels(self, labels: Iterable[Mapping[str, str]]) -> "PolicySource":
+    def for_pods(self, pods: Iterable[Labelled]) -> "PolicySource":
         """Return this policy or, if it is the built-in default, the default that `epp serve` chooses
-        for endpoints with `labels`.
+        for endpoints with the labels of `pods`.
         """
-        if self.source != DEFAULT_SOURCE or not divides_stages(labels):
+        if self.source != DEFAULT_SOURCE:
             return self
-        return replace(self, text=STAGED_DEFAULT_CONFIG, source=STAGED_DEFAULT_SOURCE)
+        default = default_for_roles(pods)
+        return replace(self, text=default.text, source=default.source)
 
     def opener(
         self,

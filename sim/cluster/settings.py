@@ -156,7 +156,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         """
         if self.kv_transfer is None:
             return source
-        return source.for_labels(kind.labels for kind in self.pods)
+        return source.for_pods(self.pods)
 
     def opener(self, source: PolicySource) -> Callable[[int], Policy]:
         """Return a function that creates a new picker replica of this cluster from a seed, with the

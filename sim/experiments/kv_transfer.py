@@ -9,16 +9,11 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
-from sim.cluster.links import (
-    DEFAULT_LINK,
-    KVTransferSettings,
-    LinkError,
-    link_named,
-    link_of,
-)
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.windows import Duration
 from sim.engine.legs import KVConnector
+from sim.engine.links import DEFAULT_LINK, LinkError, link_named, link_of
 from sim.pods.roles import ROLES, roles_named
 
 MODELLED: Final = tuple(role for role in ROLES if "encode" not in role)

@@ -14,7 +14,7 @@ from sim.caches.behaviour import CacheBehaviour
 from sim.caches.names import NAMES, CacheNameError, cache_named, cache_spelt, check_cache
 from sim.cluster.assignment import Assignment
 from sim.cluster.kv_events import KVEventSettings
-from sim.cluster.links import DEFAULT_LINK, LINKS, KVTransferSettings, Link, LinkError, link_named
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSettingsError
@@ -26,6 +26,7 @@ from sim.engine.features import (
     feature_spelt,
     features_named,
 )
+from sim.engine.links import DEFAULT_LINK, LINKS, Link, LinkError, link_named
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.kv_transfer import MODELLED, modelled_roles, roles_spelt, with_role
 from sim.experiments.pickers import (

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from sim.engine.features import add_feature_flag
+from sim.engine.links import DEFAULT_LINK, LINKS, Link, LinkError, link_named, link_of
 from sim.engine.profiles import DEFAULT_PROFILE
 from sim.pods.roles import ROLES, roles_named
 
 _PODS_MAX: Final = 1000
+_EARLIER_LINK: Final = LINKS["ib-ndr400"]
+"""Network whose set-up time `--kv-bandwidth` has."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -94,8 +97,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="number of unfinished requests at which a pod rejects further ones with 503; 0 for no limit",
     )
-    add("--kv-bandwidth", type=_positive, default=40.0, metavar="GB/S",
-        help="bandwidth at which a pod with a role reads the KV blocks of another")  # fmt: skip
+    add("--kv-link", type=_link, default=DEFAULT_LINK, metavar="NAME|GB/S:S",
+        help="network over which a pod with a role reads the KV blocks of another: "
+        f"{', '.join(LINKS)}, or its bandwidth in GB/s and the set-up time of a transfer in "
+        "seconds")  # fmt: skip
+    add("--kv-bandwidth", dest="kv_link", type=_bandwidth, default=argparse.SUPPRESS,
+        metavar="GB/S", help="earlier form of --kv-link: GB/S alone, with the set-up time of "
+        f"{_EARLIER_LINK.name}")  # fmt: skip
     add("--stream-interval", type=_between(1, 10_000), default=1, metavar="TOKENS",
         help="tokens in each chunk of a streamed answer, as in vLLM; the first token is a chunk of its own")  # fmt: skip
     add(
@@ -160,6 +168,17 @@ def _positive(text: str) -> float:
     if not 0 < number <= 10_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 10000")
     return number
+
+
+def _link(text: str) -> Link:
+    try:
+        return link_named(text)
+    except LinkError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def _bandwidth(text: str) -> Link:
+    return link_of(gigabytes_per_s=_positive(text), setup_s=_EARLIER_LINK.setup_s)
 
 
 def _roles(text: str) -> tuple[str, ...]:

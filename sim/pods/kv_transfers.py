@@ -22,27 +22,13 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.engine.legs import KVConnector
+from sim.engine.links import Link
 from sim.engine.request import EngineRequest
 
 ROUTE: Final = "/kv_transfers/{engine_id}/{request_id}/{action}"
 """Route of the side channel. The actions are `renew`, `read` and `release`."""
 _ANSWER_S_MAX: Final = 5.0
 """Time in real seconds in which a prefill engine must answer on the side channel."""
-
-
-class KVLink(Struct, frozen=True, kw_only=True):
-    """The network link over which a pod reads KV blocks.
-
-    The defaults are those of one InfiniBand NDR400 NIC, from the latency profiles of
-    llm-d/llm-d-inference-sim (`sim/cluster/links.py`).
-    """
-
-    bytes_per_s: float = 40e9
-    setup_s: Seconds = 0.00125
-
-    def transfer_s(self, size_bytes: float) -> Seconds:
-        """Return the simulated time in which this many bytes are read."""
-        return self.setup_s + size_bytes / self.bytes_per_s
 
 
 class KVTransferParams(Struct, kw_only=True):
@@ -177,7 +163,7 @@ class BlockReader:
         self,
         owner: LegOwner,
         connector: KVConnector,
-        link: KVLink,
+        link: Link,
         *,
         size_bytes: _Sizes,
         speed: float,

@@ -16,6 +16,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.engine.engine import EngineSettings, Step
 from sim.engine.features import Feature, open_engine, ranks_of
+from sim.engine.links import DEFAULT_LINK, LINKS, Link
 from sim.engine.profiles import Profile
 from sim.engine.ranks import RankedEngine
 from sim.engine.request import EngineRequest
@@ -24,7 +25,6 @@ from sim.pods.kv_events import KVEvents, TokenChain
 from sim.pods.kv_transfers import (
     BlockReader,
     HeldBlocks,
-    KVLink,
     KVTransferParams,
     Leg,
     described,
@@ -53,7 +53,7 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     """True if pods publish the changes of their caches as KV events."""
     stream_interval_tokens: int = 1
     """Tokens in each chunk of a streamed answer, as with vLLM's `--stream-interval`."""
-    kv_link: KVLink = KVLink()
+    kv_link: Link = LINKS[DEFAULT_LINK]
     """Link over which engines with a `KVConnector` read KV blocks."""
 
     @property

@@ -13,7 +13,6 @@ from epp.plugins.filters import ROLE_LABEL
 from sim.engine.engine import EngineSettings
 from sim.engine.features import Speculative, WholePrompts, batched_tokens, features_named
 from sim.engine.profiles import find_profile
-from sim.pods.kv_transfers import KVLink
 from sim.pods.pods import PodSettings
 from sim.pods.server import PodAddress, listen, serve, write_endpoints
 from sim.sentences import failed
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         max_num_queued_reqs=options.max_num_queued_reqs,
         kv_events=options.kv_events is not None,
         stream_interval_tokens=options.stream_interval,
-        kv_link=KVLink(bytes_per_s=options.kv_bandwidth * 1e9),
+        kv_link=options.kv_link,
     )
     if settings.ranks > 1 and profile.expert_s:
         return failed(

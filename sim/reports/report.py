@@ -399,15 +399,15 @@ def varied_sentences(summary: RepeatedSummary) -> str:
     if summary.generated:
         return (
             f"Seeds {first} to {first + seeds - 1}: each is a random draw of the traffic, of "
-            f"scrape times and of ties, {alike}. Each figure is the mean of {summary.varied}. A "
-            "95 % confidence interval, which needs at least 3 seeds, contains the mean over all "
-            "possible draws 19 times out of 20."
+            f"scrape times and of plugins' random choices, {alike}. Each figure is the mean of "
+            f"{summary.varied}. A 95 % confidence interval, which needs at least 3 seeds, contains "
+            "the mean over all possible draws 19 times out of 20."
         )
     return (
         f"Seed {first} replays the recorded trace, and its figures are shown. Each other seed "
-        f"replays a resample of the trace with its own scrape times and ties, {alike}. A 95 % "
-        f"confidence interval, over {summary.varied}, shows how far the figure may be off for "
-        "such traffic in general. It does not cover events that never occur in this trace."
+        "replays a resample of the trace with its own scrape times and random choices of plugins, "
+        f"{alike}. A 95 % confidence interval, over {summary.varied}, shows how far the figure may "
+        "be off for such traffic in general. It does not cover events that never occur in this trace."
     )
 
 

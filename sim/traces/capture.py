@@ -19,6 +19,7 @@ from epp.core.journal.lines import (
     Salt,
     pack_blocks,
 )
+from epp.core.knowledge.latency import Slo
 from epp.core.prompt.blocks import HASH_BYTES
 from sim.traces.arrival import Arrival, FieldError
 from sim.traces.blocks import check_block_tokens, check_blocks, check_ids
@@ -108,7 +109,7 @@ class CaptureWriter:
             session=salt.name(arrival.session) if salt else arrival.session,
             turn=arrival.turn,
             priority=arrival.priority,
-            headers={name: salt.name(value) if salt else value for name, value in arrival.headers},
+            headers=_headers(arrival, salt),
             after=self._place(arrival.after),
             think_s=arrival.think_s,
             answer=answer,
@@ -131,6 +132,18 @@ class CaptureWriter:
         if missing > 0:
             self._places.extend([-1] * missing)
         self._places[index] = self.lines
+
+
+def _headers(arrival: Arrival, salt: Salt | None) -> dict[str, str]:
+    """Return the headers of `arrival` with keyed hashes as values if there is a salt. The latencies
+    that a client asks for stay as they are, because the simulated picker reads these numbers.
+    """
+    given = dict(arrival.headers)
+    if salt is None:
+        return given
+    return {name: salt.name(value) for name, value in given.items()} | Slo.in_headers(
+        given
+    ).headers()
 
 
 def _header(first: bytes) -> GeneratedHeader:

@@ -88,8 +88,49 @@ _CHAT: Final = Conversations(
     think_s=lognormal(45, 40, 5, 300),
 )
 
+_AZURE_CONVERSATION: Final = Lengths(
+    prompt=lognormal(1155, 1100, 16, 14_050), output=lognormal(211, 160, 1, 1000)
+)
+_BATCH: Final = Lengths(prompt=lognormal(2000, 1500, 100, 12_000), output=around(500))
+_FOREVER_S: Final = 1e9
+
+OVERLOADS: Final[Mapping[str, Workload]] = MappingProxyType(
+    {
+        "two-tenants": Workload(
+            content=_AZURE_CONVERSATION,
+            load=_poisson(56.0, _FOREVER_S),
+            headers=(("x-llm-d-inference-fairness-id", "large"),),
+            beside=(
+                Workload(
+                    content=_AZURE_CONVERSATION,
+                    load=_poisson(5.6, _FOREVER_S),
+                    headers=(("x-llm-d-inference-fairness-id", "small"),),
+                ),
+            ),
+        ),
+        "chat-and-batch": Workload(
+            content=_AZURE_CONVERSATION,
+            load=_poisson(8.0, _FOREVER_S),
+            priority=1,
+            beside=(Workload(content=_BATCH, load=_poisson(22.0, _FOREVER_S)),),
+        ),
+        "one-burst": Workload(
+            content=_AZURE_CONVERSATION,
+            load=_ladder((15, 20), (150, 5), (15, _FOREVER_S)),
+        ),
+    }
+)
+"""Workloads that send more than four pods of `qwen3-32b-h100-tp2` can serve, to measure queues.
+
+The pods serve 41 requests per second of the tenants, or 16.5 of the batch. The large tenant sends
+ten times as many tokens as the small one, and both together send 1.5 times as much as the pods can
+serve. So do the interactive requests, which have priority 1, and the batch requests together. The
+burst is ten times the usual rate for 5 s.
+"""
+
 STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
     {
+        **OVERLOADS,
         "b2b": Workload(
             content=_shared(150, 5, 6000, 1200, 1000),
             load=_B2B,
@@ -252,7 +293,6 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
 )
 """Standard workloads of `sim trace generate` by name. Those without a source are Homing's own."""
 
-_FOREVER_S: Final = 1e9
 _DURATION_S_DEFAULT: Final = 300.0
 _Above0 = Annotated[float, Meta(gt=0, le=1e9)]
 
@@ -295,6 +335,10 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if workload is None:
             raise FieldError("workload.kind", f"Expected a standard workload, got {self.kind!r}")
         load = workload.load
+        if workload.beside and (self.rate_per_s or self.burstiness is not None):
+            raise FieldError(
+                "workload.kind", f"Expected traffic of one kind to change it, got {self.kind!r}"
+            )
         if self.rate_per_s:
             duration_s = self.duration_s or (_FOREVER_S if self.requests else _DURATION_S_DEFAULT)
             load = OpenLoad(stages=(Stage(rate_per_s=self.rate_per_s, duration_s=duration_s),))

@@ -4,6 +4,7 @@ All random choices follow from one seed, with a separate generator for each purp
 counted up from 1, so that prompts through bytes stay exact for 16 million blocks of text.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice, repeat, takewhile
@@ -170,6 +171,14 @@ class Workload(Struct, frozen=True, kw_only=True):
     adapters: Adapters = Adapters()
     source: str = ""
     """Publication from which the parameters were taken; "" for Homing's own."""
+    priority: int = 0
+    """Priority of all requests of `content`."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Headers of all requests of `content`, as (name in lower case, value)."""
+    beside: tuple["Workload", ...] = ()
+    """Workloads whose requests are sent at the same time. They share no text with `content`, and
+    have nothing beside them.
+    """
 
 
 class Generated(Struct, frozen=True, kw_only=True):
@@ -192,6 +201,41 @@ class Generated(Struct, frozen=True, kw_only=True):
 
 def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> Iterator[Arrival]:
     """Yield the generated requests of `workload` in order of time, at most `requests_max`."""
+    if workload.beside or workload.priority or workload.headers:
+        return islice(_together((workload, *workload.beside), seed), requests_max)
+    return _of_content(workload, seed, requests_max)
+
+
+def _together(workloads: tuple[Workload, ...], seed: int) -> Iterator[Arrival]:
+    """Yield the requests of all `workloads` in order of time, with ids that differ between them."""
+    numbers: dict[tuple[int, int], int] = {}
+    """New index of a request by its workload and its index there."""
+    several = (
+        zip(repeat(part), _of_content(workload, _seed_of(seed, part), None))
+        for part, workload in enumerate(workloads)
+    )
+    for index, (part, one) in enumerate(heapq.merge(*several, key=lambda pair: pair[1].time_s)):
+        numbers[part, one.index] = index
+        workload = workloads[part]
+        yield structs.replace(
+            one,
+            index=index,
+            after=None if one.after is None else numbers[part, one.after],
+            blocks=tuple(block * len(workloads) + part for block in one.blocks),
+            answer=None if one.answer is None else one.answer * len(workloads) + part,
+            session=f"{part}.{one.session}" if one.session else "",
+            priority=workload.priority,
+            headers=workload.headers,
+        )
+
+
+def _seed_of(seed: int, part: int) -> int:
+    """Return the seed of the workload at position `part` of several. The first one has `seed`."""
+    return seed if not part else Random(f"{seed}:beside:{part}").getrandbits(32)
+
+
+def _of_content(workload: Workload, seed: int, requests_max: int | None) -> Iterator[Arrival]:
+    """Yield at most `requests_max` requests of the content of `workload`, in order of time."""
     content, load = workload.content, workload.load
     source = _source(content, seed, workload.adapters)
     if isinstance(load, ClosedLoad):
@@ -245,6 +289,8 @@ def cannot_be_steady(workload: Workload) -> str:
     it can.
     """
     content, load = workload.content, workload.load
+    if workload.beside:
+        return "Expected one kind of traffic: this workload has others beside it"
     if isinstance(content, SharedPrefix) and content.multi_turn:
         return "Expected sessions that end: users of this workload talk until the trace ends"
     if not isinstance(load, OpenLoad):

@@ -1,7 +1,7 @@
-"""Two pickers, each a process of its own: each counts the prefill and decode legs of the other."""
+"""Pickers that are processes of their own: each counts the prefill and decode legs of the others."""
 
 import json
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import pytest
@@ -13,10 +13,10 @@ from tests.envoy.upstream import running_pods
 from tests.streams import Call, channel_to
 
 RECEIVED = 'homing_peer_records_total{direction="received"'
-STARTS_IN_S = 60.0
+STARTS_IN_S = 150.0
 ROUNDS = 8
 """Two pickers that knew nothing of each other would choose other pods in all rounds once in 2^16."""
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 ROLES = ("prefill", "prefill", "decode", "decode")
 CONFIG = """\
 apiVersion: llm-d.ai/v1
@@ -43,6 +43,34 @@ schedulingProfiles:
   - pluginRef: prefix-cache-scorer
 """
 
+BY_TOKENS = """\
+apiVersion: llm-d.ai/v1
+kind: EndpointPickerConfig
+plugins:
+- type: disagg-profile-handler
+  parameters:
+    deciders: {prefill: always-disagg-pd-decider}
+- type: always-disagg-pd-decider
+- type: inflight-load-producer
+  parameters: {peakPrefillThroughput: 1}
+- type: decode-filter
+- type: prefill-filter
+- type: active-request-scorer
+- type: token-load-scorer
+schedulingProfiles:
+- name: decode
+  plugins:
+  - pluginRef: decode-filter
+  - pluginRef: active-request-scorer
+- name: prefill
+  plugins:
+  - pluginRef: prefill-filter
+  - pluginRef: token-load-scorer
+"""
+"""Configuration in which the promised tokens choose the prefill pod. They do not drain meanwhile."""
+WORDS = (3_000, 500, 1_200, 2_100, 350, 800, 1_700, 250)
+"""Lengths of prompts in words, of which no two sums that the test compares are nearly equal."""
+
 
 async def metric(picker, series):
     """Sum of the series that begin with this text; 0 if there are none."""
@@ -60,11 +88,11 @@ async def reached(picker, series, value):
     await until(there, f"{series} to be {value}", STARTS_IN_S)
 
 
-@pytest.fixture
-async def pickers(tmp_path):
-    """Start two pickers that share their counts."""
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    ports = free_ports(2)
+@asynccontextmanager
+async def sharing(tmp_path, number, config):
+    """Yield so many pickers that share their counts."""
+    (tmp_path / "config.yaml").write_text(config)
+    ports = free_ports(number)
     everybody = ",".join(f"127.0.0.1:{port}" for port in ports)
     async with AsyncExitStack() as opened:
         pods = await opened.enter_async_context(running_pods(len(ROLES)))
@@ -87,7 +115,7 @@ async def pickers(tmp_path):
                 tmp_path / f"epp-{port}.log",
                 *("--endpoints-file", str(tmp_path / "endpoints.json")),
                 *("--config-file", str(tmp_path / "config.yaml"), "--secure-serving=false"),
-                *("--drain-grace=0s", "--drain-timeout=1s", "--replicas=2"),
+                *("--drain-grace=0s", "--drain-timeout=1s", f"--replicas={number}"),
                 *("--peers", everybody, "--peer-port", str(port)),
                 "--peer-bind-address=127.0.0.1",
             )
@@ -97,7 +125,7 @@ async def pickers(tmp_path):
             await process.launch()
         for process in started:
             await until(process.is_ready, "epp serve to be ready", STARTS_IN_S)
-            await reached(process, "homing_peers ", 1)
+            await reached(process, "homing_peers ", number - 1)
             await reached(process, "homing_ready_endpoints", len(ROLES))
         yield started
 
@@ -107,18 +135,19 @@ async def ended(picker):
         await picker.kill()
 
 
-async def chosen(call, number):
+async def chosen(call, number, words=1_000):
     """Return the prefill and the decode address of a chat whose stream stays open."""
-    body = gw.request_body(gw.prompt(f"question {number} " + "word " * 1_000))
+    body = gw.request_body(gw.prompt(f"question {number} " + "word " * words))
     head, *_ = await call.exchange(gw.request_headers(gw.COMPLETIONS), body, answers=2)
     return gw.set_headers(head)["x-prefiller-host-port"], gw.destination(head)
 
 
-async def test_each_picker_counts_the_legs_of_the_other(pickers):
+async def test_each_picker_counts_the_legs_of_the_other(tmp_path):
     """Both are asked in turn, and no request ends. Two of them are never at the same pod, because
     both pods of each role had equally many before.
     """
     async with AsyncExitStack() as opened:
+        pickers = await opened.enter_async_context(sharing(tmp_path, 2, CONFIG))
         channels = [
             await opened.enter_async_context(channel_to(picker.address)) for picker in pickers
         ]
@@ -134,6 +163,35 @@ async def test_each_picker_counts_the_legs_of_the_other(pickers):
             (prefill, decode), (other_prefill, other_decode) = found
             assert prefill != other_prefill
             assert decode != other_decode
+        for call in calls:
+            await call.exchange(gw.response_headers(end=True), answers=1)
+            await call.grpc.done_writing()
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+async def test_several_pickers_place_prefills_by_their_tokens_as_one_does(number, tmp_path):
+    """Each prompt goes to the prefill pod with fewer promised tokens, whichever picker promised
+    them. The pickers are asked in turn, and no prefill ends.
+    """
+    async with AsyncExitStack() as opened:
+        pickers = await opened.enter_async_context(sharing(tmp_path, number, BY_TOKENS))
+        channels = [
+            await opened.enter_async_context(channel_to(picker.address)) for picker in pickers
+        ]
+        heard = [await metric(picker, RECEIVED) for picker in pickers]
+        calls, promised = [], {}
+        for place, words in enumerate(WORDS):
+            asked = place % number
+            calls.append(Call(channels[asked]))
+            prefill, _ = await chosen(calls[-1], place, words)
+            least = min(promised.values()) if len(promised) == 2 else 0
+            assert promised.get(prefill, 0) == least
+            promised[prefill] = promised.get(prefill, 0) + words
+            for other in range(number):
+                if other != asked:
+                    heard[other] += 2  # a record for each leg
+                    await reached(pickers[other], RECEIVED, heard[other])
+        assert len(promised) == 2
         for call in calls:
             await call.exchange(gw.response_headers(end=True), answers=1)
             await call.grpc.done_writing()

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 import yaml
 
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import load_config
 from epp.flags import command_lines
 from tests.chart.rendering import CHART, NAMESPACE, RELEASE, helm, objects, picker
-from tests.test_docs import PAGES, blocks, joined, name_of
+from tests.test_docs import PAGES, ROOT, blocks, joined, name_of
 
 KEYS = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"].keys()
 NEEDED = ("--set", "image.repository=registry.example.com/homing,pool.name=vllm-llama")
@@ -82,3 +84,15 @@ def test_a_share_that_is_none_is_refused(any_helm, share):
     done = helm(any_helm, "template", RELEASE, CHART, *NEEDED, "--set", f"capture.share={share}")
     assert done.returncode != 0
     assert "share" in done.stderr
+
+
+def test_the_values_for_two_roles_are_the_rendered_ones():
+    """The page of stages links the example; a golden output has the same values. The configuration
+    loads without a warning about its stages.
+    """
+    example = yaml.safe_load((ROOT / "docs/examples/two-roles.yaml").read_text())
+    rendered = yaml.safe_load((ROOT / "tests/chart/values/two-roles.yaml").read_text())
+    assert example == rendered
+    config = load_config(yaml.safe_dump(example["config"]), "two-roles.yaml", plugin_tables())
+    assert {"decode", "prefill"} <= {name for name, _ in config.stages.profiles()}
+    assert not [said for said in config.warnings if "stage" in said]

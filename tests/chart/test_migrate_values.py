@@ -207,7 +207,7 @@ apiVersion: llm-d.ai/v1
 kind: EndpointPickerConfig
 plugins:
 - type: queu-scorer
-- type: agent-identity
+- type: request-attribute-reporter
 """
 
 
@@ -221,8 +221,9 @@ def test_a_configuration_that_would_not_start_is_not_written():
             "did you mean `queue-scorer`?"
         ),
         (
-            "migrate-values: config: plugins[1] (agent-identity): type agent-identity is not "
-            "supported: a header alone names flows, x-llm-d-inference-fairness-id: remove it"
+            "migrate-values: config: plugins[1] (request-attribute-reporter): type "
+            "request-attribute-reporter is not supported: nothing is computed from usage: use "
+            "--parse-response-usage"
         ),
         "migrate-values: the picker would not start, so nothing is written",
     ]

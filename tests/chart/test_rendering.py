@@ -13,6 +13,7 @@ import yaml
 from epp import __version__
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, load_config
+from epp.core.flow.settings import Fairness
 from epp.flags import command_lines
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.chart.golden_texts import FOLDER, NAMES, file_of, golden_text
@@ -351,6 +352,76 @@ def test_notes_warn_of_replicas_that_would_be_alone(any_helm, tmp_path, name, mo
     """Where it is so, and not otherwise."""
     assert sentence not in notes_of(any_helm, tmp_path / "as-is", name)
     assert sentence in notes_of(any_helm, tmp_path / "changed", name, "--set", *more)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "sentence"),
+    [
+        (
+            "queue",
+            "defaultRequestTTL=5m",
+            "Envoy's default stream_idle_timeout ends them after 300 s",
+        ),
+        ("queue", "noEndpointRequestTTL=1h", "requests wait up to 3600 s"),
+        (
+            "queue",
+            "maxRequests=1024",
+            "flowControl.maxRequests is 1024, but Envoy's default circuit",
+        ),
+        ("queue", "maxRequests=0", "flowControl.maxRequests is 0, but Envoy's default circuit"),
+        ("standalone", "enabled=true,defaultRequestTTL=60m", "Envoy ends a request after an hour"),
+        ("gke", "enabled=true,defaultRequestTTL=600s", "ends them after provider.gke.timeoutSec"),
+        ("gke", "enabled=true,maxRequests=2000", "WARNING: flowControl.maxRequests is 2000"),
+        (
+            "queue-with-istio",
+            "maxRequests=10000",
+            "http2MaxRequests of provider.istio.destinationRule.trafficPolicy is 10000, but 10000",
+        ),
+        (
+            "queue-with-istio",
+            "maxRequests=50000",
+            "http2MaxRequests of provider.istio.destinationRule.trafficPolicy is 10000, but 50000",
+        ),
+    ],
+)
+def test_notes_warn_of_waits_that_the_gateway_would_end(helm_4, tmp_path, name, more, sentence):
+    """Where it is so, and not otherwise."""
+    changes = ",".join(f"flowControl.{change}" for change in more.split(","))
+    assert sentence not in notes_of(helm_4, tmp_path / "as-is", name)
+    assert sentence in notes_of(helm_4, tmp_path / "changed", name, "--set", changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("queue", ()),
+        ("queue-with-istio", ()),
+        ("standalone", ("--set", "flowControl.enabled=true,flowControl.maxRequests=5000")),
+        ("standalone", ("--set", "flowControl.enabled=true,flowControl.defaultRequestTTL=10m")),
+    ],
+)
+def test_notes_of_a_queue_that_the_gateway_allows_warn_of_nothing(helm_4, tmp_path, name, more):
+    text = notes_of(helm_4, tmp_path, name, *more)
+    assert "grep homing_flow" in text
+    assert "WARNING" not in text
+
+
+@pytest.mark.parametrize("name", ["queue", "queue-with-istio"])
+def test_the_queue_of_the_values_is_that_of_the_configuration(helm_4, name):
+    """The rest of the configuration is unchanged."""
+    documents = objects(rendered(helm_4, values_named(name)))
+    config = load_config(one(documents, "ConfigMap")["data"]["config.yaml"], "c", plugin_tables())
+    given = yaml.safe_load(values_named(name).read_text())["flowControl"]
+    flow = config.flow
+    assert flow.requests_max == given.get("maxRequests", 1_000)
+    assert flow.bytes_max == (256 * 2**20 if "maxBytes" in given else 0)
+    assert flow.wait_s_max == (240.0 if "defaultRequestTTL" in given else 60.0)
+    assert flow.empty_pool_wait_s_max == (120.0 if "noEndpointRequestTTL" in given else 240.0)
+    assert flow.default_band.fairness is Fairness.TOKENS
+    without = objects(rendered(helm_4, values_named(name), "--set", "flowControl.enabled=false"))
+    told = yaml.safe_load(one(without, "ConfigMap")["data"]["config.yaml"])
+    assert "flowControl" not in told.get("featureGates", [])
+    assert "flowControl" not in told
 
 
 @pytest.mark.parametrize("name", ["existing-pool", "standalone", "guarded"])

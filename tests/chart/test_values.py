@@ -14,6 +14,8 @@ BASE = ("--set", "image.repository=r.example.com/homing", "--set", "pool.name=vl
 EMPTY = "--set-json"
 TOLD = 'config={"plugins": [{"type": "precise-prefix-cache-producer"}]}'
 
+GATED = 'config={"featureGates": ["flowControl=false"], "plugins": []}'
+
 
 @pytest.mark.parametrize(
     ("change", "expected"),
@@ -51,6 +53,11 @@ TOLD = 'config={"plugins": [{"type": "precise-prefix-cache-producer"}]}'
         ("decisions.maxAge=2d", "maxAge"),
         ("tokens.rendererUrl=renderer:8000", "rendererUrl"),
         ("tokens.rendererTo=x", "rendererTo"),
+        ("flowControl.maxRequests=-1", "minimum"),
+        ("flowControl.maxBytes=much", "maxBytes"),
+        ("flowControl.defaultRequestTTL=60", "defaultRequestTTL"),
+        ("flowControl.requestTTL=60s", "requestTTL"),
+        ("flowControl.fairnessPolicy=fair", "token-fairness-policy"),
         ("kvEvents.socketPort=0", "minimum"),
         ("kvEvents.listenPort=zmq", "listenPort"),
         ("peers.enabled=maybe", "auto"),
@@ -120,6 +127,18 @@ def test_nine_ports_are_too_many(any_helm):
         (
             (*BASE, "--set", "kvEvents.enabled=true", "--set-json", TOLD),
             "kvEvents.enabled is true and config has a precise-prefix-cache-producer, expected only one of them",
+        ),
+        (
+            (*BASE, "--set", "flowControl.enabled=true,existingConfigMap=mine"),
+            "existingConfigMap is set: the chart does not change that ConfigMap",
+        ),
+        (
+            (*BASE, "--set", "flowControl.enabled=true", "--set-json", GATED),
+            "config.featureGates has flowControl, expected only one of them",
+        ),
+        (
+            (*BASE, "--set", "flowControl.enabled=true,config.flowControl.maxRequests=3"),
+            "config has a section flowControl: set flowControl.enabled to false",
         ),
     ],
 )

@@ -4,8 +4,10 @@ import msgspec
 import pytest
 
 from epp.commands.replicas_view import as_one, differences
+from epp.core.protocol.flow_queue import WaitingFlow
 from epp.journal.records import Applied
 from epp.shell.operators.journal import JournalSnapshot
+from epp.shell.operators.live.live_view import LiveBand, LivePrefills
 from epp.shell.process.own_process import ProcessLately
 from tests.commands.test_top_screen import live, live_decision, live_endpoint
 
@@ -114,3 +116,59 @@ def test_differences_are_told():
     )
     assert differences([live(), live()]) == ""
     assert differences([live(), other]) == "they have 2 versions and 2 configurations"
+
+
+def test_waiting_requests_of_all_are_added_up():
+    """The room of an endpoint is that of the picker that sees the highest load."""
+    first = live(
+        queue=[
+            LiveBand(
+                priority=0,
+                requests=3,
+                flows=2,
+                oldest_wait_s=1.0,
+                most=[WaitingFlow("a", 2, 1.0), WaitingFlow("b", 1, 0.5)],
+            )
+        ],
+        evicted_total=2,
+        endpoints=[live_endpoint(1, room_load=0.5, room_requests=9)],
+    )
+    second = live(
+        queue=[
+            LiveBand(
+                priority=5,
+                requests=1,
+                flows=1,
+                oldest_wait_s=0.1,
+                most=[WaitingFlow("", 1, 0.1)],
+            ),
+            LiveBand(
+                priority=0,
+                requests=2,
+                flows=1,
+                oldest_wait_s=4.0,
+                most=[WaitingFlow("b", 2, 4.0)],
+            ),
+        ],
+        evicted_total=1,
+        endpoints=[live_endpoint(1, room_load=0.9, room_requests=2)],
+    )
+    seen = as_one([first, second, live(endpoints=[])])
+    high, low = seen.queue
+    assert (high.priority, high.requests) == (5, 1)
+    assert (low.requests, low.flows, low.oldest_wait_s) == (5, 2, 4.0)
+    assert low.most == [WaitingFlow("b", 3, 4.0), WaitingFlow("a", 2, 1.0)]
+    assert seen.evicted_total == 3
+    (one,) = seen.endpoints
+    assert (one.room_load, one.room_requests) == (0.9, 2)
+    assert as_one([live(), live()]).queue is None
+
+
+def test_prefills_in_flight_are_sums_by_pair():
+    """A picker counts only its own."""
+
+    def pair(decode, requests):
+        return LivePrefills(prefill="p", decode=decode, requests=requests)
+
+    both = as_one([live(prefills=[pair("a", 1), pair("b", 2)]), live(prefills=[pair("a", 4)])])
+    assert both.prefills == [pair("a", 5), pair("b", 2)]

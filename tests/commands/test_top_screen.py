@@ -8,9 +8,18 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from epp.commands.top_screen import top_screen
+from epp.core.protocol.flow_queue import WaitingFlow
 from epp.journal.records import Applied, RefusedDocument
 from epp.shell.operators.journal import JournalSnapshot
-from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
+from epp.shell.operators.live.live_view import (
+    Live,
+    LiveBand,
+    LiveDecision,
+    LiveEndpoint,
+    LiveLatency,
+    LivePrefills,
+    LiveScore,
+)
 from epp.shell.process.own_process import ProcessLately
 
 WEIGHTS = {
@@ -323,3 +332,93 @@ def test_costs_are_shown_in_their_unit():
     line = line_of(drawn(live(decisions=[one])), "12:00:01")
     assert " 0.12s " in line
     assert " 0.31s  queue" in line
+
+
+def band(priority=0, **fields):
+    told = {
+        "priority": priority,
+        "requests": 12,
+        "flows": 2,
+        "oldest_wait_s": 4.2,
+        "most": [WaitingFlow("acme", 9, 4.2), WaitingFlow("", 3, 0.25)],
+    }
+    return LiveBand(**(told | fields))
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_waiting_requests_are_shown_by_band_and_flow(columns):
+    seen = live(queue=[band(5, requests=1, flows=1, most=[]), band(), band(-1)], evicted_total=3)
+    lines = drawn(seen, columns=columns)
+    assert all(cell_len(line) <= columns for line in lines)
+    assert line_of(lines, "queue +5").startswith("queue +5 1 wait in 1 flows, oldest 4.2s")
+    assert line_of(lines, "queue 0").endswith(
+        "12 wait in 2 flows, oldest 4.2s: acme 9 (4.2s), no flow 3 (250ms)"
+    )
+    assert "queue -1" in line_of(lines, "queue -1")
+    assert "3 evicted since the start" in lines
+    assert not [line for line in drawn(live(), columns=columns) if "queue" in line[:6]]
+
+
+def test_an_empty_queue_is_shown_as_such():
+    assert "queue 0 wait" in drawn(live(queue=[]))
+
+
+def test_a_flow_cannot_steer_the_terminal():
+    hostile = band(most=[WaitingFlow("\x1b[2J", 9, 4.2)])
+    assert not [line for line in drawn(live(queue=[hostile])) if "\x1b" in line]
+
+
+@pytest.mark.parametrize(("columns", "aged"), [(80, False), (100, True)])
+def test_the_room_of_a_pod_is_shown_if_there_is_a_queue(columns, aged):
+    """In place of the age of its metrics in a narrow terminal."""
+    rooms = [
+        live_endpoint(0, room_load=0.5, room_requests=12),
+        live_endpoint(1, room_load=1.25, room_requests=0),
+        live_endpoint(2, room_load=0.61),
+        live_endpoint(3),
+    ]
+    lines = drawn(live(endpoints=rooms, queue=[]), columns=columns)
+    assert all(cell_len(line) <= columns for line in lines)
+    shown = [line_of(lines, f"x{at}k2p").split() for at in range(4)]
+    place = -2 if columns >= 96 else -1
+    assert [words[place] for words in shown] == ["+12", "full", "61%", "-"]
+    assert any("0.1s" in words for words in shown) is aged
+
+
+def test_predicted_latencies_are_compared_with_observed_ones():
+    """Worst errors first; what is not used is said."""
+    good = {
+        "ttft": LiveLatency("learned", 0.4, 0.38, 0.07),
+        "tpot": LiveLatency("estimate", 0.02, 0.021, 0.04),
+    }
+    bad = {
+        "ttft": LiveLatency("none", 9.0, 2.0, 0.71),
+        "tpot": LiveLatency("estimate", None, None, None),
+    }
+    endpoints = [live_endpoint(0, latencies=good), live_endpoint(1, latencies=bad)]
+    lines = drawn(live(endpoints=endpoints), columns=120)
+    first, second = [line for line in lines if " predicted  " in line]
+    assert first.endswith("predicted  ttft 9.0s, observed 2.0s, error 71%, unused")
+    assert second.endswith(
+        "ttft 400ms, observed 380ms, error 7%  tpot 20ms, observed 21ms, error 4%"
+    )
+    assert not [line for line in drawn(live(), columns=120) if " predicted  " in line]
+
+
+def test_the_screen_fits_with_a_queue_and_predictions():
+    latencies = {"ttft": LiveLatency("learned", 0.4, 0.38, 0.07)}
+    endpoints = [live_endpoint(at, latencies=latencies, room_load=0.5) for at in range(10)]
+    seen = live(endpoints=endpoints, endpoints_total=10, queue=[band(at) for at in range(9, 0, -1)])
+    assert len(drawn(seen, columns=120, lines=50)) <= 50
+
+
+def test_prefills_in_flight_are_shown_by_pair():
+    """With the most requests first; without any, there is no such line."""
+    pairs = [
+        LivePrefills(prefill=f"llm/prefill-{at}", decode=f"llm/decode-{at}", requests=9 - at)
+        for at in range(5)
+    ]
+    line = line_of(drawn(live(prefills=pairs), columns=140), "prefills in flight")
+    assert line.startswith("prefills in flight: 9 prefill-0 → decode-0, 8 prefill-1 → decode-1, ")
+    assert line.rstrip().endswith("and 2 more pairs")
+    assert not any("prefills in flight" in one for one in drawn(live()))

@@ -331,7 +331,7 @@ def test_no_type_is_both_known_and_refused():
     assert set(DEPRECATED) <= known
 
 
-@pytest.mark.parametrize(("name", "count"), [("flow-control", 4)])
+@pytest.mark.parametrize(("name", "count"), [("flow-control", 3)])
 def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count):
     """Every problem at once, each in one line, none of them a consequence of another."""
     with pytest.raises(ConfigError) as error:
@@ -586,12 +586,8 @@ def test_two_plugins_of_one_name_are_refused():
         ({"plugin": []}, "has unknown field `plugin`, did you mean `plugins`?"),
         ({"plugins": {}}, "plugins: expected a list, got dict"),
         (
-            {"flowControl": {"bandSelectionPolicyPluginRef": "x"}},
-            "flowControl.bandSelectionPolicyPluginRef is not supported, because a higher band is always served first: remove it",
-        ),
-        (
-            {"flowControl": {"enableEviction": True}},
-            "flowControl.enableEviction is not supported: remove it",
+            {"featureGates": ["flowControl"], "flowControl": {"bandSelectionPolicyPluginRef": "x"}},
+            "flowControl.bandSelectionPolicyPluginRef: pluginRef x names no declared plugin",
         ),
         (
             {"dataLayer": {"discovery": {"pluginRef": "x"}}},
@@ -632,14 +628,13 @@ def test_all_problems_are_reported_together():
         load_parts,
         plugins=[
             {"type": "queue-scorer", "parameters": {"a": 1, "b": 2}},
-            {"type": "agent-identity"},
+            {"type": "request-attribute-reporter"},
         ],
         schedulingProfiles=[
             {"name": "p", "plugins": [{"pluginRef": "queue-scorer"}, {"pluginRef": "x"}]}
         ],
-        flowControl={"bandSelectionPolicyPluginRef": "x"},
     )
-    assert len(found) == 5
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Configurations with topology, revisions, header profiles and data-parallel ports."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -171,17 +170,3 @@ def test_the_deadline_of_a_prefill_is_a_duration():
     assert loaded(*STAGED).stages.prefill_deadline_s == 60.0
     (problem,) = problems(handler(prefillDeadline="0s"))
     assert "prefillDeadline is 0.0s; it must be a duration above 0s" in problem
-
-
-# --- configurations of guides ---
-
-
-GUIDES = sorted((Path(__file__).parent / "config_samples" / "guides").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
-def test_the_configurations_of_guides_load_and_are_explained(path):
-    config = load_config(path.read_bytes(), path.name, TABLES)
-    assert not config.stages.alone
-    assert not [said for said in config.warnings if "is added" not in said]
-    assert "profile" in explain(config)

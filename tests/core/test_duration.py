@@ -1,6 +1,6 @@
 import pytest
 
-from epp.core.duration import Duration, check_above_zero, parse_duration
+from epp.core.duration import Duration, check_above_zero, duration_text, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,21 @@ def test_a_span_that_must_last_is_refused_when_it_does_not(span_s):
     check_above_zero("ttl", Duration(1e-9))
     with pytest.raises(ValueError, match=r"ttl is .*; it must be a duration above 0s"):
         check_above_zero("ttl", Duration(span_s))
+
+
+@pytest.mark.parametrize(
+    ("span_s", "text"),
+    [
+        (0.0, "0s"),
+        (0.05, "0.05s"),
+        (90.0, "90s"),
+        (1e-05, "10us"),
+        (2.5e-08, "0.025us"),
+        (-3e-05, "-30us"),
+        (2e6, "2000000s"),
+    ],
+)
+def test_a_duration_is_written_without_an_exponent(span_s, text):
+    """The text can be read again."""
+    assert duration_text(span_s) == text
+    assert parse_duration(text) == pytest.approx(span_s)

@@ -15,6 +15,9 @@ from grpc_health.v1 import health_pb2
 from tests.envoy.rig import free_ports, start_process, until
 from tests.envoy.upstream import Pod
 
+READY_S_MAX = 60.0
+"""Time in seconds in which a process starts on a machine that others use too."""
+
 
 class EppProcess:
     """A running `epp serve`."""
@@ -48,7 +51,7 @@ class EppProcess:
     async def start(self, *flags: str) -> None:
         """Serve, and return once the process says that it is ready."""
         await self.launch(*flags)
-        await until(lambda: not self.alive or self.is_ready(), "epp serve to be ready")
+        await until(lambda: not self.alive or self.is_ready(), "epp serve to be ready", READY_S_MAX)
         assert self.alive, self.log_text()
 
     async def is_ready(self) -> bool:

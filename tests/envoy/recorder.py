@@ -123,7 +123,9 @@ async def recording(picker_address: str) -> AsyncIterator[Recorder]:
     """Yield a recorder, plaintext on both sides, in front of the picker at `picker_address`."""
     async with grpc.aio.insecure_channel(picker_address, options=_OPTIONS) as channel:
         recorder = Recorder(channel)
-        server = grpc.aio.server(options=_OPTIONS)
+        # Envoy pings a picker more often than gRPC's default allows while requests wait.
+        options = [*_OPTIONS, ("grpc.http2.min_ping_interval_without_data_ms", 500)]
+        server = grpc.aio.server(options=options)
         server.add_generic_rpc_handlers((recorder,))
         recorder.port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

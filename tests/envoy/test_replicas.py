@@ -202,3 +202,70 @@ async def test_a_picker_that_is_killed_leaves_nothing_behind_and_comes_back_warm
         assert total > 75, "a hundred decisions or so"
         rates.append(matched / total)
     assert rates[0] > min(rates[1:]) - 0.05
+
+
+QUEUE = """
+apiVersion: llm-d.ai/v1
+kind: EndpointPickerConfig
+featureGates: [flowControl]
+plugins:
+- type: added-time-scorer
+- type: max-score-picker
+- type: concurrency-detector
+  parameters: {maxConcurrency: 1}
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: added-time-scorer
+  - pluginRef: max-score-picker
+flowControl:
+  maxRequests: 4
+  saturationDetector: {pluginRef: concurrency-detector}
+"""
+"""Each of the four pods has room for one request, and four requests may wait."""
+
+
+async def asked(client: aiohttp.ClientSession, text: str) -> int:
+    """The status of a request that takes some seconds."""
+    body = {"model": find_profile(PROFILE).model, "prompt": text, "max_tokens": 300}
+    async with client.post("/v1/completions", json=body) as response:
+        await response.read()
+        return response.status
+
+
+async def burst_over(replicas: Replicas, name: str) -> list[int]:
+    """The statuses of sixteen requests. The first four are sent one after the other."""
+
+    async def running() -> int:
+        pages = [metric(one, "homing_inflight_requests") for one in replicas.pickers if one.alive]
+        return int(sum(await asyncio.gather(*pages)))
+
+    async with aiohttp.ClientSession(replicas.envoy.url) as client, asyncio.TaskGroup() as group:
+        tasks = []
+        for number in range(16):
+            tasks.append(group.create_task(asked(client, f"{name} {number}")))
+            if number < PODS:
+
+                async def placed(expected=number + 1) -> bool:
+                    return await running() >= expected
+
+                await until(placed, f"{number + 1} requests to be placed")
+    return [task.result() for task in tasks]
+
+
+async def test_two_pickers_share_the_room_of_pods_and_the_limits_of_the_queue(start, tmp_path):
+    """As many requests are placed or wait as with one picker, and as many when one has left."""
+    config = tmp_path / "queue.yaml"
+    config.write_text(QUEUE)
+    flags = ("--config-file", str(config))
+    together = await start(2, *flags)
+    shared = await burst_over(together, "shared")
+    assert set(shared) == {200, 429}
+    # Reports of the other picker may be late for a request or two.
+    assert 2 * PODS - 1 <= shared.count(200) <= 2 * PODS + 2
+    gone, left = together.pickers
+    await gone.kill()
+    await reaches([left], "homing_peers", 0)
+    alone = await burst_over(together, "alone")
+    assert set(alone) == {200, 429}
+    assert 2 * PODS - 1 <= alone.count(200) <= 2 * PODS + 2

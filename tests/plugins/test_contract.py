@@ -61,6 +61,7 @@ VARIANTS = {
         {"sessionsMax": 50},
         {"sessionsMax": 50, "sources": [{"header": "x-user-id"}], "cookieName": "a"},
     ],
+    "agent-session-producer": [{"sessionsMax": 50, "capacityTokens": 500}],
     "mm-embeddings-cache-producer": [{"cacheSizeInMBPerServer": 10}],
     "user-tokens-producer": [{"usersMax": 20}],
     "block-load-producer": [{"activeBlocksMax": 50, "lruCapacityPerServer": 50}],
@@ -133,5 +134,6 @@ def test_readers_of_an_index_say_which():
         "no-hit-lru-scorer": ("no-hit-lru-producer", "no-hit-lru-producer"),
         "session-affinity-filter": (None, "session-id-producer"),
         "session-affinity-scorer": (None, "session-id-producer"),
+        "thunder-agent": ("agent-session-producer",) * 2,
         "token-load-scorer": ("", "approx-prefix-cache-producer"),
     }

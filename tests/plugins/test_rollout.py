@@ -77,6 +77,18 @@ def test_the_draw_is_by_ready_pods(mode, share):
     assert found["a"] == pytest.approx(share, abs=0.018)
 
 
+@pytest.mark.parametrize("mode", ["sum", "max-role"])
+def test_the_shares_are_those_of_the_draw(mode):
+    """A revision without a required role has a share of 0."""
+    labels = pods(("a", 2, 9), ("b", 1, 3), ("c", 0, 5))
+    plugin = screener(mode)
+    told = plugin.shares([endpoint(at, labels=one) for at, one in enumerate(labels)])
+    drawn = shares(plugin, labels)
+    assert sum(told.values()) == pytest.approx(1.0)
+    assert told == {name: pytest.approx(drawn.get(name, 0.0), abs=0.02) for name in "abc"}
+    assert screener("disabled").shares([endpoint(0, labels=labels[0])]) == {}
+
+
 def test_the_first_required_role_breaks_a_tie_of_the_largest():
     found = shares(screener("max-role"), pods(("a", 1, 3), ("b", 3, 1)))
     assert found["a"] == pytest.approx(0.25, abs=0.021)

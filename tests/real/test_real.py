@@ -19,7 +19,7 @@ from tests.envoy.rig import Envoy, running_envoy, until
 from tests.last_frame import LastFrame
 from tests.real.vllm import BLOCK_TOKENS, MODEL, Place, running_engine
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
 BLOCKS = 400
 """Of each engine: 12,800 tokens, of which the conversations want more."""

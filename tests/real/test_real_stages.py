@@ -22,7 +22,7 @@ from tests.envoy.rig import running_envoy, until
 from tests.envoy.test_replicas import metric
 from tests.real.vllm import MODEL, Place, running_engine
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
 BLOCKS = 400
 PROMPTS = 8

@@ -31,7 +31,10 @@ BLOCK_TOKENS: Final = 32
 """Tokens of a block; the CPU back end requires a multiple of 32."""
 MODEL: Final = "tiny"
 TOKENS_MAX: Final = 4096
-START_S_MAX: Final = 180.0
+START_S_MAX: Final = 600.0
+"""Maximum time in seconds until an engine is up. It takes about one minute on an idle machine with two
+cores, and several while other programs use them.
+"""
 _NEVER: Final = frozenset(
     {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "intel-openmp"}
 )

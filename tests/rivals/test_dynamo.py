@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from epp.core.decision.inputs import OutputStarted, PoolReplaced, RequestEnded
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
-from homing_rivals.dynamo import DynamoCost, Queue, Softmax, TwoTier
+from homing_rivals.dynamo import Busy, DynamoCost, Queue, Softmax, TwoTier
 from sim.cluster.settings import Absence
 from sim.cluster.simulated_request import Fate
 from tests.builders import candidates, endpoint, request
@@ -356,3 +356,28 @@ def test_the_queue_is_never_reached_by_what_is_small():
     with_queue = simulated(given, "dynamo-queue")
     without = simulated(given, "dynamo-first-token")
     assert [one.pod.number for one in with_queue] == [one.pod.number for one in without]
+
+
+@pytest.mark.parametrize(
+    ("kv", "prefill", "kept"),
+    [
+        ([0.85, 0.2], [10_000.0, 0.0], [True, True]),
+        ([0.86, 0.2], [0.0, 10_001.0], [False, False]),
+        ([0.86, 0.2], [0.0, 10_000.0], [False, True]),
+        ([np.nan, 0.2], [0.0, 0.0], [True, True]),
+    ],
+)
+def test_an_endpoint_is_busy_above_either_threshold(kv, prefill, kept):
+    some = candidates(2, kv_cache_usage=kv, inflight_prefill_tokens=prefill)
+    assert Busy().keep(request(), some).tolist() == kept
+
+
+def test_a_request_is_refused_with_429_while_all_are_busy():
+    """A first token makes an endpoint free again."""
+    driven = Driven("dynamo-threshold")
+    for name in "ab":
+        driven.send(name, prompt_tokens=20_000)
+    refusal = driven.scheduler.schedule(request(prompt_tokens=1), 0.0)
+    assert refusal.status == 429
+    driven.scheduler.take(OutputStarted(driven.leases[0]), 0.0)
+    assert driven.send("c", prompt_tokens=1) == driven.leases[0].slot

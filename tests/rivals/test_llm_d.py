@@ -4,11 +4,13 @@ import pytest
 
 from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Decision
+from homing_rivals.llm_d import Gate
 from homing_rivals.routed_blocks import RoutedBlocksSettings
 from sim.cluster.built_in import configurations
-from tests.builders import endpoint, request
-from tests.rivals.driven import scheduler_of, settings_of
-from tests.sim.made import arrival, ran
+from sim.cluster.simulated_request import Fate
+from tests.builders import candidates, endpoint, request
+from tests.rivals.driven import Driven, scheduler_of, settings_of
+from tests.sim.made import arrival, cluster, ran
 
 NAMES = [name for name in configurations() if name.startswith(("llm-d", "gie"))]
 
@@ -98,3 +100,46 @@ def test_it_replays(name):
         requests[-1].route.decision.leg.matched_blocks
         == requests[-1].route.decision.leg.total_blocks
     )
+
+
+@pytest.mark.parametrize(
+    ("waiting", "kv", "age_s", "held"),
+    [
+        ([5.0, 5.0], [0.0, 0.0], [0.1, 0.1], True),
+        ([4.0, 5.0], [0.0, 0.0], [0.1, 0.1], False),
+        ([0.0, 20.0], [0.0, 0.0], [0.1, 0.1], True),
+        ([0.0, 0.0], [0.8, 0.8], [0.1, 0.1], True),
+        ([0.0, 0.0], [0.0, 0.0], [2.0, 2.0], True),
+        ([0.0, 0.0], [0.0, 0.0], [2.0, 0.1], False),
+    ],
+)
+def test_requests_wait_while_the_mean_of_the_pool_is_full(waiting, kv, age_s, held):
+    """One full endpoint hides behind idle ones, and holds up an idle one if it is full enough."""
+    some = candidates(2, waiting_requests=waiting, kv_cache_usage=kv, metrics_age_s=age_s)
+    assert Gate().holds(request(), some) is held
+    assert Gate().keep(request(), some).all()
+
+
+def test_a_number_of_requests_is_placed_between_two_pages():
+    """As many as llm-d-router places in 50 ms; the next page lets more go."""
+    driven = Driven("llm-d-gate")
+    for number in range(50):
+        assert not driven.scheduler.holds(request(prompt_tokens=1), 0.0)
+        driven.send(f"{number}")
+    assert driven.scheduler.holds(request(prompt_tokens=1), 0.0)
+    driven.report(0, running=25.0)
+    assert not driven.scheduler.holds(request(prompt_tokens=1), 0.0)
+
+
+def test_a_burst_overshoots_the_gate_and_is_served_in_order():
+    """The pages that would close the gate come too late for the requests of a burst."""
+    given = [arrival(number, time_s=0.0, prompt_tokens=4_000) for number in range(300)]
+    requests, order = [], []
+    one = cluster(given, policy="llm-d-gate", pods=2, ended=requests.append)
+    one.gateway.decided = lambda request: order.append(request.sequence)
+    one.run()
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    assert order == sorted(order)
+    sent_at_once = sum(request.submitted_at < 0.1 for request in requests)
+    assert sent_at_once == 50
+    assert max(request.submitted_at for request in requests) > 1.0

@@ -297,7 +297,36 @@ labels:
 {{- get $found .Values.debugToken.key | default (randAlphaNum 48 | b64enc) -}}
 {{- end -}}
 
-{{/* The configuration with what other values add to it: `tokens.rendererUrl`, `kvEvents.enabled`. */}}
+{{/* Members that `flowControl` adds to the configuration given: the feature gate and its section. */}}
+{{- define "homing.flowControl" -}}
+{{- $values := .root.Values.flowControl }}
+{{- $gates := .config.featureGates | default list }}
+{{- range $gates }}
+{{- if hasPrefix "flowControl" . }}
+{{- fail "flowControl.enabled is true and config.featureGates has flowControl, expected only one of them" }}
+{{- end }}
+{{- end }}
+{{- if .config.flowControl }}
+{{- fail "flowControl.enabled is true and config has a section flowControl: set flowControl.enabled to false, and add flowControl to config.featureGates" }}
+{{- end }}
+{{- $section := dict "maxRequests" (int64 $values.maxRequests) "defaultRequestTTL" $values.defaultRequestTTL "defaultPriorityBand" (dict "fairnessPolicyRef" $values.fairnessPolicy) }}
+{{- if ne (toString $values.maxBytes) "0" }}
+{{- $_ := set $section "maxBytes" (include "homing.scalar" $values.maxBytes) }}
+{{- end }}
+{{- with $values.noEndpointRequestTTL }}
+{{- $_ := set $section "noEndpointRequestTTL" . }}
+{{- end }}
+{{- toYaml (dict "featureGates" (append $gates "flowControl") "flowControl" $section) }}
+{{- end }}
+
+{{/* Seconds of a duration with one unit, such as 5m. */}}
+{{- define "homing.seconds" -}}
+{{- $unit := regexFind "[smh]$" . }}
+{{- mul (trimSuffix $unit . | int64) (get (dict "s" 1 "m" 60 "h" 3600) $unit) }}
+{{- end }}
+
+{{/* The configuration with what other values add to it: `tokens.rendererUrl`, `kvEvents.enabled` and
+`flowControl.enabled`. */}}
 {{- define "homing.completedConfig" -}}
 {{- $config := .Values.config | default (.Files.Get "files/default-config.yaml" | fromYaml) | deepCopy }}
 {{- $plugins := $config.plugins }}
@@ -335,6 +364,9 @@ labels:
 {{- $_ := set $parameters "kvEventsConfig" . }}
 {{- end }}
 {{- $plugins = append $plugins (dict "type" "precise-prefix-cache-producer" "parameters" $parameters) }}
+{{- end }}
+{{- if .Values.flowControl.enabled }}
+{{- $config = merge (include "homing.flowControl" (dict "root" . "config" $config) | fromYaml) $config }}
 {{- end }}
 {{- toYaml (set $config "plugins" $plugins) }}
 {{- end }}

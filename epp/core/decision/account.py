@@ -194,8 +194,14 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
     priority: int
     ahead: int
     """Number of requests that waited already when this one began to."""
+    behind: str
+    """Id of the flow of the same band that had most waiting requests when this one began to wait; ""
+    if these named none.
+    """
+    behind_requests: int
+    """Number of these requests; 0 if none of the band waited."""
     charged_tokens: float
-    """Tokens that the flow was charged for the request."""
+    """Tokens that the flow was charged for the request; 0 if it was not placed."""
     why: str
     """Phrase about the reason of the wait, as it was when the wait began."""
 
@@ -205,6 +211,8 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
             "waited_s": round(self.waited_s, 3),
             "flow": self.flow,
             "ahead": self.ahead,
+            "behind": self.behind,
+            "behind_requests": self.behind_requests,
             "charged_tokens": round(self.charged_tokens),
             "why": self.why,
         }
@@ -259,8 +267,8 @@ def costs_to_keep(
     """Return the costs of the chosen endpoint and the runner-up, or None if they can be computed
     later from the stored numbers of these two endpoints.
 
-    A cost depends on more than these numbers if an endpoint reports LoRA adapters or a peer does
-    not share its decisions. It also does if a load report is missing or old, because a scorer then
+    A cost depends on more than these numbers if the endpoint of another stage is part of it, if an
+    endpoint reports LoRA adapters or if a peer does not share its decisions. It also does if a load report is missing or old, because a scorer then
     uses the median of other endpoints.
     """
     load = columns.last_load
@@ -269,6 +277,7 @@ def costs_to_keep(
         or request.moment.replicas_unheard
         or now - columns.observed_since_s > REPORTED_S_MAX
         or (load is not None and not load[2].complete)
+        or (choice.ranked.peer >= 0 and profile.reads_peer)
     ):
         return None
     first = choice.picked[0]

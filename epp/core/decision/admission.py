@@ -13,7 +13,7 @@ from epp.core.types import Seconds, Stage
 
 class Admission:
     """The questions that a queue asks before it passes a request to the scheduler. Each answer is a
-    function of the state; nothing is recorded.
+    function of the state. Only the gate notes how much room it saw, and since when there is none.
     """
 
     def __init__(self, state: PoolState) -> None:
@@ -53,9 +53,20 @@ class Admission:
             if not len(self._state.pool.ready(None, now)):
                 # Requests may wait for the first endpoint.
                 return False
-            if not gate.has_room(self.of_stages(request, now), request):
+            if not gate.has_room(self.of_stages(request, now), request, now):
                 return False
         return not self.may_hold or not self.holds(request, now)
+
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        """Return the mean load of the endpoints of the fullest stage of `request`; 1.0 without
+        endpoints or without flow control.
+        """
+        gate = self._state.gate
+        if gate is None:
+            return 1.0
+        stages = self.of_stages(request, now)
+        loads = [float(gate.load(stage, some).mean()) for stage, some in stages if len(some)]
+        return max(loads, default=1.0)
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
         """Return a phrase about the endpoints that have no room for `request`."""
@@ -63,8 +74,10 @@ class Admission:
         if gate is None:
             return "a plugin held it"
         for stage, candidates in self.of_stages(request, now):
-            if not gate.has_room([(stage, candidates)], request):
-                return gate.why_full(candidates, lambda slot: pool.endpoint_in(slot).name)
+            if not gate.has_room([(stage, candidates)], request, now):
+                return gate.why_full(
+                    candidates, request, lambda slot: pool.endpoint_in(slot).name, now
+                )
         return "requests before it take the room of the endpoints"
 
     def of_stages(

@@ -9,6 +9,7 @@ endpoints are then rebuilt from their stored numbers. If a cost depends on more 
 the scorers compute it during the decision and the record keeps it (`Scheduler.keeps_costs`).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -18,13 +19,18 @@ from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
 from epp.core.failures import FLOATS, PluginFailures, array_fault
 from epp.core.knowledge.candidates import NUMBERS, Candidates
+from epp.core.knowledge.prefill_speed import prefill_work
 from epp.core.knowledge.rebuilt import rebuilt_candidates
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint
+from epp.core.types import Endpoint, Seconds
 
 DIGITS: Final = 6
 
+PREFILL_PART: Final = "prefill"
+"""Name of the part of a cost that is the request's own prefill at a candidate."""
 _MATCHED: Final = NUMBERS.index("matched_blocks")
+_PENDING: Final = NUMBERS.index("inflight_prefill_tokens")
+_SPEED: Final = NUMBERS.index("prefill_tokens_per_s")
 
 
 class Cost(Struct, frozen=True):
@@ -50,6 +56,21 @@ class Cost(Struct, frozen=True):
         if not self.first_token_parts:
             return None
         return sum(self.parts[0].get(name, 0.0) for name in self.first_token_parts)
+
+    def first_token_after(self, prefill_s: float | None) -> float | None:
+        """Return the expected time to first token if another endpoint prefills in `prefill_s`
+        seconds. Return `first_token` if `prefill_s` is None, and None if the cost is not in seconds.
+
+        The own prefill (`PREFILL_PART`) does not apply then, and all other waits at the chosen
+        endpoint pass meanwhile.
+        """
+        if prefill_s is None or self.first_token is None:
+            return self.first_token
+        if self.unit != "s":
+            return None
+        here = self.parts[0]
+        waits = sum(here.get(name, 0.0) for name in self.first_token_parts if name != PREFILL_PART)
+        return max(prefill_s, waits)
 
     @property
     def totals(self) -> list[float]:
@@ -177,6 +198,21 @@ def rebuilt_pair(
         block_tokens=block_tokens,
         prompt_tokens=prompt_tokens,
     )
+
+
+def prefill_time_s(
+    before: Sequence[float], *, prompt_tokens: int, prefill_tokens: float
+) -> Seconds | None:
+    """Return the time in seconds in which an endpoint computes the last `prefill_tokens` of a prompt
+    and what it was to compute before, or None if its load is unknown.
+
+    `before` are the `NUMBERS` of the endpoint without the request.
+    """
+    if not before:
+        return None
+    work = before[_PENDING] + prefill_work(prompt_tokens, prefill_tokens)
+    seconds = work / before[_SPEED]
+    return seconds if math.isfinite(seconds) else None
 
 
 def cost_by_score(

@@ -6,9 +6,10 @@ from typing import Final
 from msgspec import Struct
 
 from epp.core.decision.account import Leg
-from epp.core.decision.costs import Cost, computed_costs, rebuilt_pair
+from epp.core.decision.costs import Cost, computed_costs, prefill_time_s, rebuilt_pair
 from epp.core.failures import PluginFailures
 from epp.core.knowledge.outliers import Outlier
+from epp.core.types import Seconds, Stage
 
 ENDPOINT_HEADER: Final = "x-homing-endpoint"
 REASON_HEADER: Final = "x-homing-reason"
@@ -35,6 +36,10 @@ class Explained(Struct, frozen=True):
     """
     earlier: tuple[Leg, ...] = ()
     """Legs of the prefill and encode stages of the same request."""
+    prefill_s: Seconds | None = None
+    """Expected time in seconds until the prefill endpoint has computed the prompt, or None if there
+    is none or if it is unknown.
+    """
 
 
 def explained(
@@ -54,7 +59,20 @@ def explained(
         numbers = tuple([one for one in known if one])
     found = [outliers.get(leg.candidates.slot.item(at)) for at in positions]
     marks = [one.cause.value if one else "" for one in (*found, None)]
-    return Explained(leg, numbers, (marks[0], marks[1]), most, earlier)
+    return Explained(leg, numbers, (marks[0], marks[1]), most, earlier, prefill_s_of(earlier))
+
+
+def prefill_s_of(earlier: Sequence[Leg]) -> Seconds | None:
+    """Return the expected time in seconds of the prefill among `earlier`, the legs of a request that
+    was just decided, or None if there is none or if it is unknown.
+    """
+    for leg in earlier:
+        if leg.stage is Stage.PREFILL:
+            tokens, prompt_tokens = leg.lease.prefill_tokens, leg.request.prompt_tokens
+            return prefill_time_s(
+                leg.numbers_before, prompt_tokens=prompt_tokens, prefill_tokens=tokens
+            )
+    return None
 
 
 def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, str]:
@@ -93,7 +111,7 @@ def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
     """
     leg = noted.leg
     if leg.costs is not None:
-        return [_cost(cost, noted.marks) for cost in leg.costs]
+        return [_cost(cost, noted) for cost in leg.costs]
     if not noted.numbers:
         return []
     pair = rebuilt_pair(
@@ -107,11 +125,11 @@ def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
     scorers = zip(leg.scorers, leg.tellers, strict=True)
     positions = range(len(noted.numbers))
     costs = computed_costs(scorers, leg.request, pair, positions, failures)
-    return [_cost(cost, noted.marks) for cost in costs]
+    return [_cost(cost, noted) for cost in costs]
 
 
-def _cost(cost: Cost, marks: tuple[str, str]) -> str:
-    (total, *others), (first, other) = cost.totals, map(_marked, marks)
+def _cost(cost: Cost, noted: Explained) -> str:
+    (total, *others), (first, other) = cost.totals, map(_marked, noted.marks)
     told = f"{cost.scorer} {total:.3g} {cost.unit}{first}"
     if others:
         by = " and ".join(cost.decided_by)
@@ -119,8 +137,9 @@ def _cost(cost: Cost, marks: tuple[str, str]) -> str:
         told += f", decided by {by}" if by else ""
     else:
         told += ", the only candidate"
-    if cost.first_token is not None:
-        told += f", first token expected after {cost.first_token:.3g} {cost.unit}"
+    first_token = cost.first_token_after(noted.prefill_s)
+    if first_token is not None:
+        told += f", first token expected after {first_token:.3g} {cost.unit}"
     return told
 
 

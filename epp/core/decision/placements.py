@@ -17,7 +17,7 @@ from epp.core.knowledge.inflight import Lease
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.sessions import SessionReturns
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, Seconds, Stage
+from epp.core.types import DECODE, ENCODE, Endpoint, Seconds, Stage
 
 SENT_MAX: Final = 16_384
 """Maximum number of decisions queued for peers; the oldest are dropped when the queue is full."""
@@ -123,23 +123,23 @@ class Placements:
         lease = state.ledger.open(
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now, stage=stage
         )
-        if stage is not Stage.ENCODE:
+        if stage is not ENCODE:
             lease.expected = expected_hit(request, cached, candidates, first, settings.joined[1:])
         others: list[int] = []
         fallbacks: tuple[Endpoint, ...] = ()
-        if settings.fallback_endpoints_max and stage is Stage.DECODE:
+        if settings.fallback_endpoints_max and stage is DECODE:
             others = choice.fallbacks(settings.fallback_endpoints_max)
             fallbacks = tuple(map(pool.endpoint_in, others))
-        elif stage is Stage.ENCODE:
+        elif stage is ENCODE:
             fallbacks = tuple(map(pool.endpoint_in, choice.others))
         rank = None
         # The sidecar passes the header on to an endpoint that prefills, whose ranks are others.
-        if self.rank_chooser is not None and stage is Stage.DECODE and prefills:
+        if self.rank_chooser is not None and stage is DECODE and prefills:
             rank = self.rank_chooser.place(
                 lease, others, state.indexes, state.ledger, self.rank_choices, now
             )
         self._count(lease, now, left_out)
-        if self._session_reader is not None and stage is Stage.DECODE:
+        if self._session_reader is not None and stage is DECODE:
             session = self._session_reader.session_of(request)
             if session:
                 self.session_returns.note(session)

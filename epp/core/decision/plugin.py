@@ -99,7 +99,8 @@ class TellsCost(Protocol):
 
     A class may also have `first_token_parts`, a tuple of names of parts. These are the parts that
     the request waits through before its first token. Their sum is reported as the expected time to
-    first token.
+    first token. A part with the name `prefill` is the request's own prefill, which is left out if
+    another endpoint prefills.
     """
 
     cost_unit: ClassVar[str]

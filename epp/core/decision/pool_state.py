@@ -6,6 +6,7 @@ from epp.core.decision.inputs import LoadReported
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.failures import PluginFailures
 from epp.core.flow.gate import Gate
+from epp.core.flow.shares import FlowShares
 from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.fullness import FullEndpoints
@@ -63,6 +64,8 @@ class PoolState:
         self.answer_lengths = AnswerLengths()
         self.latency: LatencyModel | None = None
         """Predictions of latencies and their errors, or None if no latency is predicted."""
+        self.shares = FlowShares()
+        """What this picker and its peers share of flow control."""
         self.gate: Gate | None = None
         """Estimate of the endpoints' room, or None without flow control."""
         self.replicas_unheard = 0
@@ -88,7 +91,7 @@ class PoolState:
         if settings.flow is None:
             self.gate = None
         elif self.gate is None:
-            self.gate = Gate(settings.flow, columns)
+            self.gate = Gate(settings.flow, columns, self.shares)
         else:
             self.gate.configure(settings.flow)
         self._configure_latency(settings.latency)

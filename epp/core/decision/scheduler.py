@@ -178,7 +178,7 @@ class Scheduler:
         offered = Available(ready, ready, ready)
         if self.outliers.ejection.masked or self.full.by_slot:
             offered = available(ready, columns, self.outliers.ejection, self.full, now)
-        if state.gate is not None and not state.gate.none_full(request):
+        if state.gate is not None and state.gate.restricts:
             offered = self.admission.below_ceiling(state.gate, offered, request, now)
         affinities = self.indexes.match(request, len(columns.endpoints), now)
         request = self._at_this_moment(request, affinities)
@@ -187,6 +187,11 @@ class Scheduler:
         staleness, age_s_max = None, self.settings.metrics_staleness_s
         if not self.pool.all_observed_since(now - age_s_max):
             staleness = Staleness(age_s_max, columns.unreachable)
+        admitter = self.settings.admitter
+        if request.priority < 0 and admitter is not None:
+            refused = admitter.refusal(candidates, self._random)
+            if refused is not None:
+                return refused
         if not self._alone:
             offer = Offer(offered, candidates, affinities, staleness, rotation, now)
             staged = self._staged.schedule(request, offer, self.shadow)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
+from epp.core.decision.probabilistic_admitter import ProbabilisticAdmitter
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.stages import Stages
 from epp.core.flow.settings import FlowSettings
@@ -44,6 +45,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
     flow: FlowSettings | None = None
     """Settings of the queue, or None if requests do not wait for endpoints to have room."""
+    admitter: ProbabilisticAdmitter | None = None
+    """Rule by which requests that may be shed are refused at random, or None if there is none."""
     latency: LatencyPrediction | None = None
     """Settings of latency prediction, or None if no latency is predicted."""
     metrics_staleness_s: Seconds = 2.0

@@ -10,14 +10,16 @@ for each request, and `Fairness.DECAYING_TOKENS` has a half-life instead of that
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import islice
 from typing import Final
 
 import xxhash
 from msgspec import Struct
 
 from epp.core.flow.settings import BandSettings, Fairness, Ordering
+from epp.core.flow.shares import FlowShares, key_of
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
@@ -26,6 +28,10 @@ FLOWS_MAX: Final = 1_024
 queues, so that a client that invents a flow for each request gains nothing.
 """
 SHARED_FLOWS: Final = 64
+LOUDEST_OF: Final = 64
+"""Number of flows, those that have waited longest, among which the one with most tickets is found
+again after it had fewer.
+"""
 
 
 class State(StrEnum):
@@ -63,6 +69,10 @@ class Ticket(Struct, kw_only=True, eq=False):
     """Position in the order of all tickets that ever waited."""
     ahead: int = 0
     """Number of tickets that waited when this one began to."""
+    behind: str = ""
+    """Id of the flow of the band that had most waiting tickets then."""
+    behind_requests: int = 0
+    """Number of these tickets."""
     queue: str = ""
     """Name of the queue in which the ticket waits; set by `Band.add`."""
     charged_tokens: float = 0.0
@@ -72,11 +82,13 @@ class Ticket(Struct, kw_only=True, eq=False):
 class _Flow:
     """The waiting tickets of one flow in their order, and its counter."""
 
-    __slots__ = ("_heap", "charged_at_s", "counter", "name", "tickets", "weight")
+    __slots__ = ("_heap", "charged_at_s", "counter", "key", "name", "tickets", "weight")
 
-    def __init__(self, name: str, weight: float) -> None:
+    def __init__(self, name: str, weight: float, key: int) -> None:
         self.name = name
         self.weight = weight
+        self.key = key
+        """Identifier of the flow between pickers."""
         self.counter = 0.0
         self.charged_at_s = 0.0
         """Time of the value of `counter`, if charges decay."""
@@ -105,15 +117,26 @@ class _Flow:
 class Band:
     """The waiting tickets of one priority. `heads` yields the next ticket of each flow in turn."""
 
-    def __init__(self, settings: BandSettings) -> None:
+    def __init__(
+        self, settings: BandSettings, priority: int = 0, shares: FlowShares | None = None
+    ) -> None:
         self.settings = settings
+        self._priority = priority
+        self._shares = shares or FlowShares()
         self.bytes = 0
         """Body bytes of all tickets of the band."""
+        self.counter = 0.0
+        """Tokens that the band was charged while bands shared room, divided by its weight."""
         self._flows: dict[str, _Flow] = {}
         self._waiting: dict[str, _Flow] = {}
         """Flows with a waiting ticket."""
         self._tickets: OrderedDict[int, Ticket] = OrderedDict()
         """All waiting tickets by number, oldest first."""
+        self._counts: dict[str, int] = {}
+        """Number of waiting tickets by the id of their flow, whatever queue they are in."""
+        self._loudest = ""
+        self._loudest_most = 0
+        """Number of tickets of the loudest flow when it was found."""
 
     def __repr__(self) -> str:
         return f"<Band [{self.requests} requests of {self.flows} flows, {self.bytes} bytes]>"
@@ -128,11 +151,29 @@ class Band:
         """Return the number of flows with a waiting ticket."""
         return len(self._waiting)
 
+    @property
+    def of_agents(self) -> bool:
+        """Return whether each flow of the band is an agent session, which must be admitted."""
+        return self.settings.fairness is Fairness.SESSIONS
+
+    @property
+    def loudest(self) -> tuple[str, int]:
+        """Return the id of the flow with most waiting tickets and their number, about: flows whose
+        numbers fall are compared again only now and then.
+        """
+        return self._loudest, self._counts.get(self._loudest, 0)
+
+    def most_waiting(self, flows_max: int) -> list[tuple[str, int]]:
+        """Return the ids of the `flows_max` flows with most waiting tickets and their numbers, most
+        first.
+        """
+        return heapq.nlargest(flows_max, self._counts.items(), key=lambda entry: entry[1])
+
     def is_full(self, body_bytes: int) -> bool:
         """Return whether a limit of the band forbids one more ticket with `body_bytes`."""
-        settings = self.settings
-        return (
-            self.requests >= settings.requests_max or self.bytes + body_bytes > settings.bytes_max
+        settings, shares = self.settings, self._shares
+        return self.requests >= shares.share_of(settings.requests_max) or shares.exceeds_bytes(
+            self.bytes, body_bytes, settings.bytes_max
         )
 
     def add(self, ticket: Ticket, wait_s_max: Seconds, now: Seconds) -> None:
@@ -142,11 +183,15 @@ class Band:
         name = self._name_of(ticket.flow)
         flow = self._flows.get(name)
         if flow is None:
-            self._forget_decayed()
-            flow = self._flows[name] = _Flow(name, self.settings.weights.get(name, 1.0))
+            # An agent session has a queue of its own only while it waits.
+            if not self.of_agents:
+                self._forget_decayed()
+            key = key_of(self.settings.fairness, self._priority, name)
+            flow = self._flows[name] = _Flow(name, self.settings.weights.get(name, 1.0), key)
         if name not in self._waiting:
             self._begin(flow, now)
         ticket.queue = name
+        self._count(ticket.flow, 1)
         flow.add(ticket, self._key_of(ticket, wait_s_max))
         self._tickets[ticket.number] = ticket
         self.bytes += ticket.body_bytes
@@ -157,8 +202,25 @@ class Band:
         flow.remove(ticket)
         if not flow.tickets:
             del self._waiting[ticket.queue]
+            if self.of_agents:
+                del self._flows[ticket.queue]
         del self._tickets[ticket.number]
+        self._count(ticket.flow, -1)
         self.bytes -= ticket.body_bytes
+
+    def _count(self, flow: str, change: int) -> None:
+        """Count a ticket of `flow` that is added or removed, and find the loudest flow again if that
+        one has only half of its tickets left.
+        """
+        counts = self._counts
+        count = counts[flow] = counts.get(flow, 0) + change
+        if not count:
+            del counts[flow]
+        if count > counts.get(self._loudest, 0) or (flow == self._loudest and change > 0):
+            self._loudest, self._loudest_most = flow, count
+        elif flow == self._loudest and 2 * count <= self._loudest_most:
+            self._loudest = max(islice(counts, LOUDEST_OF), key=counts.__getitem__, default="")
+            self._loudest_most = counts.get(self._loudest, 0)
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Charge the flow of `ticket`, which was placed, with `tokens` or with one request."""
@@ -176,15 +238,37 @@ class Band:
         if flow is not None:
             self._decay(flow, now)
             flow.counter += amount / flow.weight
+            if self.settings.fairness is not Fairness.NONE:
+                self._shares.charge(flow.key, amount)
 
-    def heads(self, flows_max: int, now: Seconds) -> Iterator[Ticket]:
+    def add_charges(self, charges: Mapping[int, float], now: Seconds) -> None:
+        """Add `charges` by other pickers, by `_Flow.key`, to the flows that are known here."""
+        for flow in self._flows.values():
+            amount = charges.get(flow.key)
+            if amount is not None:
+                self._decay(flow, now)
+                flow.counter += amount / flow.weight
+
+    def heads(
+        self,
+        flows_max: int,
+        now: Seconds,
+        ranks_of: Callable[[Sequence[Ticket]], Sequence[int]],
+    ) -> Iterator[Ticket]:
         """Yield the next ticket of each waiting flow, flows with the lowest counters first.
 
-        At most `flows_max` tickets are yielded.
+        In a band of agent sessions, tickets with the lowest rank of `ranks_of` come first, and the
+        oldest of several. At most `flows_max` tickets are yielded.
         """
         if len(self._waiting) == 1:
             (flow,) = self._waiting.values()
             yield flow.head()
+            return
+        if self.of_agents:
+            heads = [flow.head() for flow in self._waiting.values()]
+            numbers = [head.number for head in heads]
+            ranked = zip(ranks_of(heads), numbers, heads, strict=True)
+            yield from (head for _, _, head in heapq.nsmallest(flows_max, ranked))
             return
         for flow in self._waiting.values():
             self._decay(flow, now)
@@ -249,7 +333,7 @@ class Band:
     def _name_of(self, flow: str) -> str:
         if self.settings.fairness is Fairness.NONE:
             return ""
-        if flow in self._flows or len(self._flows) < FLOWS_MAX:
+        if flow in self._flows or len(self._flows) < FLOWS_MAX or self.of_agents:
             return flow
         return f"\0{xxhash.xxh32_intdigest(flow.encode()) % SHARED_FLOWS}"
 

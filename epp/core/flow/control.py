@@ -7,23 +7,30 @@ room that another one has taken.
 """
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
 from msgspec import Struct
 
+from epp.core.flow.agent_admission import Rank
 from epp.core.flow.bands import Band, State, Ticket
+from epp.core.flow.drain_rate import DrainRate
+from epp.core.flow.eviction import EVICT_AFTER_S, PAUSE_S, Evictions
 from epp.core.flow.settings import FlowSettings
+from epp.core.flow.shares import FlowShares
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
 
 PLACED_MAX: Final = 64
-"""Maximum number of requests that one call places. `next_wake` then asks for another call at once,
-so that a burst does not block the event loop.
+"""Maximum number of requests that one call places, and of those whose wait it ends. `next_wake`
+then asks for another call at once, so that a burst does not block the event loop.
 """
 HEADS_MAX: Final = 16
 """Maximum number of flows of a band whose next request is compared with the gate in one call."""
+EVICTED_MAX: Final = 16
+"""Maximum number of requests that one call evicts."""
 
 
 _SHUTTING_DOWN: Final = Refusal(
@@ -46,6 +53,18 @@ class Pool(Protocol):
         """
         ...
 
+    def ranks(self, tickets: Sequence[Ticket], now: Seconds) -> Sequence[Rank]:
+        """Return the rank of each of `tickets` in a band of agent sessions."""
+        ...
+
+    def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
+        """Return whether an endpoint has room for the session of `request`, which is not admitted."""
+        ...
+
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        """Return the mean load of the endpoints that may serve `request`; 1.0 is full."""
+        ...
+
     def place(self, request: InferenceRequest, now: Seconds) -> object:
         """Return the decision, or a `Refusal`."""
         ...
@@ -56,6 +75,10 @@ class Pool(Protocol):
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
         """Return a phrase about the endpoints that have no room, for a refusal."""
+        ...
+
+    def slots_for(self, request: InferenceRequest, now: Seconds) -> Collection[int]:
+        """Return the slots of the endpoints that may serve `request` once they have room."""
         ...
 
 
@@ -77,12 +100,16 @@ class FlowControl:
     Every ticket gets exactly one verdict, from whichever call causes it.
     """
 
-    def __init__(self, settings: FlowSettings, pool: Pool, now: Seconds) -> None:
+    def __init__(
+        self, settings: FlowSettings, pool: Pool, now: Seconds, shares: FlowShares | None = None
+    ) -> None:
         self.settings = settings
+        self._shares = shares or FlowShares()
         self.requests = 0
         """Number of waiting tickets."""
         self.bytes = 0
         """Number of body bytes of all waiting tickets."""
+        self.evictions = Evictions()
         self._pool = pool
         self._bands: dict[int, Band] = {}
         """Bands that have or had waiting tickets, by priority, highest first."""
@@ -95,6 +122,7 @@ class FlowControl:
         self._since_s = now
         """Time at which the pool became empty or got its first endpoint again."""
         self._draining = False
+        self._rate = DrainRate()
         self._again_at_s: Seconds | None = None
         """Time of the last pump if it ended because of `PLACED_MAX`."""
 
@@ -120,9 +148,10 @@ class FlowControl:
         band = self._band(priority)
         self._note_pool(now)
         waits = not self._empty_pool or self.settings.waits_for_endpoints
-        if not waits or (not self._waits_at_or_above(priority) and self._has_room(ticket, now)):
+        if not waits or self._goes_at_once(ticket, band, priority, now):
             return [self._place(ticket, band, now)]
         verdicts: Verdicts = []
+        self._add_charges(now)
         if self._draining:
             return [_refused(ticket, State.DRAINED, _SHUTTING_DOWN)]
         if band.is_full(ticket.body_bytes) or not self._make_space(ticket, verdicts, now):
@@ -130,7 +159,10 @@ class FlowControl:
         self._numbers += 1
         ticket.number = self._numbers
         ticket.ahead = self.requests
+        ticket.behind, ticket.behind_requests = band.loudest
         ticket.state = State.WAITING
+        if not self.requests:
+            self._rate.begin(now)
         self._add(ticket, band, now)
         return verdicts
 
@@ -143,22 +175,50 @@ class FlowControl:
         return [Verdict(ticket, None)]
 
     def pump(self, now: Seconds) -> Verdicts:
+        """Place waiting tickets while there is room, and return their verdicts. Evict running requests
+        for those that have waited long, if the settings allow.
+        """
+        verdicts = self._place_waiting(now)
+        if not (self.settings.evicts and self.requests and self.evictions):
+            return verdicts
+        for _ in range(EVICTED_MAX):
+            if self._again_at_s is not None or not self._evict(now):
+                return verdicts
+            placed = self._place_waiting(now)
+            if not placed:
+                self.evictions.paused_until_s = now + PAUSE_S
+                return verdicts
+            verdicts += placed
+        self._again_at_s = now
+        return verdicts
+
+    def _place_waiting(self, now: Seconds) -> Verdicts:
         """Place waiting tickets while there is room, and return their verdicts."""
         self._note_pool(now)
+        self._add_charges(now)
         self._again_at_s = None
         verdicts: Verdicts = []
         if self._empty_pool:
             return verdicts
-        for _, band in self._in_order():
-            while (ticket := self._next_of(band, now)) is not None:
-                if len(verdicts) == PLACED_MAX:
-                    self._again_at_s = now
-                    return verdicts
-                self._take_out(ticket)
-                verdicts.append(self._place(ticket, band, now))
-            if band.flows > HEADS_MAX:
-                # A flow that was not looked at may have room, which no lower band may take.
+        weights = self._weights(now)
+        closed: set[int] = set()
+        while (at := self._turn(weights, closed)) is not None:
+            band = self._bands[at]
+            ticket = self._next_of(band, now)
+            if ticket is None:
+                if weights is None and band.flows > HEADS_MAX and not band.of_agents:
+                    # A flow that was not looked at may have room, which no lower band may take.
+                    break
+                closed.add(at)
+                continue
+            if len(verdicts) == PLACED_MAX:
+                self._again_at_s = now
                 break
+            self._take_out(ticket)
+            self._rate.placed(now)
+            verdicts.append(self._place(ticket, band, now))
+            if weights is not None:
+                band.counter += ticket.charged_tokens / weights[at]
             band.forget_idle()
         return verdicts
 
@@ -166,21 +226,20 @@ class FlowControl:
         """Place what has room now, then refuse the tickets that have waited too long."""
         verdicts = self.pump(now)
         late: list[Ticket] = []
-        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
-        if budget_s:
-            since_s = self._since_s
-            for _, band in self._in_order():
-                for ticket in band.tickets():
-                    if max(ticket.enqueued_at_s, since_s) + budget_s > now:
-                        break
-                    late.append(ticket)
-        while self._limited and self._limited[0][0] <= now:
+        for _, band in self._in_order():
+            for ticket in islice(band.tickets(), PLACED_MAX - len(late)):
+                if self._end_in(band, ticket) > now:
+                    break
+                late.append(ticket)
+        while len(late) < PLACED_MAX and self._limited and self._limited[0][0] <= now:
             _, _, ticket = heapq.heappop(self._limited)
             if ticket.state is State.WAITING and self._own_end_s(ticket) <= now:
                 late.append(ticket)
-        for ticket in dict.fromkeys(late):
+        # The refusals count all that wait, so they come first.
+        refusals = {ticket: self._expired(ticket, now) for ticket in late}
+        for ticket, refusal in refusals.items():
             self._take_out(ticket)
-            verdicts.append(_refused(ticket, State.EXPIRED, self._expired(ticket, now)))
+            verdicts.append(_refused(ticket, State.EXPIRED, refusal))
         return verdicts
 
     def next_wake(self, now: Seconds) -> Seconds | None:
@@ -189,16 +248,15 @@ class FlowControl:
             return now
         if not self.requests:
             return None
-        ends_s: list[Seconds] = []
-        budget_s = self.settings.budget_s(empty_pool=self._empty_pool)
-        if budget_s:
-            first = min(next(band.tickets()).enqueued_at_s for _, band in self._in_order())
-            ends_s.append(max(first, self._since_s) + budget_s)
+        ends_s = [self._end_in(band, next(band.tickets())) for _, band in self._in_order()]
         while self._limited and self._limited[0][2].state is not State.WAITING:
             heapq.heappop(self._limited)
         if self._limited:
             ends_s.append(max(now, self._limited[0][0]))
-        return min(ends_s, default=None)
+        if self.settings.evicts and self.evictions and not self._empty_pool:
+            ends_s += self._next_evictions_s(now)
+        end_s = min(ends_s)
+        return None if end_s == math.inf else end_s
 
     def settled(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Correct what the flow of a placed `ticket` was charged to the `tokens` that it used."""
@@ -214,7 +272,7 @@ class FlowControl:
         self.settings = settings
         self._bands.clear()
         self._limited.clear()
-        self.requests = self.bytes = 0
+        self.requests = self.bytes = self._shares.waiting = 0
         for ticket in sorted(waiting, key=lambda ticket: ticket.number):
             self._add(ticket, self._band(self._priority_of(ticket)), now)
 
@@ -231,12 +289,12 @@ class FlowControl:
         return verdicts
 
     def release(self, now: Seconds) -> Verdicts:
-        """Place all waiting tickets whether there is room or not, oldest first in each band, because
-        flow control is switched off.
+        """Place waiting tickets whether there is room or not, oldest first in each band, because
+        flow control is switched off. Call it again while any waits.
         """
         verdicts: Verdicts = []
         for _, band in self._in_order():
-            for ticket in tuple(band.tickets()):
+            for ticket in tuple(islice(band.tickets(), PLACED_MAX - len(verdicts))):
                 self._take_out(ticket)
                 verdicts.append(self._place(ticket, band, now))
         return verdicts
@@ -247,7 +305,9 @@ class FlowControl:
     def _band(self, priority: int) -> Band:
         band = self._bands.get(priority)
         if band is None:
-            self._bands[priority] = band = Band(self.settings.band(priority))
+            self._bands[priority] = band = Band(
+                self.settings.band(priority), priority, self._shares
+            )
             self._bands = dict(sorted(self._bands.items(), reverse=True))
         return band
 
@@ -255,19 +315,79 @@ class FlowControl:
         """Yield priority and band of the bands with waiting tickets, highest priority first."""
         return (entry for entry in tuple(self._bands.items()) if entry[1].requests)
 
-    def _waits_at_or_above(self, priority: int) -> bool:
-        if not self.requests:
-            return False
+    def _weights(self, now: Seconds) -> Mapping[int, float] | None:
+        """Return the weights by which the waiting bands share the room, or None if a higher band is
+        served first.
+        """
+        if not self.settings.selection.shares or not self.requests:
+            return None
+        waiting = list(self._in_order())
+        first = next(waiting[0][1].tickets()).request
+        saturation = self._pool.saturation(first, now)
+        weights: Mapping[int, float] | None = self.settings.selection.weights(
+            saturation, [priority for priority, _ in waiting]
+        )
+        return weights
+
+    def _turn(self, weights: Mapping[int, float] | None, closed: Container[int]) -> int | None:
+        """Return the priority of the waiting band that is next, without those in `closed`, or None
+        if there is none.
+        """
+        waiting = [entry for entry in self._in_order() if entry[0] not in closed]
+        if weights is not None:
+            waiting.sort(key=lambda entry: entry[1].counter)
+        return waiting[0][0] if waiting else None
+
+    def _waits_before(self, priority: int) -> bool:
+        """Return whether a request waits whose turn may come before that of a new one with
+        `priority`.
+        """
+        if not self.requests or self.settings.selection.shares:
+            return bool(self.requests)
         return any(band.requests for at, band in self._bands.items() if at >= priority)
 
-    def _has_room(self, ticket: Ticket, now: Seconds) -> bool:
-        return not self._empty_pool and self._pool.has_room(ticket.request, now)
+    def _goes_at_once(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
+        """Return whether the new `ticket` need not wait in `band`."""
+        if self._empty_pool:
+            return False
+        if self._waits_before(priority) and not self._passes(ticket, band, priority, now):
+            return False
+        if band.of_agents and not self._admits(ticket, now):
+            return False
+        return self._pool.has_room(ticket.request, now)
+
+    def _passes(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
+        """Return whether the new `ticket` belongs to an admitted agent session and only sessions
+        that are not admitted wait before it.
+        """
+        if not band.of_agents or self.settings.selection.shares or self._rank(ticket, now):
+            return False
+        if any(other.requests for at, other in self._bands.items() if at > priority):
+            return False
+        first = next(band.heads(1, now, self._ranks(now)), None)
+        return first is None or self._rank(first, now) > Rank.ADMITTED
+
+    def _rank(self, ticket: Ticket, now: Seconds) -> Rank:
+        return self._pool.ranks((ticket,), now)[0]
+
+    def _ranks(self, now: Seconds) -> Callable[[Sequence[Ticket]], Sequence[Rank]]:
+        return lambda tickets: self._pool.ranks(tickets, now)
+
+    def _admits(self, ticket: Ticket, now: Seconds) -> bool:
+        if self._rank(ticket, now) is Rank.ADMITTED:
+            return True
+        return self._pool.admits(ticket.request, now - ticket.enqueued_at_s, now)
 
     def _next_of(self, band: Band, now: Seconds) -> Ticket | None:
         """Return the first ticket in turn that has room, or None."""
         if not band.requests:
             return None
-        for ticket in band.heads(HEADS_MAX, now):
+        for ticket in band.heads(HEADS_MAX, now, self._ranks(now)):
+            if band.of_agents and not self._admits(ticket, now):
+                if ticket.request.subset is None:
+                    # Later sessions must not take the room for which this one waits.
+                    return None
+                continue
             if self._pool.has_room(ticket.request, now):
                 return ticket
             # The endpoints of its subset are full, which need not hold for others of its flow.
@@ -289,6 +409,45 @@ class FlowControl:
             full.add(subset)
         return None
 
+    def _evict(self, now: Seconds) -> bool:
+        """Evict one running request for a ticket of higher priority that has waited long enough.
+        Return False if there is none.
+        """
+        if self._empty_pool or now < self.evictions.paused_until_s:
+            return False
+        for priority, band in self._in_order():
+            if not self.evictions.any_below(priority):
+                break
+            for ticket in islice(band.tickets(), HEADS_MAX):
+                if now < self._evicts_from_s(ticket, band):
+                    break
+                slots = self._pool.slots_for(ticket.request, now)
+                victim = self.evictions.victim(priority, slots)
+                if victim is not None:
+                    self.evictions.end(victim, self._evicted_for(ticket, victim.priority, now))
+                    return True
+        return False
+
+    def _evicts_from_s(self, ticket: Ticket, band: Band) -> Seconds:
+        """Return the time from which `ticket`, the oldest one of `band`, may have a running request
+        evicted. It is the time of its arrival if the next request would be refused for lack of space.
+        """
+        arrived_s = ticket.enqueued_at_s
+        if band.is_full(0) or self._exceeds(self.requests + 1, self.bytes, 0):
+            return arrived_s
+        longest_s = self._own_end_s(ticket) - arrived_s
+        budget_s = self.settings.budget_s(band.settings, empty_pool=False)
+        if budget_s:
+            longest_s = min(longest_s, budget_s)
+        return arrived_s + min(EVICT_AFTER_S, longest_s / 2.0)
+
+    def _next_evictions_s(self, now: Seconds) -> list[Seconds]:
+        """Return the later times at which a band may have a running request evicted."""
+        bands = (entry for entry in self._in_order() if self.evictions.any_below(entry[0]))
+        from_s = [self._evicts_from_s(next(band.tickets()), band) for _, band in bands]
+        times_s = [max(one, self.evictions.paused_until_s) for one in from_s]
+        return [time_s for time_s in times_s if time_s > now]
+
     def _place(self, ticket: Ticket, band: Band, now: Seconds) -> Verdict:
         result = self._pool.place(ticket.request, now)
         if isinstance(result, Refusal):
@@ -299,9 +458,14 @@ class FlowControl:
         return Verdict(ticket, result)
 
     def _add(self, ticket: Ticket, band: Band, now: Seconds) -> None:
-        band.add(ticket, self.settings.wait_s_max, now)
+        if not band.requests:
+            # A band gains nothing by having been idle.
+            counters = [each.counter for _, each in self._in_order()]
+            band.counter = max(band.counter, min(counters, default=0.0))
+        band.add(ticket, self.settings.budget_s(band.settings, empty_pool=False), now)
         self.requests += 1
         self.bytes += ticket.body_bytes
+        self._shares.waiting = self.requests
         if ticket.wait_s_max is not None or ticket.answer_within_s is not None:
             heapq.heappush(self._limited, (self._own_end_s(ticket), ticket.number, ticket))
 
@@ -309,6 +473,19 @@ class FlowControl:
         self._bands[self._priority_of(ticket)].remove(ticket)
         self.requests -= 1
         self.bytes -= ticket.body_bytes
+        self._shares.waiting = self.requests
+        if len(self._limited) > 2 * self.requests + PLACED_MAX:
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Keep the heap of limits as small as the queue, however late its limits end."""
+        self._limited = [entry for entry in self._limited if entry[2].state is State.WAITING]
+        heapq.heapify(self._limited)
+
+    def _end_in(self, band: Band, ticket: Ticket) -> Seconds:
+        """Return the time at which the settings end the wait of `ticket` in `band`; inf for never."""
+        budget_s = self.settings.budget_s(band.settings, empty_pool=self._empty_pool)
+        return max(ticket.enqueued_at_s, self._since_s) + (budget_s or math.inf)
 
     def _own_end_s(self, ticket: Ticket) -> Seconds:
         """Return the time at which the ticket's own limits end its wait.
@@ -320,14 +497,15 @@ class FlowControl:
             ends_s.append(ticket.enqueued_at_s + ticket.answer_within_s)
         if ticket.wait_s_max is not None and not self._empty_pool:
             ends_s.append(max(ticket.enqueued_at_s, self._since_s) + ticket.wait_s_max)
-        return min(ends_s, default=float("inf"))
+        return min(ends_s, default=math.inf)
 
     def _make_space(self, ticket: Ticket, verdicts: Verdicts, now: Seconds) -> bool:
         """Displace the newest tickets of lower bands until `ticket` fits into the limits of the whole
         queue. Return False, without displacing any, if it cannot fit.
         """
         requests, size = self.requests, self.bytes
-        if not self._exceeds(requests + 1, size + ticket.body_bytes):
+        more = ticket.body_bytes
+        if not self._exceeds(requests + 1, size + more, more):
             return True
         own = self._priority_of(ticket)
         below = (band for priority, band in reversed(self._bands.items()) if priority < own)
@@ -336,7 +514,7 @@ class FlowControl:
             displaced.append(each)
             requests -= 1
             size -= each.body_bytes
-            if not self._exceeds(requests + 1, size + ticket.body_bytes):
+            if not self._exceeds(requests + 1, size + more, more):
                 break
         else:
             return False
@@ -345,12 +523,24 @@ class FlowControl:
             verdicts.append(_refused(each, State.DISPLACED, self._no_space(each, now)))
         return True
 
-    def _exceeds(self, requests: int, size: int) -> bool:
-        settings = self.settings
+    def _exceeds(self, requests: int, size: int, body_bytes: int) -> bool:
+        """Return whether a queue with so many requests and bytes exceeds this picker's share of the
+        limits of the whole queue. `size` includes `body_bytes` of the last request.
+        """
+        settings, shares = self.settings, self._shares
+        if settings.requests_max and requests > shares.share_of(settings.requests_max):
+            return True
+        used = size - body_bytes
         return bool(
-            (settings.requests_max and requests > settings.requests_max)
-            or (settings.bytes_max and size > settings.bytes_max)
+            settings.bytes_max and shares.exceeds_bytes(used, body_bytes, settings.bytes_max)
         )
+
+    def _add_charges(self, now: Seconds) -> None:
+        """Add what other pickers charged the flows."""
+        if self._shares.fresh:
+            charges = self._shares.take_fresh()
+            for band in self._bands.values():
+                band.add_charges(charges, now)
 
     def _note_pool(self, now: Seconds) -> None:
         """Start a new budget for all waiting tickets if the pool became empty, or is no longer."""
@@ -374,6 +564,7 @@ class FlowControl:
             reason=RefusalReason.WAIT_EXPIRED,
             status=429,
             message=f"waited {waited_s:.1f} s: {self._pool.why_full(ticket.request, now)}",
+            retry_after_s=self._retry_after_s(self._priority_of(ticket), now),
         )
 
     def _no_space(self, ticket: Ticket, now: Seconds) -> Refusal:
@@ -389,7 +580,26 @@ class FlowControl:
             reason=RefusalReason.SATURATED,
             status=429,
             message=f"{why}, and the queue of the picker is full with {self.requests} requests",
+            retry_after_s=self._retry_after_s(self._priority_of(ticket), now),
         )
+
+    def _evicted_for(self, ticket: Ticket, priority: int, now: Seconds) -> Refusal:
+        """Return the refusal of a running request of `priority` that is evicted for `ticket`."""
+        waited_s = now - ticket.enqueued_at_s
+        return Refusal(
+            reason=RefusalReason.EVICTED,
+            status=429,
+            message=f"evicted before its response began, for a request of priority "
+            f"{ticket.request.priority} that has waited {waited_s:.1f} s",
+            retry_after_s=self._retry_after_s(priority, now),
+        )
+
+    def _retry_after_s(self, own: int, now: Seconds) -> int:
+        """Return the `retry-after` of a refused request of priority `own`: the time until the requests
+        that wait now in its band and above are expected to be placed.
+        """
+        before = sum(band.requests for priority, band in self._bands.items() if priority >= own)
+        return self._rate.retry_after_s(before, now)
 
 
 def _refused(ticket: Ticket, state: State, refusal: Refusal) -> Verdict:

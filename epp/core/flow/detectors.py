@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 
 from epp.core.abilities import Abilities
 from epp.core.flow.rooms import Rooms
-from epp.core.knowledge.candidates import Bools, Candidates, Floats
+from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
 from epp.core.prompt.request import InferenceRequest
@@ -97,13 +97,21 @@ class ConcurrencyDetector(Parameters, frozen=True):
         return kept
 
     def load(self, candidates: Candidates, rooms: Rooms, stage: Stage | None) -> Floats:
-        return self._load(candidates)
+        pickers = rooms.pickers
+        if pickers == 1:
+            return self._load(candidates)
+        # Tokens of peers are unknown, so that this picker has its share of the limit.
+        by_requests = rooms.divided_requests(candidates)
+        return self._larger(by_requests, pickers * candidates.inflight_context_tokens)
 
     def _load(self, candidates: Candidates) -> Floats:
-        by_requests: Floats = candidates.inflight_requests / self.max_concurrency
+        return self._larger(candidates.inflight_requests, candidates.inflight_context_tokens)
+
+    def _larger(self, requests: Floats | Ints, tokens: Ints) -> Floats:
+        by_requests: Floats = requests / self.max_concurrency
         if self.concurrency_mode is ConcurrencyMode.REQUESTS:
             return by_requests
-        by_tokens: Floats = candidates.inflight_context_tokens / self.max_token_concurrency
+        by_tokens: Floats = tokens / self.max_token_concurrency
         if self.concurrency_mode is ConcurrencyMode.TOKENS:
             return by_tokens
         return np.maximum(by_requests, by_tokens)
@@ -118,6 +126,7 @@ class Utilization(Struct, frozen=True, kw_only=True):
     """
 
     type_name: ClassVar[str] = UtilizationDetector.type_name
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detector: UtilizationDetector = field(default_factory=UtilizationDetector)
     staleness_given: bool = False
@@ -140,10 +149,25 @@ class Utilization(Struct, frozen=True, kw_only=True):
         return np.where(candidates.saturated, np.fmax(load, 1.0), load)
 
 
+class NeverSaturated(Struct, frozen=True, kw_only=True):
+    """A load of 0 at every endpoint, so that only agent sessions have to wait (`thunder-agent`)."""
+
+    type_name: ClassVar[str] = "thunder-agent"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
+
+    @property
+    def headroom(self) -> float:
+        return 0.0
+
+    def load(self, candidates: Candidates, rooms: Rooms, stage: Stage | None) -> Floats:
+        return np.zeros(len(candidates))
+
+
 class MaxSaturation(Struct, frozen=True, kw_only=True):
     """The largest load of several detectors (`max-saturation-detector`)."""
 
     type_name: ClassVar[str] = "max-saturation-detector"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detectors: tuple[Any, ...]
     """The `Detector`s, at least one."""

@@ -1,23 +1,32 @@
-"""The gate of flow control: whether endpoints have room, for the queue and for a decision.
+"""The gate of flow control: whether a request must wait.
 
 The gate is open for a request if any endpoint that may serve it is loaded to less than the ceiling
 of its priority. A mean over the pool would hide a full endpoint behind idle ones, and an idle one
-behind full ones. A decision then prefers endpoints below the ceiling.
+behind full ones.
+
+With learned room and without ceilings, the gate does not restrict the choice of the endpoint. The
+scorers weigh a wait against a cached prefix, and a request that may only go where room is loses its
+prefix. Other detectors and ceilings restrict it.
+
+Requests wait in the picker so that those of other flows and priorities can pass them. If none can,
+an endpoint has room for more (`epp/core/flow/rivalry`).
 
 Most requests need no look at the endpoints. The gate knows how many requests and tokens may be
-placed, wherever they go, before all endpoints can be full (`certainly_open`), and before any can be
-(`none_full`).
+placed, wherever they go, before all endpoints can be full (`certainly_open`).
 """
 
 import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from msgspec import structs
 
 from epp.core.flow.ceilings import CeilingPolicy, StaticCeiling
 from epp.core.flow.detectors import Detector, RoomDetector
-from epp.core.flow.rooms import NO_SPARE, Rooms, Spare
+from epp.core.flow.rivalry import Rivalry
+from epp.core.flow.rooms import NO_SPARE, Lead, Rooms, Spare
 from epp.core.flow.settings import FlowSettings
+from epp.core.flow.shares import FlowShares
 from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import Lease
 from epp.core.prompt.request import InferenceRequest
@@ -27,27 +36,36 @@ from epp.core.types import EndpointMetrics, Seconds, Stage
 class Gate:
     """The estimate of flow control of how much room the endpoints have."""
 
-    def __init__(self, settings: FlowSettings, columns: Columns) -> None:
-        self.rooms = Rooms(columns)
+    def __init__(
+        self, settings: FlowSettings, columns: Columns, shares: FlowShares | None = None
+    ) -> None:
+        self._shares = shares or FlowShares()
+        self.rooms = Rooms(columns, self._shares)
         self.saturation = 0.0
         """Mean load of the endpoints at the last look; above 1 if they are overloaded."""
         self._priorities: frozenset[int] = frozenset()
+        self._loads_heard = 0
+        """Number of reports of peers at the last look."""
         self._spare = NO_SPARE
         self._endpoints = 0.0
         """Number of open endpoints at the last look, minus what may have been filled since."""
-        self._requests = 0.0
-        self._tokens = 0.0
-        """Requests and tokens for which every endpoint has slots and KV cache."""
+        self._open: set[int] = set()
+        """Slots of the open endpoints at the last look, without those that were subtracted."""
+        self._requests = self._tokens = 0.0
+        """Requests and tokens for which each of them has slots and KV cache."""
+        self.rivalry = Rivalry(settings)
         self.configure(settings)
 
     def configure(self, settings: FlowSettings) -> None:
         """Apply `settings`; what was learned of endpoints stays."""
-        self.settings = settings
-        self._endpoints = self._requests = self._tokens = 0.0
+        self.settings = self.rivalry.settings = settings
+        self._endpoints = 0.0
         self._detector: Detector = settings.detector
         self._policy: CeilingPolicy = settings.policy
         self._learns = isinstance(settings.detector, RoomDetector)
         self._plain = settings.policy == StaticCeiling()
+        self.restricts = not (self._learns and self._plain)
+        """True if a decision may only choose endpoints below the ceiling."""
         self.know_priorities(self._priorities)
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
@@ -59,46 +77,58 @@ class Gate:
         """Return whether some endpoint has room for `request`; False means unknown."""
         spare = self._spare
         share = spare.per_request + spare.per_token * request.prompt_tokens
-        return self._endpoints > share and request.subset is None
-
-    def none_full(self, request: InferenceRequest) -> bool:
-        """Return whether every endpoint has slots and KV cache for `request`; False means unknown."""
-        return self._requests >= 1.0 and self._tokens >= request.prompt_tokens
+        known = self._loads_heard == self._shares.loads_heard
+        return known and self._endpoints > share and request.subset is None
 
     def has_room(
-        self, stages: Iterable[tuple[Stage | None, Candidates]], request: InferenceRequest
+        self,
+        stages: Iterable[tuple[Stage | None, Candidates]],
+        request: InferenceRequest,
+        now: Seconds,
     ) -> bool:
         """Return whether each stage has an endpoint with room for the priority of `request`.
 
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
         """
-        for stage, candidates in stages:
-            if not len(candidates):
-                continue
-            if self._learns and self._plain:
-                spare, _ = self.rooms.spare(candidates)
-                if stage is None and request.subset is None:
-                    self._look(spare)
-                if not spare.endpoints:
-                    return False
-                continue
-            load = self.load(stage, candidates)
-            if not (load < self.ceiling(request, load)).any():
+        offered = [(stage, candidates) for stage, candidates in stages if len(candidates)]
+        if self.restricts:
+            return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
+        rivalry = self.rivalry
+        lead = Lead(request.prompt_tokens, rivalry.is_alone(request, now))
+        found = self._is_open(offered, request, lead)
+        if found:
+            rivalry.found_room()
+        if found or lead.alone or rivalry.must_wait(now):
+            return found
+        found = self._is_open(offered, request, structs.replace(lead, alone=True))
+        # The next request must look again, because it may have to wait.
+        self._endpoints = 0.0
+        return found
+
+    def _is_open(
+        self, offered: list[tuple[Stage | None, Candidates]], request: InferenceRequest, lead: Lead
+    ) -> bool:
+        """Return whether each stage has an endpoint with room by `lead`."""
+        for stage, candidates in offered:
+            spare, any_open = self.rooms.spare(candidates, lead)
+            if stage is None and request.subset is None:
+                self._look(spare)
+            if not any_open:
                 return False
         return True
 
-    def with_room(self, candidates: Candidates, request: InferenceRequest) -> Bools:
-        """Return bool[n]: whether each candidate may be chosen for `request`.
+    def _is_below(
+        self, stage: Stage | None, candidates: Candidates, request: InferenceRequest
+    ) -> bool:
+        """Return whether any of `candidates` is loaded to less than the ceiling of `request`."""
+        load = self.load(stage, candidates)
+        return bool((load < self.ceiling(request, load)).any())
 
-        With learned room and without ceilings, prefill tokens do not count here, because a scorer
-        weighs a wait for them against a cached prefix. Slots and KV cache do.
+    def with_room(self, candidates: Candidates, request: InferenceRequest) -> Bools:
+        """Return bool[n]: whether each candidate may be chosen for `request`, if the gate restricts
+        decisions.
         """
-        if self._learns and self._plain:
-            spare, lasting = self.rooms.spare(candidates)
-            if request.subset is None:
-                self._look(spare)
-            return lasting
         load = self.load(None, candidates)
         ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
         found: Bools = load < ceiling
@@ -122,45 +152,66 @@ class Gate:
 
     # Events.
 
+    def look_again(self) -> None:
+        """Forget how much room was seen, because a competition begins, which leaves less."""
+        self._endpoints = 0.0
+
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """Learn from a good page of the endpoint in `slot`."""
         requests, tokens = self.rooms.scraped(slot, metrics, now)
-        if requests < self._requests or tokens < self._tokens:
+        if slot in self._open and (requests < self._requests or tokens < self._tokens):
             # It has less room than was known, so that it may be full.
-            self._requests = self._tokens = 0.0
-            self._endpoints -= 1.0
+            self._subtract(slot)
 
     def sent(self, lease: Lease) -> None:
         """Count the request of `lease`, which was placed."""
         rooms, spare = self.rooms, self._spare
         rooms.sent(lease)
         tokens = lease.uncached_tokens + rooms.answer_tokens
-        self._endpoints -= spare.per_request + spare.per_token * tokens
-        self._requests -= 1.0
-        self._tokens -= tokens
+        # Each peer may have sent as much.
+        pickers = self._shares.pickers
+        self._endpoints -= pickers * (spare.per_request + spare.per_token * tokens)
+        self._requests -= pickers
+        self._tokens -= pickers * tokens
 
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
         self.rooms.forget(slot)
+        if slot in self._open:
+            self._subtract(slot)
+
+    def _subtract(self, slot: int) -> None:
+        self._open.remove(slot)
         self._endpoints -= 1.0
 
     def _look(self, spare: Spare) -> None:
         self._spare = spare
-        self._endpoints = spare.endpoints
+        self._endpoints, self._open = spare.endpoints, set(spare.slots)
         self._requests, self._tokens = spare.requests, spare.tokens
+        self._loads_heard = self._shares.loads_heard
 
-    def why_full(self, candidates: Candidates, name_of: Callable[[int], str]) -> str:
-        """Return a phrase about the load of `candidates`; `name_of` returns the name of an endpoint
-        by its slot.
+    def why_full(
+        self,
+        candidates: Candidates,
+        request: InferenceRequest,
+        name_of: Callable[[int], str],
+        now: Seconds,
+    ) -> str:
+        """Return a phrase about the load of `candidates` for `request`; `name_of` returns the name
+        of an endpoint by its slot.
         """
         count = len(candidates)
         if not count:
             return "no endpoint may serve it"
         load = self.load(None, candidates)
+        lead = Lead(request.prompt_tokens, self.rivalry.is_alone(request, now))
+        if self._learns:
+            load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())
         phrase = f"{full} of {count} endpoints are full"
         least = int(load.argmin())
         if not self._learns or not math.isfinite(load.item(least)):
             return f"{phrase}, the least loaded one to {load.item(least):.2f}"
         name = name_of(candidates.slot.item(least))
-        return f"{phrase}; {self.rooms.of(candidates.take(np.array([least])))[0].sentence(name)}"
+        (room,) = self.rooms.of(candidates.take(np.array([least])), lead)
+        return f"{phrase}; {room.sentence(name)}"

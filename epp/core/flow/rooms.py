@@ -3,11 +3,13 @@
 Room has three dimensions, because it ends at three times:
 
 - Slots, until the end of a request. An engine whose slots are used queues requests and runs the same
-  number on two pages in a row. Before that, the default of vLLM is assumed.
+  number, the highest ever, while requests begin or while none computes its prompt. Before that, the
+  default of vLLM is assumed.
 - Tokens of the KV cache, until the end. The page has the size and the used share. What was sent
-  since the page, and the growth of the answers that are being written, is added.
-- Prefill tokens, until the first output. An endpoint may have as many pending as it computes
-  between two pages, because the picker learns no sooner that it has finished.
+  since the page or is not computed yet, and the growth of the answers that are being written, is
+  added.
+- Prefill tokens, until the first output. What may be pending depends on who else wants the endpoint
+  (`Lead`).
 
 The picker's own counts are read first. A page only corrects them.
 """
@@ -18,8 +20,9 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
-from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Lease
+from epp.core.flow.shares import FlowShares
+from epp.core.knowledge.candidates import Candidates, Columns, Floats
+from epp.core.knowledge.inflight import ARRIVAL_S_PER_TOKEN, OUTPUT_TOKENS_ESTIMATE, Lease
 from epp.core.types import EndpointMetrics, Seconds
 
 SLOTS_ASSUMED: Final = 256.0
@@ -33,22 +36,32 @@ QUEUE_MIN: Final = 5.0
 and the next decision: the default `queueDepthThreshold` of llm-d-router.
 """
 SLOTS_GROWTH: Final = 1.25
-"""Factor by which the learned slots grow with each page without a queue on which all are used."""
+"""Factor by which the slots are assumed to exceed the highest number of running requests, once that
+is higher than what was known.
+"""
+SLOTS_S: Final = 0.5
+"""Seconds for which an engine must run the same number of requests and queue others, on page after
+page, before that number is believed to be its slots. A long pass of an engine takes less.
+"""
+KV_FULL: Final = 0.9
+"""Used share of the KV cache from which a queue may be caused by the cache instead of the slots."""
 INTERVAL_S_MIN: Final = 0.1
 INTERVAL_S_MAX: Final = 2.0
 """Bounds of the time between two pages for which an endpoint may have prefill tokens pending."""
 
 _ROWS: Final = (
     *("slots", "queue", "others", "sent_tokens", "sent_requests", "page_at_s", "interval_s"),
-    *("queued_running", "others_before"),
+    *("others_before", "queued_running", "steady_s", "running_max", "first_outputs"),
+    *("untold", "untold_tokens"),
 )
-"""Names of what is stored of each endpoint. `queued_running` is the number of running requests on
-the last page if it showed a queue, else NaN. `others_before` are the requests of other clients by
-the last page alone.
+"""Names of what is stored of each endpoint. `others_before` are the requests of other clients by
+the last page alone. `queued_running` is the number of running requests on the last page if it
+showed a queue for slots, else NaN. `steady_s` is the time since then in which pages show the slots.
+`first_outputs` is their counter on the last page. `untold` and `untold_tokens` are the requests and
+their uncached tokens that were sent since this picker last reported its load to its peers.
 """
-_SLOTS, _QUEUE, _OTHERS, _SENT_TOKENS, _SENT, _PAGE_AT, _INTERVAL, _RUNNING, _BEFORE = range(
-    len(_ROWS)
-)
+_SLOTS, _QUEUE, _OTHERS, _SENT_TOKENS, _SENT, _PAGE_AT, _INTERVAL = range(7)
+_BEFORE, _RUNNING, _STEADY, _MOST, _OUTPUTS, _UNTOLD, _UNTOLD_TOKENS = range(7, len(_ROWS))
 
 
 class RoomOf(Struct, frozen=True, kw_only=True):
@@ -85,6 +98,38 @@ class RoomOf(Struct, frozen=True, kw_only=True):
         return f"{name} is full: {pending} are pending, {used}"
 
 
+class Lead(Struct, frozen=True):
+    """The prefill work that may be pending at an endpoint that has room for a request.
+
+    An endpoint needs other work until the request reaches its engine, and the picker learns from
+    the next page that a prompt is computed. With less pending it would idle while requests wait.
+    A request that competes with none may as well wait in the engine, as long as the KV cache has
+    room for its prompt.
+    """
+
+    prompt_tokens: int = 0
+    """Length of the prompt of the request; with 0, the limit holds for any length."""
+    alone: bool = False
+    """True if no other flow or priority competes for the endpoints."""
+
+    def tokens_max(self, speed: Floats, interval_s: Floats) -> Floats:
+        """Return float64[n]: the most pending tokens, at endpoints that compute `speed` tokens a
+        second and that are scraped each `interval_s` seconds; inf without a limit.
+        """
+        if self.alone:
+            return np.full(len(speed), math.inf)
+        found: Floats = speed * (interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        return np.maximum(found, 1.0)
+
+    def least_share(self, interval_s: Floats) -> Floats | float:
+        """Return the share of `tokens_max` that holds for a prompt of any length, float64[n] or for
+        all endpoints.
+        """
+        if self.alone:
+            return 1.0
+        return interval_s / (interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+
+
 class Spare(Struct, frozen=True):
     """A lower bound of what may be placed at endpoints, wherever it goes.
 
@@ -97,19 +142,25 @@ class Spare(Struct, frozen=True):
     per_request: float
     per_token: float
     requests: float
-    """Number of requests that every endpoint has slots for."""
+    """Number of requests that each of these endpoints has slots for."""
     tokens: float
-    """Number of tokens that the KV cache of every endpoint has room for; inf if unknown."""
+    """Number of tokens that the KV cache of each has room for; inf if unknown."""
+    slots: frozenset[int]
+    """Slots of the pool with these endpoints."""
 
 
-NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0)
+NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0, frozenset())
+NO_LEAD: Final = Lead()
 
 
 class Rooms:
     """The learned room of each endpoint, by slot of the pool."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, shares: FlowShares | None = None) -> None:
         self._columns = columns
+        self._shares = shares or FlowShares()
+        self._reports = 0
+        """Number of reports to peers when `untold` began."""
         self._rows: Floats = np.empty((len(_ROWS), 0))
         self.answer_tokens = float(OUTPUT_TOKENS_ESTIMATE)
         """Expected number of tokens of an answer."""
@@ -128,20 +179,19 @@ class Rooms:
         known = rows[:, slot].tolist()
         running, waiting = metrics.running_requests, metrics.waiting_requests
         if not math.isnan(running + waiting):
-            rows[_SLOTS, slot] = _learned(known[_SLOTS], known[_RUNNING], running, waiting)
-            rows[_RUNNING, slot] = running if waiting > 0.0 else math.nan
+            self._learn_slots(slot, known, metrics, now)
             # The page is older than the own counts. A request that has ended since looks like that
             # of another client, but only on one page.
-            others = max(0.0, running + waiting - self._columns.inflight_requests.item(slot))
+            others = max(0.0, running + waiting - self._inflight(slot))
             rows[_OTHERS, slot] = min(others, known[_BEFORE])
             rows[_BEFORE, slot] = others
         # As many as were sent between two pages may wait: the engine took them in that time.
-        rows[_QUEUE, slot] = max(QUEUE_MIN, known[_SENT])
+        rows[_QUEUE, slot] = max(QUEUE_MIN, known[_SENT] * self._shares.pickers)
         rows[_SENT_TOKENS, slot] = rows[_SENT, slot] = 0.0
         rows[_PAGE_AT, slot] = now
         rows[_INTERVAL, slot] = min(max(now - known[_PAGE_AT], INTERVAL_S_MIN), INTERVAL_S_MAX)
         columns = self._columns
-        requests = columns.inflight_requests.item(slot) + rows.item(_OTHERS, slot)
+        requests = self._inflight(slot) + rows.item(_OTHERS, slot)
         spare = rows.item(_SLOTS, slot) + rows.item(_QUEUE, slot) - requests
         capacity = columns.kv_capacity_tokens.item(slot)
         free = (1.0 - metrics.kv_cache_usage) * capacity
@@ -159,15 +209,19 @@ class Rooms:
         answer = self.answer_tokens if limit is None else min(self.answer_tokens, limit)
         rows[_SENT_TOKENS, slot] += lease.uncached_tokens + answer
         rows[_SENT, slot] += 1.0
+        if self._shares.pickers > 1:
+            self._begin_untold()
+            rows[_UNTOLD, slot] += 1.0
+            rows[_UNTOLD_TOKENS, slot] += lease.uncached_tokens
 
     def forget(self, slot: int) -> None:
         """Drop what was learned of `slot`, because its endpoint left or restarted."""
         if slot < self._rows.shape[1]:
             self._rows[:, slot] = _UNKNOWN
 
-    def load(self, candidates: Candidates) -> Floats:
+    def load(self, candidates: Candidates, lead: Lead = NO_LEAD) -> Floats:
         """Return float64[n]: the largest of the three shares of room that are used."""
-        slots, queue, requests, kv, pending, pending_max = self._parts(candidates)
+        slots, queue, requests, kv, pending, pending_max = self._parts(candidates, lead)
         load: Floats = np.maximum(requests / (slots + queue), pending / pending_max)
         return np.fmax(load, kv)
 
@@ -180,36 +234,55 @@ class Rooms:
         tokens = known[_SENT_TOKENS] - sent * self.answer_tokens
         mean = np.maximum(tokens, 1.0) / np.maximum(sent, 1.0)
         found: Floats = np.minimum(sent, np.ceil(pending / np.maximum(mean, 1.0)))
+        # Each peer may have sent as many.
+        return self._shares.pickers * found
+
+    @property
+    def pickers(self) -> int:
+        """Return the number of pickers that use the endpoints, as far as they are heard."""
+        return self._shares.pickers
+
+    def divided_requests(self, candidates: Candidates) -> Floats:
+        """Return float64[n]: the requests at each candidate, with which this picker leaves its peers
+        their shares of the room.
+        """
+        requests = candidates.inflight_requests.astype(np.float64)
+        none = np.zeros(len(candidates))
+        found, _ = self._divided(candidates, requests, none, none, self.pickers - 1)
         return found
 
-    def spare(self, candidates: Candidates) -> tuple["Spare", Bools]:
+    def spare(self, candidates: Candidates, lead: Lead) -> tuple[Spare, bool]:
         """Return how much may be placed at `candidates`, wherever it goes, before they are full, and
-        bool[n]: whether each has slots and KV cache for more.
+        whether any has room for a request with `lead`.
+
+        The former holds for prompts of any length.
         """
-        slots, queue, requests, kv, pending, pending_max = self._parts(candidates)
+        slots, queue, requests, kv, pending, pending_max = self._parts(candidates, lead)
         places = slots + queue - requests
         cache = (1.0 - kv) * candidates.kv_capacity_tokens
         cache[np.isnan(cache)] = math.inf
-        prefill = pending_max - pending
         lasting = (places > 0.0) & (cache > 0.0)
+        any_open = bool((lasting & (pending < pending_max)).any())
+        prefill = pending_max * lead.least_share(self._known(candidates)[_INTERVAL]) - pending
         is_open = lasting & (prefill > 0.0)
-        count = int(is_open.sum())
-        if not count:
-            return NO_SPARE, lasting
-        per_token = 1.0 / float(prefill[is_open].min()) + 1.0 / float(cache[is_open].min())
+        found = candidates.slot[is_open].tolist()
+        if not found:
+            return NO_SPARE, any_open
+        fewest, least = float(places[is_open].min()), float(cache[is_open].min())
         spare = Spare(
-            endpoints=float(count),
-            per_request=1.0 / float(places[is_open].min()),
-            per_token=per_token,
-            requests=float(places.min()),
-            tokens=float(cache.min()),
+            endpoints=float(len(found)),
+            per_request=1.0 / fewest,
+            per_token=1.0 / float(prefill[is_open].min()) + 1.0 / least,
+            requests=fewest,
+            tokens=least,
+            slots=frozenset(found),
         )
-        return spare, lasting
+        return spare, any_open
 
-    def of(self, candidates: Candidates) -> list[RoomOf]:
+    def of(self, candidates: Candidates, lead: Lead = NO_LEAD) -> list[RoomOf]:
         """Return the room of each candidate, for explanations."""
-        parts = self._parts(candidates)
-        loads = self.load(candidates).tolist()
+        parts = self._parts(candidates, lead)
+        loads = self.load(candidates, lead).tolist()
         columns = (part.tolist() for part in parts)
         return [
             RoomOf(
@@ -226,20 +299,95 @@ class Rooms:
             )
         ]
 
-    def _parts(self, candidates: Candidates) -> tuple[Floats, ...]:
+    def _parts(self, candidates: Candidates, lead: Lead) -> tuple[Floats, ...]:
         """Return slots, queue, requests, used share of the KV cache (NaN if unknown), pending
         prefill tokens and their maximum, float64[n] each.
         """
-        known = self._known(candidates)
-        slots, queue, others, sent_tokens, _, _, interval_s, _, _ = known
+        slots, queue, others, sent_tokens, _, _, interval_s, *_ = self._known(candidates)
         requests = candidates.inflight_requests + others
-        capacity = candidates.kv_capacity_tokens
-        growing = np.fmax(candidates.running_requests, 0.0) * (self.answer_tokens / 2.0)
-        kv = candidates.kv_cache_usage + (sent_tokens + growing) / capacity
         pending = candidates.inflight_prefill_tokens
-        speed = self._columns.prefill_drain_tokens_per_s[candidates.slot]
-        pending_max = speed * interval_s
-        return slots, queue, requests, kv, pending, np.maximum(pending_max, 1.0)
+        growing = np.fmax(candidates.running_requests, 0.0) * (self.answer_tokens / 2.0)
+        # Prompts that wait in the engine use none of its cache yet.
+        coming = np.maximum(sent_tokens, pending) + growing
+        kv = candidates.kv_cache_usage + coming / candidates.kv_capacity_tokens
+        pending_max = lead.tokens_max(candidates.prefill_measured_tokens_per_s, interval_s)
+        peers = self._shares.pickers - 1
+        if peers:
+            kv = kv + peers * sent_tokens / candidates.kv_capacity_tokens
+            pending_max = pending_max * self._speed_ratio(candidates, requests)
+            requests, pending = self._divided(candidates, requests, others, pending, peers)
+        return slots, queue, requests, kv, pending, pending_max
+
+    def _learn_slots(
+        self, slot: int, known: list[float], metrics: EndpointMetrics, now: Seconds
+    ) -> None:
+        """Learn the slots of the endpoint in `slot`, of which `known` was stored, from a page that
+        counts its requests.
+        """
+        rows, running = self._rows, metrics.running_requests
+        rows[_MOST, slot] = most = max(known[_MOST], running)
+        rows[_OUTPUTS, slot] = metrics.first_outputs_total
+        if running > known[_SLOTS]:
+            rows[_SLOTS, slot] = min(max(SLOTS_ASSUMED, running * SLOTS_GROWTH), SLOTS_MAX)
+        if not _queues_for_slots(metrics) or running < most:
+            rows[_RUNNING, slot], rows[_STEADY, slot] = math.nan, 0.0
+            return
+        # A number that stays the same because a long prompt is computed is no evidence.
+        outputs = metrics.first_outputs_total
+        shows = outputs != known[_OUTPUTS] or running + metrics.answers_total <= outputs
+        steady_s = 0.0
+        if running == known[_RUNNING]:
+            steady_s = known[_STEADY] + shows * (now - known[_PAGE_AT])
+        rows[_RUNNING, slot], rows[_STEADY, slot] = running, steady_s
+        if steady_s >= SLOTS_S:
+            rows[_SLOTS, slot] = min(running, SLOTS_MAX)
+
+    def _speed_ratio(self, candidates: Candidates, requests: Floats) -> Floats:
+        """Return float64[n], at least 1: the estimated prefill speed of each candidate divided by
+        the speed that was measured with the requests of this picker, which are some of `requests`.
+
+        The engine computes the prompts of all pickers in turn. Its speed is at most the configured
+        one, unless the picker measured a higher one.
+        """
+        own = np.maximum(self._columns.inflight_requests[candidates.slot], 1)
+        measured = self._columns.prefill_drain_tokens_per_s[candidates.slot]
+        most = candidates.prefill_tokens_per_s / measured
+        ratio: Floats = np.maximum(np.minimum(requests / own, most), 1.0)
+        return ratio
+
+    def _divided(
+        self,
+        candidates: Candidates,
+        requests: Floats,
+        others: Floats,
+        pending: Floats,
+        peers: int,
+    ) -> tuple[Floats, Floats]:
+        """Return the requests and the pending prefill tokens with which this picker leaves its peers
+        their shares of the room, float64[n] each.
+        """
+        self._begin_untold()
+        untold, untold_tokens = self._rows[_UNTOLD:, candidates.slot]
+        waiting = self._shares.pickers_waiting
+        own = self._columns.inflight_requests[candidates.slot]
+        return (
+            np.maximum(requests + peers * untold, waiting * own + others),
+            np.maximum(pending + peers * untold_tokens, waiting * candidates.own_prefill_tokens),
+        )
+
+    def _inflight(self, slot: int) -> float:
+        """Return the number of requests of this picker and its peers at the endpoint in `slot`."""
+        columns = self._columns
+        own = columns.inflight_requests.item(slot)
+        if columns.peers is None:
+            return float(own)
+        return float(own + columns.peers.requests(np.array([slot]), len(columns)).item(0))
+
+    def _begin_untold(self) -> None:
+        """Forget what was sent before the last report to peers, which know it now."""
+        if self._reports != self._shares.reports:
+            self._reports = self._shares.reports
+            self._rows[_UNTOLD:] = 0.0
 
     def _known(self, candidates: Candidates) -> Floats:
         slot = candidates.slot
@@ -257,19 +405,23 @@ class Rooms:
 
 
 _UNKNOWN: Final = np.array(
-    [SLOTS_ASSUMED, QUEUE_MIN, 0.0, 0.0, 0.0, -math.inf, INTERVAL_S_MAX, math.nan, 0.0]
+    [
+        *(SLOTS_ASSUMED, QUEUE_MIN, 0.0, 0.0, 0.0, -math.inf, INTERVAL_S_MAX),
+        *(0.0, math.nan, 0.0, 0.0, math.nan, 0.0, 0.0),
+    ]
 )
 
 
-def _learned(slots: float, queued_running: float, running: float, waiting: float) -> float:
-    """Return the number of slots after a page with `running` and `waiting` requests.
-
-    `queued_running` is the number that ran on the page before if requests waited there, else NaN.
+def _queues_for_slots(metrics: EndpointMetrics) -> bool:
+    """Return whether requests wait in the engine, and neither for memory nor for the place of an
+    adapter.
     """
-    if waiting > 0.0 and running > 0.0:
-        # An engine whose slots are used runs the same number on both pages. If the number changes,
-        # the requests wait for the prefill of others.
-        return min(running, SLOTS_MAX) if running == queued_running else slots
-    if running >= slots:
-        return min(max(slots, running) * SLOTS_GROWTH + 1.0, SLOTS_MAX)
-    return slots
+    if not metrics.waiting_requests > 0.0 or metrics.kv_cache_usage >= KV_FULL:
+        return False
+    adapters = metrics.adapters
+    if adapters is None or not adapters.slots_max:
+        return True
+    # A page that lists what is loaded does not tell which adapters requests wait for.
+    if adapters.resident_known:
+        return len(adapters.gpu) < adapters.slots_max
+    return len(adapters.active) <= adapters.slots_max

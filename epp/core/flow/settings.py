@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
 
+from epp.core.flow.agent_admission import AgentAdmission
+from epp.core.flow.band_selection import StrictBandSelection
 from epp.core.flow.ceilings import StaticCeiling
 from epp.core.flow.detectors import RoomDetector
 from epp.core.types import Seconds
@@ -32,6 +34,10 @@ class Fairness(StrEnum):
     """The flow that was charged the fewest tokens is next. Charges lose half of their weight each
     `half_life_s`, and a flow keeps them while it does not wait.
     """
+    SESSIONS = "agent-sessions"
+    """Each flow is an agent session. Admitted sessions are first, and others wait until an endpoint
+    has room for their tokens, first come, first served.
+    """
 
 
 class Ordering(StrEnum):
@@ -52,6 +58,10 @@ class BandSettings(Struct, frozen=True, kw_only=True):
     requests_max: Annotated[int, Meta(ge=1)] = BAND_REQUESTS_MAX
     bytes_max: Annotated[int, Meta(ge=1)] = BAND_BYTES_MAX
     """Maximum number of body bytes of waiting requests."""
+    wait_s_max: Annotated[float, Meta(ge=0)] | None = None
+    """Maximum wait in seconds while the pool has endpoints; 0 for no limit, or None for that of the
+    queue.
+    """
     fairness: Fairness = Fairness.NONE
     half_life_s: Annotated[float, Meta(gt=0)] = HALF_LIFE_S
     """Seconds in which a charge loses half of its weight under `Fairness.DECAYING_TOKENS`."""
@@ -73,6 +83,14 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Maximum wait in seconds while the pool has no endpoint; 0 for no limit."""
     waits_for_endpoints: bool = True
     """True if requests wait while the pool has no endpoint; False to refuse them at once."""
+    agents: AgentAdmission | None = None
+    """Settings of the admission of agent sessions, or None if no band has `Fairness.SESSIONS`."""
+    identity_headers: tuple[str, ...] = ()
+    """Headers, in lower case, that name the flow of a request that has no header for it."""
+    evicts: bool = False
+    """True if running requests of negative priority may be evicted for waiting ones of higher
+    priority.
+    """
     by_priority: bool = True
     """True if each priority has a band of its own; False for one band."""
     bands: Mapping[int, BandSettings] = field(default_factory=dict)
@@ -83,6 +101,8 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Settings of bands with a priority below 0 that `bands` does not name, or None for those of
     `default_band`.
     """
+    selection: Any = StrictBandSelection()
+    """The `BandSelection` by which bands take turns."""
     policy: Any = StaticCeiling()
     """The `CeilingPolicy` that keeps room for requests of higher priority."""
     detector: Any = RoomDetector()
@@ -97,9 +117,29 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
             return self.default_negative_band
         return self.default_band
 
-    def budget_s(self, *, empty_pool: bool) -> Seconds:
-        """Return the maximum wait in seconds for the present state of the pool; 0 for no limit."""
-        return self.empty_pool_wait_s_max if empty_pool else self.wait_s_max
+    def within(self, bytes_max: int) -> "FlowSettings":
+        """Return these settings with at most `bytes_max` body bytes in the whole queue; 0 for no
+        further limit.
+        """
+        if not bytes_max or 0 < self.bytes_max <= bytes_max:
+            return self
+        return structs.replace(self, bytes_max=bytes_max)
+
+    def budget_s(self, band: BandSettings, *, empty_pool: bool) -> Seconds:
+        """Return the maximum wait in seconds of the requests of `band` for the present state of the
+        pool; 0 for no limit.
+        """
+        if empty_pool:
+            return self.empty_pool_wait_s_max
+        return self.wait_s_max if band.wait_s_max is None else band.wait_s_max
+
+    def longest_wait_s(self, priority: int) -> Seconds:
+        """Return the longest wait in seconds of a request with `priority` in either state of the
+        pool; 0 for no limit.
+        """
+        band = self.band(priority if self.by_priority else 0)
+        limits_s = [self.budget_s(band, empty_pool=empty) for empty in (False, True)]
+        return max(limits_s) if all(limits_s) else 0.0
 
 
 HELD_BY_PLUGINS: Final = FlowSettings(

@@ -16,6 +16,7 @@ from msgspec import Struct, field
 
 from epp.core.decision.inputs import IndexMemoryLimited, Input, Tick
 from epp.core.journal.lines import Salt, pack_blocks, packed_chain
+from epp.core.knowledge.latency import Slo
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import DEVICE
 from epp.core.kv_events.stream import StreamState
@@ -174,6 +175,10 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Number of prompt tokens counted by token ids, if it differs from `prompt_tokens`; 0 if
     unknown or equal.
     """
+    ttft_slo_s: Seconds | None = None
+    """Maximum time to first token that the client asked for, or None if it asked for none."""
+    tpot_slo_s: Seconds | None = None
+    """Maximum time per output token that the client asked for, or None if it asked for none."""
 
 
 class ScheduledLeg(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -407,6 +412,7 @@ class Asked(Struct, frozen=True, gc=False):
     """Hash of each distinct image, audio or video in the prompts, if an index uses them."""
     known_tokens: int = 0
     """Number of prompt tokens counted by token ids; 0 if unknown."""
+    slo: Slo = Slo()
 
 
 class Seen(Struct, frozen=True, gc=False):
@@ -461,6 +467,8 @@ def shape_of(asked: Asked, salt: Salt) -> Shape:
         token_chains=tuple([salt.blocks(packed_chain(chain)) for chain in asked.token_chains]),
         media=salt.blocks(b"".join(item[:HASH_BYTES] for item in asked.media)),
         known_tokens=min(known, _PROMPT_TOKENS_MAX),
+        ttft_slo_s=asked.slo.ttft_s,
+        tpot_slo_s=asked.slo.tpot_s,
     )
 
 

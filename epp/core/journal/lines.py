@@ -75,7 +75,7 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     turn: _Count = 0
     priority: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    """Request headers that plugins read, by name. Live captures have none."""
+    """Request headers that plugins read, by name. Live captures have only those of the SLO."""
     after: _Count | None = None
     think_s: _Duration = 0.0
     first_token_s: _Duration | None = None

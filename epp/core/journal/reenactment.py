@@ -57,6 +57,7 @@ from epp.core.journal.events import (
 )
 from epp.core.journal.lines import packed_chain
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.knowledge.latency import Slo
 from epp.core.moment import Moment
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.prompt.request import InferenceRequest
@@ -353,6 +354,7 @@ class Reenactment:
             stream=event.stream,
             output_tokens_max=shape.output_tokens_max,
             session_id=shape.session,
+            headers=Slo(shape.ttft_slo_s, shape.tpot_slo_s).headers(),
             chains={
                 size * BYTES_PER_TOKEN: tuple(
                     _every(chain, size, self._block_tokens) for chain in chains

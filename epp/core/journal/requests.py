@@ -23,6 +23,7 @@ from epp.core.knowledge.inflight import (
     OUTPUT_TOKENS_ESTIMATE,
     SECONDS_PER_OUTPUT_TOKEN_ESTIMATE,
 )
+from epp.core.knowledge.latency import Slo
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
@@ -129,6 +130,7 @@ def request_line(shape: Shape, time_s: Seconds, block_tokens: int) -> CaptureLin
         token_blocks=shape.token_chains,
         known_tokens=shape.known_tokens,
         media=shape.media,
+        headers=Slo(shape.ttft_slo_s, shape.tpot_slo_s).headers(),
     )
     blocks = len(first) // HASH_BYTES
     whole, rest = divmod(line.prompt_tokens, block_tokens)
@@ -147,6 +149,7 @@ def request_line(shape: Shape, time_s: Seconds, block_tokens: int) -> CaptureLin
 
 def shape_of_line(line: CaptureLine) -> Shape:
     """Return the parts of the request in `line` that affect its placement."""
+    slo = Slo.in_headers(line.headers)
     first = line.blocks or b"".join(block.to_bytes(HASH_BYTES, "little") for block, _ in line.parts)
     return Shape(
         model=line.model,
@@ -159,6 +162,8 @@ def shape_of_line(line: CaptureLine) -> Shape:
         token_chains=line.token_blocks,
         media=line.media,
         known_tokens=line.known_tokens,
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
     )
 
 

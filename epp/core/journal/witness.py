@@ -55,6 +55,7 @@ from epp.core.journal.events import (
 )
 from epp.core.knowledge.affinity import SESSION_HEADER
 from epp.core.knowledge.inflight import Lease, Outcome
+from epp.core.knowledge.latency import Slo
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Refusal, Seconds
@@ -259,6 +260,7 @@ class CaptureWitness:
             request.token_chains.get(self._scheduler.settings.block_tokens, ())[:PROMPTS_MAX],
             request.media[0] if request.media else (),
             request.known_tokens,
+            Slo.of(request),
         )
         subset = None
         if request.subset is not None:

@@ -18,6 +18,7 @@ from msgspec import Struct
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
+from epp.core.knowledge.request_load import RequestLoad
 from epp.core.knowledge.topology import DEFAULT_TOPOLOGY, TopologyLabels, nearness_to, places_of
 from epp.core.types import NO_ATTRIBUTES, AdapterReport, Endpoint, EndpointMetrics, Seconds
 
@@ -108,6 +109,8 @@ class EngineLoad(Struct, frozen=True, eq=False):
     kv_capacity_tokens: Floats
     complete: bool
     """True if every value of these arrays is known. If False, each unknown value is NaN."""
+    waits: bool = True
+    """False if it is known that no request waits at any of the engines."""
 
 
 class Columns:
@@ -140,6 +143,9 @@ class Columns:
     """Number of prompt tokens whose KV blocks each endpoint still has to send, or to compute and send,
     for this picker's requests in flight.
     """
+    adapters_active: Ints
+    adapters_resident: Ints
+    adapters_idle: Ints
     prefill_drain_tokens_per_s: Floats
     """Tokens per second by which `prefill_backlog_tokens` of each endpoint fall until the endpoint
     is observed again.
@@ -176,7 +182,7 @@ class Columns:
         """True for each endpoint that outlier ejection excludes now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
-        self.receiving_tokens, self.sending_tokens = np.empty(0), np.empty(0)
+        self.receiving_tokens = self.sending_tokens = np.empty(0)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.
@@ -189,9 +195,8 @@ class Columns:
         about adapters.
         """
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
-        self.adapters_active: Ints = np.empty(0, dtype=np.int64)
-        self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
-        self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
+        # Arrays without elements may be shared: `_grow` replaces each by its own.
+        self.adapters_active = self.adapters_resident = self.adapters_idle = np.empty(0, np.int64)
         self.peers: PeerLoads | None = None
         """Loads that peers report for the endpoints, or None while there are no peers."""
         self.attributes: dict[str, Floats] = {}
@@ -214,6 +219,12 @@ class Columns:
         """The `EngineLoad` that was gathered last, as (slots, `version` of the columns, load). None
         before the first.
         """
+        self.last_requests: tuple[EngineLoad, RequestLoad] | None = None
+        """The `RequestLoad` of all slots that was gathered last, after the engines' load for which
+        it was gathered. None before the first.
+        """
+        self.recounted: set[int] = set()
+        """Slots whose requests in flight have changed since `last_requests` was current."""
 
     def __len__(self) -> int:
         return len(self.endpoints)
@@ -271,6 +282,7 @@ class Columns:
             self.endpoints[slot] = None
         self.forget_observations(slot)
         self.ejected[slot] = False
+        self.recounted.add(slot)
         self.inflight_requests[slot] = 0
         self.inflight_context_tokens[slot] = 0
         self.unreported_requests[slot] = 0
@@ -608,11 +620,44 @@ class Candidates:
         requests, used = self.running_requests + waiting, self.kv_cache_usage * capacity
         # A sum or a product is unknown if either part is.
         unknown = np.isnan(requests).any() or np.isnan(used).any()
-        load = EngineLoad(waiting, requests, used, capacity, complete=not unknown)
+        # argmax takes a third of the time of any.
+        waits = len(waiting) > 0 and waiting.item(waiting.argmax()) != 0.0
+        load = EngineLoad(waiting, requests, used, capacity, waits=waits, complete=not unknown)
         for column in (waiting, requests, used, capacity):
             column.setflags(write=False)
         columns.last_load = (slot, columns.version, load)
         return load
+
+    def request_load(self, load: EngineLoad) -> RequestLoad:
+        """Return the requests that the candidates' engines report in `load`, and those in flight.
+
+        The result is valid until the next change of requests in flight. It is gathered once for
+        all requests between two changes of scraped values, if all slots are candidates.
+        """
+        columns, slot = self._columns, self._slot
+        known = columns.last_requests
+        # Each gathered load belongs to one array of slots, so that the slots are the same too.
+        if known is not None and known[0] is load and columns.peers is None:
+            requests = known[1]
+            for changed in columns.recounted:
+                if changed < len(slot):
+                    inflight = columns.inflight_requests.item(changed)
+                    context_tokens = columns.inflight_context_tokens.item(changed)
+                    requests.recount(changed, inflight, context_tokens)
+            columns.recounted.clear()
+            return requests
+        requests = RequestLoad(
+            load.requests,
+            load.waiting_requests,
+            self.inflight_requests.astype(np.float64),
+            self.inflight_context_tokens.astype(np.float64),
+            waits=load.waits,
+        )
+        last = columns.last_load
+        if last is not None and last[2] is load and slot.item(-1) == len(slot) - 1:
+            columns.last_requests = load, requests
+            columns.recounted.clear()
+        return requests
 
     @property
     def cache_queried_tokens(self) -> Floats:
@@ -728,6 +773,15 @@ class Candidates:
         to send to endpoints that decode, for this picker's requests in flight.
         """
         return self._columns.sending_tokens[self._slot]
+
+    @property
+    def own_prefill_tokens(self) -> Floats:
+        """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
+        columns, tokens = self._columns, self.inflight_prefill_tokens
+        if columns.peers is None:
+            return tokens
+        speed = columns.prefill_drain_tokens_per_s[self._slot]
+        return tokens - columns.peers.prefill_tokens(self._slot, self._now, speed)
 
     @property
     def prefill_tokens_per_s(self) -> Floats:
@@ -933,6 +987,13 @@ class Candidates:
             columns.receiving_tokens.item(slot),
             columns.sending_tokens.item(slot),
         )
+
+    @property
+    def prefill_measured_tokens_per_s(self) -> Floats:
+        """Return float64[n], above 0: the measured prefill speed of each candidate in tokens per
+        second, which begins with the configured one.
+        """
+        return self._columns.prefill_drain_tokens_per_s[self._slot]
 
     @property
     def peer_candidates(self) -> "Candidates | None":

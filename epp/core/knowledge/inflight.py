@@ -34,7 +34,7 @@ from epp.core.knowledge.hit_accuracy import Expected
 from epp.core.knowledge.latency import PlacedPrediction
 from epp.core.knowledge.prefill_speed import LearntSpeed
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, EndpointMetrics, Seconds, Stage
+from epp.core.types import DECODE, ENCODE, Endpoint, EndpointMetrics, Seconds, Stage
 
 OUTPUT_TOKENS_ESTIMATE: Final = 256
 """Assumed answer length in tokens of a request that sets no limit: the typical length in public
@@ -77,6 +77,8 @@ class Ending(StrEnum):
     ERROR = "error"
     UNSEEN = "unseen"
     """The gateway does not show responses to the picker, so that the request may still run."""
+    EVICTED = "evicted"
+    """The picker refused the request after it was placed and before its response."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True, gc=False):
@@ -456,7 +458,7 @@ class InflightLedger:
         """Open a lease for a request at `slot`: count the request and its uncached tokens there."""
         generation = self._generations.get(slot, 0)
         lease = Lease(request, slot, generation, matched_blocks, now, stage=stage)
-        self.open_leases += stage is Stage.DECODE
+        self.open_leases += stage is DECODE
         self._charge(lease, prefill_tokens, now)
         return lease
 
@@ -681,7 +683,7 @@ class InflightLedger:
             if self._ended is not None:
                 self._ended(lease, now)
         lease.slot = -1
-        self.open_leases -= lease.stage is Stage.DECODE
+        self.open_leases -= lease.stage is DECODE
         return True
 
     def close_earlier(self, lease: Lease, now: Seconds, *, answered: bool = True) -> None:
@@ -775,11 +777,12 @@ class InflightLedger:
         if lease.rank >= 0:
             self._count_rank(lease, 1)
         columns = self._columns
+        columns.recounted.add(slot)
         # Python numbers are used, because arithmetic on numpy scalars costs three times as much.
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
         columns.unreported_requests[slot] = columns.unreported_requests.item(slot) + 1
         context = columns.inflight_context_tokens.item(slot)
-        if lease.stage is not Stage.ENCODE:
+        if lease.stage is not ENCODE:
             columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
         backlog = columns.prefill_backlog_tokens.item(slot)
         backlog += prefill_tokens
@@ -816,10 +819,11 @@ class InflightLedger:
 
     def _uncount(self, lease: Lease) -> None:
         columns, slot = self._columns, lease.slot
+        columns.recounted.add(slot)
         if lease.rank >= 0:
             self._count_rank(lease, -1)
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) - 1
-        if lease.stage is not Stage.ENCODE:
+        if lease.stage is not ENCODE:
             context = columns.inflight_context_tokens.item(slot)
             columns.inflight_context_tokens[slot] = context - lease.request.prompt_tokens
 
@@ -867,7 +871,7 @@ class InflightLedger:
         columns = self._columns
         ahead = columns.prefill_backlog_tokens.item(lease.slot)
         speed = columns.prefill_drain_tokens_per_s.item(lease.slot)
-        if lease.stage is not Stage.DECODE:
+        if lease.stage is not DECODE:
             return ahead / speed + UNSEEN_PREFILL_S
         output_tokens = lease.request.output_tokens_max or OUTPUT_TOKENS_ESTIMATE
         return ahead / speed + output_tokens * SECONDS_PER_OUTPUT_TOKEN_ESTIMATE

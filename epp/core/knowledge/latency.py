@@ -15,6 +15,7 @@ acts on one. Everything is bounded, and there is no clock and no randomness.
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
 from typing import Final, Protocol
 
@@ -84,6 +85,10 @@ TPOT_HEADERS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 """Request headers with the maximum time per output token in ms, the newer spelling first."""
 
 
+_MS_DIGITS: Final = 6
+"""Number of decimals of the milliseconds in such a header that the picker writes."""
+
+
 class ExpectedLatency(Struct, frozen=True, eq=False):
     """The estimate for each of n candidates, in parts: float64[n] in seconds each."""
 
@@ -124,12 +129,26 @@ class Slo(Struct, frozen=True):
         """Return the SLO in the headers of `request`. A header that is not a positive finite
         number of milliseconds is ignored.
         """
-        return cls(_limit_s(request, TTFT_HEADERS), _limit_s(request, TPOT_HEADERS))
+        return cls.in_headers(request.headers)
+
+    @classmethod
+    def in_headers(cls, headers: Mapping[str, str]) -> "Slo":
+        """Return the SLO in request headers, as `of` does."""
+        return cls(_limit_s(headers, TTFT_HEADERS), _limit_s(headers, TPOT_HEADERS))
+
+    def headers(self) -> dict[str, str]:
+        """Return the request headers from which `of` reads this SLO."""
+        limits_s = {TTFT_HEADERS[0]: self.ttft_s, TPOT_HEADERS[0]: self.tpot_s}
+        return {
+            name: f"{round(1000.0 * limit_s, _MS_DIGITS)!r}"
+            for name, limit_s in limits_s.items()
+            if limit_s is not None
+        }
 
 
-def _limit_s(request: InferenceRequest, names: tuple[str, ...]) -> Seconds | None:
+def _limit_s(headers: Mapping[str, str], names: tuple[str, ...]) -> Seconds | None:
     for name in names:
-        text = request.headers.get(name)
+        text = headers.get(name)
         if text is not None:
             try:
                 limit_s = float(text) / 1000.0
@@ -160,6 +179,15 @@ class LatencyErrors(Struct, frozen=True):
     learned: float
     used: str
     """The source of the predictions: "estimate", "learned" or "none"."""
+    predicted_s: Seconds = math.nan
+    """Median of the last predictions from this source, or of the better one if none is used."""
+    observed_s: Seconds = math.nan
+    """Median of what was observed of the same requests."""
+
+    @property
+    def error(self) -> float:
+        """Return the smaller of the two errors, that of the better source; NaN if unknown."""
+        return min(self.estimate, self.learned)
 
     def told(self) -> dict[str, float]:
         """Return the known errors by "estimate" and "learned"."""
@@ -186,6 +214,8 @@ class _Regression:
         """
         self._errors: dict[int, tuple[deque[float], deque[float]]] = {}
         """Errors of the estimate and of the regression, by slot."""
+        self._seen: dict[int, deque[tuple[Seconds, Seconds, Seconds]]] = {}
+        """Estimates, predictions of the regression and observations, by slot, one for each error."""
         self._observed: dict[int, int] = {}
 
     def grow(self, slots: int) -> None:
@@ -218,6 +248,8 @@ class _Regression:
         errors = self._errors.get(slot)
         if errors is None:
             errors = self._errors[slot] = (deque(maxlen=ERRORS_KEPT), deque(maxlen=ERRORS_KEPT))
+            self._seen[slot] = deque(maxlen=ERRORS_KEPT)
+        self._seen[slot].append((estimate, predicted_s, seen_s))
         errors[0].append(abs(estimate - seen_s) / seen_s)
         errors[1].append(abs(predicted_s - seen_s) / seen_s)
         observed = self._observed[slot] = self._observed.get(slot, 0) + 1
@@ -262,7 +294,11 @@ class _Regression:
         used = "learned" if self.uses_learned[slot] else "estimate"
         if self.unusable[slot]:
             used = "none"
-        return LatencyErrors(observed, median(errors[0]), median(errors[1]), used)
+        estimates, learned, seen = map(median, zip(*self._seen[slot], strict=True))
+        predicted_s = learned if self.uses_learned[slot] else estimates
+        return LatencyErrors(
+            observed, median(errors[0]), median(errors[1]), used, predicted_s, seen
+        )
 
     def forget(self, slot: int) -> None:
         if slot >= len(self.coefficients):
@@ -270,7 +306,7 @@ class _Regression:
         self.coefficients[slot] = self.prior
         self.used_error[slot] = math.nan
         self.uses_learned[slot] = self.unusable[slot] = False
-        for known in (self._sums, self._errors, self._observed):
+        for known in (self._sums, self._errors, self._seen, self._observed):
             known.pop(slot, None)
 
 

@@ -5,7 +5,8 @@ request then has no response, so no status shows the fault. Counting such reques
 operators which prefill and decode endpoints to inspect.
 """
 
-from collections import deque
+from collections import Counter, deque
+from itertools import islice
 from typing import Final
 
 from epp.core.knowledge.inflight import InflightLedger, Lease
@@ -13,6 +14,9 @@ from epp.core.types import Seconds, Stage
 
 WATCHED_MAX: Final = 65_536
 """Maximum number of watched requests; the oldest are no longer watched when there are more."""
+
+COUNTED_MAX: Final = 8_192
+"""Maximum number of requests of which `in_flight` counts those that prefill."""
 
 
 class OverduePrefills:
@@ -31,14 +35,28 @@ class OverduePrefills:
         self._watched.append((prefill, decode))
 
     def tick(self, ledger: InflightLedger, deadline_s: Seconds, now: Seconds) -> None:
-        """Count the prefills that began more than `deadline_s` ago and have not ended."""
+        """Count the prefills that began more than `deadline_s` ago and have not ended. Watch no
+        longer those that ended, as far as no earlier one is still running.
+        """
         watched = self._watched
+        while watched and not ledger.is_live(watched[0][0]):
+            watched.popleft()
         while watched and watched[0][0].opened_at_s + deadline_s <= now:
             prefill, decode = watched.popleft()
             if ledger.is_live(prefill) and ledger.is_live(decode):
                 pair = prefill.slot, decode.slot
                 self.by_pair[pair] = self.by_pair.get(pair, 0) + 1
                 self.total += 1
+
+    def in_flight(self, ledger: InflightLedger) -> Counter[tuple[int, int]]:
+        """Return the number of prefills that have not ended, by slot of the prefill and of the
+        decode endpoint, among the `COUNTED_MAX` latest requests.
+        """
+        return Counter(
+            (prefill.slot, decode.slot)
+            for prefill, decode in islice(reversed(self._watched), COUNTED_MAX)
+            if ledger.is_live(prefill) and ledger.is_live(decode)
+        )
 
     def of(self, slot: int) -> dict[tuple[int, int], int]:
         """Return the number of overdue prefills of the pairs that the endpoint in `slot` is in."""

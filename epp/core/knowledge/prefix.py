@@ -364,7 +364,8 @@ class PrefixIndex:
             deepest, total = path[-1][1] if path else 0, len(chains[0]) // HASH_BYTES
             if total:
                 self._count_lookup(best=deepest, full=deepest == total)
-            return Affinity(self._depths(path, size)[:slots], total)
+            depths = self._depths(path, size)
+            return Affinity(depths if size == slots else depths[:slots], total)
         paths: dict[tuple[tuple[int, int], ...], int] = {}
         best = 0
         full = True
@@ -666,9 +667,11 @@ class PrefixIndex:
                 np.copyto(depths, depth, where=bits.view(np.bool_))
             else:
                 while fresh:
-                    lowest = fresh & -fresh
-                    depths[lowest.bit_length() - 1] = depth
-                    fresh ^= lowest
+                    # The highest bit is found in fewer steps than the lowest, and the rest of the
+                    # mask gets shorter.
+                    highest = fresh.bit_length() - 1
+                    depths[highest] = depth
+                    fresh ^= 1 << highest
             deeper = mask
         return depths
 

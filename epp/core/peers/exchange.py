@@ -53,6 +53,7 @@ from epp.core.peers.frames import (
     loads_of,
 )
 from epp.core.peers.inbox import Inbox, Received
+from epp.core.peers.queue_reports import QueueReports
 from epp.core.peers.retelling import KEPT_S_MAX, MissedFrames, SentFrames
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
@@ -204,8 +205,9 @@ class PeerExchange:
         """
         self.replicas = replicas
         self._scheduler = scheduler
+        self._queue = QueueReports(scheduler.state.shares)
         self._started_at_s = now
-        self._number = 0
+        self._number = self._turn = 0
         self._beat_at_s: Seconds = -math.inf
         self._snapshot = Inbox(self.restored)
         self._book = ChainBook(BOOK_BYTES_MAX)
@@ -226,7 +228,6 @@ class PeerExchange:
         self._sent_requests: Ints = np.zeros(0, dtype=np.int64)
         self._sent_tokens: Floats = np.zeros(0)
         self._sent_at_s = now
-        self._turn = 0
         if has_peers:
             scheduler.placements.tell_peers()
         self._count(now)
@@ -262,19 +263,18 @@ class PeerExchange:
             records.append(record)
             size += len(record)
         load = self._load(now, whole=beat) if beat or self.peers else b""
-        if records or load or beat:
-            frames.append(
-                self._frame(
-                    Kind.LIVE,
-                    now,
-                    indexes=indexes,
-                    records=records,
-                    load=load,
-                    whole=beat,
-                    unread=self._unread() if beat else (),
-                    wanted=self._wanted() if beat else (),
-                )
+        if self._queue.collect(whole=beat) or records or load or beat:
+            last = self._frame(
+                Kind.LIVE,
+                now,
+                indexes=indexes,
+                records=records,
+                load=load,
+                whole=beat,
+                unread=self._unread() if beat else (),
+                wanted=self._wanted() if beat else (),
             )
+            frames.append(self._queue.added_to(last))
         if beat:
             self._beat_at_s = now
         if self.peers or self._silent:
@@ -359,6 +359,9 @@ class PeerExchange:
             peer.inbox.put(frame, now)
             # A late frame reports a past load.
             self._take_load(peer, frame, now)
+            if self._queue.take(frame) and self._scheduler.changed is not None:
+                # Requests of the peer may have ended, which makes room for waiting ones.
+                self._scheduler.changed()
         elif peer.missed.came(frame.number):
             self.frames_recovered += 1
             peer.inbox.put(frame, now, _age_s(frame))
@@ -458,6 +461,7 @@ class PeerExchange:
         return peer
 
     def _count(self, now: Seconds) -> None:
+        self._queue.count(len(self.peers))
         self._scheduler.take(PeersUnheard(self.unheard), now)
 
     def _note(self, peer: Peer, kind: str, now: Seconds) -> None:
@@ -477,6 +481,7 @@ class PeerExchange:
         loads = self._scheduler.pool.columns.peers
         if loads is not None:
             loads.forget(origin)
+        self._queue.forget(origin)
 
     def _take_load(self, peer: Peer, frame: Frame, now: Seconds) -> None:
         loads = self._scheduler.pool.columns.peers
@@ -524,7 +529,16 @@ class PeerExchange:
         uptime_s = now - self._started_at_s
         blob = b"".join(records or ())
         return Frame(
-            self.origin, number, kind, uptime_s, indexes, blob, load, whole, unread, wanted
+            origin=self.origin,
+            number=number,
+            kind=kind,
+            uptime_s=uptime_s,
+            indexes=indexes,
+            records=blob,
+            load=load,
+            whole=whole,
+            unread=unread,
+            wanted=wanted,
         )
 
     def _records(self, now: Seconds) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ A frame of another version is not read. Members that a later minor format append
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Final, TypeAlias
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
+from epp.core.flow.shares import CHARGES_MAX, TOTAL_MAX
 from epp.core.types import Endpoint
 
 MAGIC: Final = b"HMP"
@@ -47,6 +48,11 @@ _LENGTH: Final = struct.Struct("<I")
 LOAD: Final = np.dtype([("endpoint", "<u8"), ("requests", "<u4"), ("prefill_tokens", "<f4")])
 """Format of the load that the sender has in flight at one endpoint: its hash, its requests and its
 uncached tokens.
+"""
+
+CHARGE: Final = np.dtype([("flow", "<u8"), ("total", "<f8")])
+"""Format of the total that the sender charged to one flow: a hash of the flow, and tokens or
+requests.
 """
 
 
@@ -92,6 +98,12 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     age_s: float = 0.0
     """Time in seconds since the frame was first sent. It is 0 if the frame is not a repeated one.
     """
+    charges: bytes = b""
+    """Totals that the sender charged to flows of its queue, as an array of `CHARGE`. If `whole`, the
+    sender has charged no others.
+    """
+    waits: bool = False
+    """True if requests wait in the queue of the sender."""
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
@@ -137,6 +149,8 @@ def decode(message: bytes) -> Frame:
         raise UnreadableError from error
     if len(frame.origin) != ORIGIN_BYTES or len(frame.load) > LOADS_MAX * LOAD.itemsize:
         raise UnreadableError
+    if len(frame.charges) > CHARGES_MAX * CHARGE.itemsize:
+        raise UnreadableError
     return frame
 
 
@@ -170,6 +184,22 @@ def loads_of(blob: bytes) -> "npt.NDArray[np.void]":
     """Return the loads in `blob` as an array of `LOAD`; an incomplete last entry is ignored."""
     whole = len(blob) // LOAD.itemsize
     return np.frombuffer(blob, dtype=LOAD, count=whole)
+
+
+def charges_of(blob: bytes) -> dict[int, float]:
+    """Return the totals in `blob` by flow. An incomplete last entry and impossible totals are
+    ignored.
+    """
+    found = np.frombuffer(blob, dtype=CHARGE, count=len(blob) // CHARGE.itemsize)
+    possible = (found["total"] >= 0.0) & (found["total"] <= TOTAL_MAX)
+    return dict(
+        zip(found["flow"][possible].tolist(), found["total"][possible].tolist(), strict=True)
+    )
+
+
+def charges_bytes(totals: Sequence[tuple[int, float]]) -> bytes:
+    """Return `totals` of flows as an array of `CHARGE`."""
+    return np.array(totals, dtype=CHARGE).tobytes()
 
 
 def endpoint_hash(endpoint: Endpoint) -> int:

@@ -168,6 +168,10 @@ _decode_body = Decoder(Body).decode
 _decode_any = Decoder(float_hook=_fraction).decode
 
 
+_CHAT: Final = ApiKind.CHAT
+"""Member of `ApiKind`, which takes a tenth of the time to read as a constant (`core/types`)."""
+
+
 class _Members(Struct, gc=False):
     """The members of a body that show to which API it belongs."""
 
@@ -203,7 +207,7 @@ def _read_chat(body: bytes) -> _Reading:
     output_tokens_max = chat.max_completion_tokens
     if output_tokens_max is NO_JSON or bytes(output_tokens_max) == b"null":
         output_tokens_max = chat.max_tokens
-    return _Reading(chat, ApiKind.CHAT, (prompt,), output_tokens_max)
+    return _Reading(chat, _CHAT, (prompt,), output_tokens_max)
 
 
 def _read_completions(body: bytes) -> _Reading:

@@ -15,6 +15,8 @@ from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
 """API kinds whose prompts are conversations, which consist of messages."""
+_TOKENS: Final = ApiKind.TOKENS
+"""Member of `ApiKind`, which takes a tenth of the time to read as a constant (`core/types`)."""
 _CHARACTER_BYTES_MAX: Final = 4
 """Maximum number of bytes of a character in UTF-8."""
 
@@ -189,7 +191,7 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         """Return the token ids of each prompt, 4 little-endian bytes per id, as the client sent
         them or as a `token-producer` computed them; () if unknown.
         """
-        return self.prompts if self.api is ApiKind.TOKENS else self.moment.token_ids
+        return self.prompts if self.api is _TOKENS else self.moment.token_ids
 
     @property
     def known_tokens(self) -> int:
@@ -211,7 +213,7 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         number of ids stay.
         """
         moment = self.moment
-        if moment.token_ids or self.api is ApiKind.TOKENS:
+        if moment.token_ids or self.api is _TOKENS:
             known = self.known_tokens
             moment = structs.replace(moment, token_ids=(), token_media=(), known_tokens=known)
         return structs.replace(self, prompts=(), moment=moment)

@@ -10,19 +10,23 @@ reports them only as long as a request waits.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from epp.core.decision.account import Queued
 from epp.core.decision.decision import Decision
 from epp.core.decision.scheduler import Scheduler
 from epp.core.duration import parse_duration
+from epp.core.flow.agent_admission import AgentAdmission, Rank
 from epp.core.flow.bands import State, Ticket
 from epp.core.flow.control import FlowControl, Verdicts
-from epp.core.flow.settings import HELD_BY_PLUGINS, FlowSettings
+from epp.core.flow.eviction import Running
+from epp.core.flow.settings import HELD_BY_PLUGINS, Fairness, FlowSettings
+from epp.core.flow.uses import FlowUses
+from epp.core.knowledge.agent_sessions import AgentSessions, Standing
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import FIRST_TOKEN_HEADERS, FLOW_HEADERS, TTL_HEADER, first_of
@@ -34,6 +38,8 @@ OUTPUT_WEIGHT: Final = 2.0
 llm-d-router use this weight.
 """
 
+FLOWS_SHOWN: Final = 8
+"""Maximum number of flows of a band that `waiting_flows` returns."""
 FLOW_CHARACTERS_MAX: Final = 256
 """Maximum length of a flow's id; clients may send any length, and the rest is ignored."""
 
@@ -63,6 +69,15 @@ class FlowTotals(Struct):
     """Sum of their waits in seconds."""
 
 
+class WaitingFlow(Struct, frozen=True):
+    """The waiting requests of one flow of a band."""
+
+    flow: str
+    """Id of the flow, or "" for the requests without one."""
+    requests: int
+    oldest_wait_s: Seconds
+
+
 class BandSnapshot(Struct, frozen=True):
     """The waiting requests of one priority."""
 
@@ -71,6 +86,10 @@ class BandSnapshot(Struct, frozen=True):
     bytes: int
     flows: int
     oldest_wait_s: Seconds
+    light_wait_ratio: float | None = None
+    """Mean wait of the flows that used little, relative to that of all flows of the band, or None if
+    it is unknown (`FlowUses`).
+    """
 
 
 class QueueSnapshot(Struct, frozen=True):
@@ -80,6 +99,8 @@ class QueueSnapshot(Struct, frozen=True):
     bands: tuple[BandSnapshot, ...]
     saturation: float | None
     """Mean load of the endpoints at the last look, or None without a gate."""
+    evicted: Mapping[int, int] = field(default_factory=dict)
+    """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
 
 
 class Place:
@@ -104,13 +125,21 @@ class Place:
 class FlowQueue:
     """The queue of a picker, by the settings of its scheduler."""
 
-    def __init__(self, scheduler: Scheduler, waker: Waker, now: Seconds) -> None:
+    def __init__(
+        self, scheduler: Scheduler, waker: Waker, now: Seconds, *, bytes_max: int = 0
+    ) -> None:
+        """Create the queue. `bytes_max` is the memory in bytes for the bodies of waiting requests,
+        above which the settings have no effect; 0 for no limit.
+        """
+        self._bytes_max = bytes_max
         self._scheduler = scheduler
         self._waker = waker
         self._pool = _SchedulerPool(scheduler)
         self._settings = self._wanted() or HELD_BY_PLUGINS
-        self.control = FlowControl(self._settings, self._pool, now)
+        self._agents = self._settings.agents
+        self.control = FlowControl(self._settings, self._pool, now, scheduler.state.shares)
         self.totals = FlowTotals(Counter(), Counter(), {})
+        self._uses = FlowUses(now)
         self._at_once: defaultdict[int, int] = defaultdict(int)
         """Number of requests that did not wait, by priority."""
         self._places: dict[int, Place] = {}
@@ -118,6 +147,8 @@ class FlowQueue:
         self._owed: list[tuple[Place, Refusal]] = []
         """Verdicts of displaced requests, which are delivered by the next `pump`."""
         self._pumping = False
+        self._releasing = False
+        """True while requests that waited when the queue was switched off are still to be placed."""
 
     def __repr__(self) -> str:
         return f"<FlowQueue {self.control!r}>"
@@ -127,12 +158,9 @@ class FlowQueue:
         """Return whether requests may have to wait, by the present settings of the scheduler."""
         return self._wanted() is not None
 
-    @property
-    def wait_s_max(self) -> Seconds:
-        """Return the longest wait in seconds in either state of the pool; 0 for no limit."""
-        settings = self.control.settings
-        limits_s = (settings.wait_s_max, settings.empty_pool_wait_s_max)
-        return max(limits_s) if all(limits_s) else 0.0
+    def longest_wait_s(self, priority: int) -> Seconds:
+        """Return the longest wait in seconds of a request with `priority`; 0 for no limit."""
+        return self.control.settings.longest_wait_s(priority)
 
     def enter(
         self,
@@ -150,17 +178,27 @@ class FlowQueue:
         """
         control, scheduler = self.control, self._scheduler
         gate = scheduler.state.gate
-        if not control.requests and (
-            # The first condition saves most requests a call.
-            (gate is not None and not scheduler.admission.may_hold and gate.certainly_open(request))
-            or scheduler.admission.has_room(request, now)
+        headers = request.headers
+        plain = self._agents is None and not self._settings.identity_headers
+        flow = first_of(headers, FLOW_HEADERS) if plain else self._flow_of(request)
+        if gate is not None and gate.rivalry.met(flow, request.priority, now):
+            gate.look_again()
+        admission = scheduler.admission
+        fits = self._agents is None or self._pool.fits_session(request, now)
+        if (
+            fits
+            and not control.requests
+            and (
+                # The first condition saves most requests a call.
+                (gate is not None and not admission.may_hold and gate.certainly_open(request))
+                or admission.has_room(request, now)
+            )
         ):
             self._at_once[request.priority] += 1
             return scheduler.schedule(request, now)
-        headers = request.headers
         ticket = Ticket(
             request=request,
-            flow=first_of(headers, FLOW_HEADERS)[:FLOW_CHARACTERS_MAX],
+            flow=flow[:FLOW_CHARACTERS_MAX],
             body_bytes=body_bytes,
             wait_s_max=_duration_s(headers.get(TTL_HEADER, "")),
             answer_within_s=answer_within_s,
@@ -176,9 +214,11 @@ class FlowQueue:
         if own is not None:
             assert isinstance(own, Decision | Refusal)
             return own
-        why = self._scheduler.admission.why_full(request, now)
+        why = self._pool.why_full(request, now)
         place = self._places[ticket.number] = Place(self, ticket, resume, why)
         self._scheduler.changed = self._waker.soon
+        if gate is not None:
+            gate.rivalry.holding = True
         self._waker.soon()
         return place
 
@@ -202,7 +242,9 @@ class FlowQueue:
             owed, self._owed = self._owed, []
             for place, refusal in owed:
                 place.resume(refusal)
-            self._deliver(self.control.expire(now), now)
+            control = self.control
+            due = control.release(now) if self._releasing else control.expire(now)
+            self._deliver(due, now)
         finally:
             self._pumping = False
             self._rest(now)
@@ -212,9 +254,11 @@ class FlowQueue:
         are placed if requests no longer wait.
         """
         wanted = self._wanted()
+        self._releasing = wanted is None
         if wanted is None:
             self._deliver(self.control.release(now), now)
         self._settings = wanted or HELD_BY_PLUGINS
+        self._agents = self._settings.agents
         self.control.configure(self._settings, now)
         if self.control.requests:
             self._waker.soon()
@@ -235,6 +279,20 @@ class FlowQueue:
         more = OUTPUT_WEIGHT * (outcome.output_tokens - estimate)
         self.control.settled(ticket, max(1.0, ticket.charged_tokens + more), now)
 
+    def placed(self, decision: Decision, evict: Callable[[Refusal], None]) -> Running | None:
+        """Note a placed request of priority below 0, whose response has not begun. `evict` ends it
+        with a refusal. Return what `spare` needs, or None if the settings allow no eviction.
+        """
+        if not self.control.settings.evicts:
+            return None
+        running = Running(decision.lease.request.priority, decision.lease, evict)
+        self.control.evictions.add(running)
+        return running
+
+    def spare(self, running: Running) -> None:
+        """Note that `running` must not be evicted any more, because its response begins or it ends."""
+        self.control.evictions.remove(running)
+
     def know_priorities(self, priorities: Iterable[int]) -> None:
         """Note the priorities that objectives give to requests."""
         if self._scheduler.state.gate is not None:
@@ -245,6 +303,7 @@ class FlowQueue:
         if not self.active:
             return None
         gate = self._scheduler.state.gate
+        ratios = self._uses.light_wait_ratios(now)
         bands = tuple(
             BandSnapshot(
                 priority,
@@ -254,6 +313,7 @@ class FlowQueue:
                 max(
                     (now - ticket.enqueued_at_s for ticket in islice(band.tickets(), 1)), default=0
                 ),
+                ratios.get(priority),
             )
             for priority, band in self.control.bands()
         )
@@ -261,13 +321,54 @@ class FlowQueue:
         for priority, count in self._at_once.items():
             outcomes[State.PLACED, priority] += count
         totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
-        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation)
+        evicted = dict(self.control.evictions.evicted)
+        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation, evicted)
+
+    def waiting_flows(self, now: Seconds) -> dict[int, list[WaitingFlow]]:
+        """Return the flows with most waiting requests of each band, by priority. Each band has at
+        most `FLOWS_SHOWN`, most requests first.
+
+        The time is linear in the number of waiting requests.
+        """
+        found: dict[int, list[WaitingFlow]] = {}
+        for priority, band in self.control.bands():
+            if band.requests:
+                since_s: dict[str, Seconds] = {}
+                for ticket in band.tickets():
+                    since_s.setdefault(ticket.flow, ticket.enqueued_at_s)
+                found[priority] = [
+                    WaitingFlow(flow, requests, now - since_s[flow])
+                    for flow, requests in band.most_waiting(FLOWS_SHOWN)
+                ]
+        return found
+
+    def wait_of(self, place: Place, now: Seconds) -> Queued:
+        """Return the wait of the request at `place`, which has a verdict, for records."""
+        ticket = place.ticket
+        return Queued(
+            waited_s=now - ticket.enqueued_at_s,
+            flow=ticket.flow,
+            priority=ticket.request.priority,
+            ahead=ticket.ahead,
+            behind=ticket.behind,
+            behind_requests=ticket.behind_requests,
+            charged_tokens=ticket.charged_tokens,
+            why=place.why,
+        )
 
     def _wanted(self) -> FlowSettings | None:
         scheduler = self._scheduler
-        if scheduler.settings.flow is not None:
-            return scheduler.settings.flow
-        return HELD_BY_PLUGINS if scheduler.admission.may_hold else None
+        holding = HELD_BY_PLUGINS if scheduler.admission.may_hold else None
+        wanted = scheduler.settings.flow or holding
+        return None if wanted is None else wanted.within(self._bytes_max)
+
+    def _flow_of(self, request: InferenceRequest) -> str:
+        """Return the id of the flow of `request`, or "" if it names none."""
+        settings = self._settings
+        band = settings.band(request.priority if settings.by_priority else 0)
+        if band.fairness is Fairness.SESSIONS:
+            return self._pool.session_of(request)
+        return first_of(request.headers, (*FLOW_HEADERS, *settings.identity_headers))
 
     def _deliver(self, verdicts: Verdicts, now: Seconds) -> None:
         """Resume the sessions of tickets that have a verdict."""
@@ -276,7 +377,8 @@ class FlowQueue:
             place = self._places.pop(ticket.number)
             self._count(ticket, now)
             if isinstance(result, Decision):
-                place.resume(_with_wait(result, place, now))
+                account = structs.replace(result.account, queued=self.wait_of(place, now))
+                place.resume(structs.replace(result, account=account))
             elif isinstance(result, Refusal):
                 place.resume(result)
 
@@ -287,18 +389,27 @@ class FlowQueue:
 
     def _count(self, ticket: Ticket, now: Seconds) -> None:
         key = ticket.state, ticket.request.priority
+        waited_s = now - ticket.enqueued_at_s
         self.totals.outcomes[key] += 1
         self.totals.waits[key] += 1
-        waited_s = self.totals.waited_s
-        waited_s[key] = waited_s.get(key, 0.0) + now - ticket.enqueued_at_s
+        self.totals.waited_s[key] = self.totals.waited_s.get(key, 0.0) + waited_s
+        self._uses.left(
+            ticket.request.priority,
+            ticket.flow,
+            tokens=ticket.charged_tokens,
+            waited_s=waited_s,
+            now=now,
+        )
 
     def _rest(self, now: Seconds) -> None:
         """Set when the queue is pumped again."""
         if not self.control.requests:
             self._scheduler.changed = None
+            if self._scheduler.state.gate is not None:
+                self._scheduler.state.gate.rivalry.holding = False
             self._waker.at(None)
             return
-        wake_s = self.control.next_wake(now)
+        wake_s = now if self._releasing else self.control.next_wake(now)
         if wake_s is not None and wake_s <= now:
             self._waker.soon()
         else:
@@ -327,20 +438,6 @@ def _milliseconds(text: str) -> Seconds | None:
     return seconds if 0.0 < seconds < math.inf else None
 
 
-def _with_wait(decision: Decision, place: Place, now: Seconds) -> Decision:
-    """Return `decision` with the wait of its request in the decision record."""
-    ticket = place.ticket
-    queued = Queued(
-        waited_s=now - ticket.enqueued_at_s,
-        flow=ticket.flow,
-        priority=ticket.request.priority,
-        ahead=ticket.ahead,
-        charged_tokens=ticket.charged_tokens,
-        why=place.why,
-    )
-    return structs.replace(decision, account=structs.replace(decision.account, queued=queued))
-
-
 class _SchedulerPool:
     """The scheduler as flow control sees it."""
 
@@ -352,6 +449,56 @@ class _SchedulerPool:
 
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
         return self._scheduler.admission.has_room(request, now)
+
+    def session_of(self, request: InferenceRequest) -> str:
+        """Return the agent session of `request`, or "" if it names none."""
+        sessions = self._sessions
+        return "" if sessions is None else sessions.session_of(request)
+
+    def fits_session(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether a new request need not wait for the admission of its agent session."""
+        if self._agents is None or not self._of_agents(request):
+            return True
+        sessions = self._sessions
+        admitted = sessions is None or sessions.standing(request) is Standing.ADMITTED
+        return admitted or self.admits(request, 0.0, now)
+
+    def ranks(self, tickets: Sequence[Ticket], now: Seconds) -> Sequence[Rank]:
+        sessions, agents = self._sessions, self._agents
+        if sessions is None or agents is None:
+            return [Rank.ADMITTED] * len(tickets)
+        return [
+            agents.rank(sessions.standing(one.request), now - one.enqueued_at_s) for one in tickets
+        ]
+
+    def admits(self, request: InferenceRequest, waited_s: Seconds, now: Seconds) -> bool:
+        sessions, agents = self._sessions, self._agents
+        slots = self._scheduler.pool.ready(request.subset, now)
+        if sessions is None or agents is None or not len(slots):
+            return True
+        room = sessions.rooms(request, len(self._scheduler.pool.columns.endpoints), now)
+        return float(room[slots].max()) >= agents.least_room(waited_s)
+
+    @property
+    def _agents(self) -> AgentAdmission | None:
+        flow = self._scheduler.settings.flow
+        return None if flow is None else flow.agents
+
+    def _of_agents(self, request: InferenceRequest) -> bool:
+        flow = self._scheduler.settings.flow
+        return flow is not None and flow.band(request.priority).fairness is Fairness.SESSIONS
+
+    @property
+    def _sessions(self) -> AgentSessions | None:
+        """Return the index of agent sessions, or None if it is missing, because it failed or is not
+        configured. All requests then pass.
+        """
+        agents = self._agents
+        index = None if agents is None else self._scheduler.indexes.get(agents.index)
+        return index if isinstance(index, AgentSessions) else None
+
+    def saturation(self, request: InferenceRequest, now: Seconds) -> float:
+        return self._scheduler.admission.saturation(request, now)
 
     def place(self, request: InferenceRequest, now: Seconds) -> Result:
         return self._scheduler.schedule(request, now)
@@ -369,4 +516,13 @@ class _SchedulerPool:
         return estimate if limit is None else min(estimate, float(limit))
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
+        if not self.fits_session(request, now):
+            return f"no endpoint has room for an agent session of {request.prompt_tokens} tokens"
         return self._scheduler.admission.why_full(request, now)
+
+    def slots_for(self, request: InferenceRequest, now: Seconds) -> Collection[int]:
+        scheduler = self._scheduler
+        if scheduler.admission.holds(request, now):
+            # More room would not end this wait.
+            return ()
+        return frozenset(scheduler.pool.ready(request.subset, now).tolist())

@@ -225,7 +225,8 @@ class ImmediateAnswer(Struct, frozen=True):
     headers: tuple[tuple[str, str], ...]
 
 
-RETRY_AFTER_S: Final = "1"
+RETRY_AFTER_S: Final = 1
+"""`retry-after` in seconds of a refusal that may soon pass and does not know after which time."""
 RETURNED_CHARACTERS_MAX: Final = 256
 """Maximum length in characters of a request id that is returned to the client. A client may send an
 id of any length, and responses have less room for headers than requests.
@@ -236,6 +237,7 @@ _PASSING: Final = frozenset(
     {
         RefusalReason.SATURATED,
         RefusalReason.WAIT_EXPIRED,
+        RefusalReason.EVICTED,
         RefusalReason.OVERLOADED,
         RefusalReason.BODIES_HELD,
     }
@@ -270,7 +272,7 @@ def refusing(refusal: Refusal, request_id: str = "") -> ImmediateAnswer:
     if refusal.status in (429, 503):
         headers.append((DROP_REASON_HEADER, refusal.reason.value))
     if refusal.reason in _PASSING:
-        headers.append(("retry-after", RETRY_AFTER_S))
+        headers.append(("retry-after", str(refusal.retry_after_s or RETRY_AFTER_S)))
     return ImmediateAnswer(refusal, tuple(headers))
 
 

@@ -34,6 +34,9 @@ In full duplex, Envoy has no timeout for a header answer that is held. In the ot
 the gateway ends waits all the same, always after the same time, later requests are refused a little
 earlier than that.
 
+A request of priority below 0 may be evicted after it was placed, as long as its gateway is known to
+send response headers and these have not come: `evicted` then refuses it and ends its lease.
+
 A body with a content encoding is decoded while it arrives, a bounded amount in each turn of the
 event loop (`core/prompt/encodings`). While `undecoded` is true, the driver of the stream calls
 `carry_on` in later turns. If the body is already complete, the stream is WAITING too. The endpoint
@@ -58,6 +61,7 @@ from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field, structs
 
+from epp.core.decision.account import Queued
 from epp.core.decision.explaining import Explained, explained, explaining_headers
 from epp.core.decision.inputs import (
     LoadReported,
@@ -67,6 +71,7 @@ from epp.core.decision.inputs import (
     ServedBy,
 )
 from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.flow.eviction import Running
 from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, Outcome
 from epp.core.knowledge.load_report import (
     LOAD_REPORT_FORMAT,
@@ -237,6 +242,10 @@ class Exchange(Struct, eq=False):
     request: InferenceRequest | None = None
     request_bytes: int = 0
     decision: Decision | None = None
+    queued: Queued | None = None
+    """Wait in the queue of a request that was refused there, or None. A placed request has it in its
+    decision record.
+    """
     endpoint: Endpoint | None = None
     """Endpoint that received the request, or None if it is unknown or no longer in the pool."""
     unseen_body: BodyMode | None = None
@@ -337,6 +346,13 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+# Members of enum classes that nearly every request reads; constants take a tenth of the time
+# (`core/types`).
+_COLLECTS: Final = Phase.COLLECTING
+_ROUTED: Final = Phase.ROUTED
+_ENDED: Final = Phase.ENDED
+_STREAMED_BOTH_WAYS: Final = BodyMode.FULL_DUPLEX_STREAMED
+
 _HOLDING: Final = frozenset({BodyMode.FULL_DUPLEX_STREAMED})
 _BUFFERING: Final = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
 _COLLECTING: Final = frozenset({Phase.COLLECTING, Phase.BUFFERED})
@@ -365,16 +381,13 @@ class Session:
 
     # Every stream begins with these values, and most streams change few of them.
 
-    undecoded = False
-    """True if more of the body is to be decoded, so that the caller must call `carry_on` in a later
-    turn of the event loop.
-    """
     resume: Resume | None = None
+    evict: Callable[[Refusal], None] | None = None
+    """Function that calls `evicted` and sends its answers, or None if requests are not evicted."""
     waited_s: Seconds = 0.0
     """Seconds that the first message had waited in the picker when it was received. The time of the
     request starts that much earlier.
     """
-    finished = False
     violated = False
     """True if the gateway violated the protocol, so that the caller must end the stream with an
     error.
@@ -384,18 +397,9 @@ class Session:
     _headers: Mapping[str, str] = MappingProxyType({})
     _named = ""
     """Id of the request, or "" until it is first needed."""
-    _subset: tuple[str, ...] | None = None
-    _body_bytes = 0
-    _pieces = 0
     _endless = False
     """True if the bytes after the headers belong to another protocol, whose pieces may have any
     size.
-    """
-    _taken_bytes = 0
-    """Number of bytes that this stream has counted against the budget."""
-    _encoded: EncodedBody | None = None
-    """Decoder of the request body until the body is read; None if there is no content encoding to
-    decode.
     """
     _decoding_bytes = 0
     """Number of bytes in `_taken_bytes` that the decoder and its output use."""
@@ -408,10 +412,11 @@ class Session:
     _wait: Wait | None = None
     _place_in_queue: Place | None = None
     """Place of the request in the queue, also after it was placed; None if it did not wait there."""
+    _running: Running | None = None
+    """Registration at the queue of a request that may be evicted, or None if it may not be."""
     _pending: _Pending | None = None
     _held_bytes = 0
     _explained: Explained | None = None
-    _usage_reader: UsageReader | None = None
     _announced = False
     _declined = False
     """True if the picker asked the gateway not to send the response body, and none of it came."""
@@ -444,6 +449,23 @@ class Session:
         self._budget = budget or BodyBudget(sys.maxsize)
         self._resolver = resolver
         self._queue = queue
+        # Every stream reads these values. Reading an attribute of the class takes ten times as long
+        # as one of the instance.
+        self.finished = False
+        self.undecoded = False
+        """True if more of the body is to be decoded, so that the caller must call `carry_on` in a
+        later turn of the event loop.
+        """
+        self._subset: tuple[str, ...] | None = None
+        self._body_bytes = 0
+        self._pieces = 0
+        self._taken_bytes = 0
+        """Number of bytes that this stream has counted against the budget."""
+        self._encoded: EncodedBody | None = None
+        """Decoder of the request body until the body is read; None if there is no content encoding
+        to decode.
+        """
+        self._usage_reader: UsageReader | None = None
         self._exchange = Exchange(0.0)
         self._body: list[bytes | memoryview] = []
         self._held: list[RequestBody | RequestTrailers] = []
@@ -485,7 +507,7 @@ class Session:
         """
         if self._place_in_queue is not None:
             self._note_cut(now)
-        self._phase = Phase.ENDED
+        self._phase = _ENDED
         self._end_wait()
         self._let_go()
         if self._exchange.decision is None or self._completed:
@@ -548,6 +570,8 @@ class Session:
         self._pending = None
         if isinstance(resolution, Refusal):
             self._exchange.answered_at_s = now
+            if self._queue is not None and self._place_in_queue is not None:
+                self._exchange.queued = self._queue.wait_of(self._place_in_queue, now)
             return self._refuse(resolution)
         if isinstance(resolution, Decision):
             self._exchange.answered_at_s = now
@@ -560,6 +584,18 @@ class Session:
         for event in held:
             answers += self.receive(event, now)
         return answers
+
+    def evicted(self, refusal: Refusal, now: Seconds) -> list[Answer]:
+        """End the placed request with `refusal`, and return the answer to send. The result is empty,
+        and nothing happens, if its response has begun or it has ended.
+        """
+        if self._phase is not Phase.ROUTED or self.finished:
+            return []
+        self._phase = Phase.ENDED
+        self.finished = True
+        self._let_go()
+        self._complete(Ending.EVICTED, now)
+        return [refusing(refusal, self._request_id())]
 
     def carry_on(self, now: Seconds) -> list[Answer]:
         """Decode more of the request body, and return the answers to send, in order.
@@ -633,7 +669,7 @@ class Session:
             UPGRADE_HEADER in event.headers and event.headers[UPGRADE_HEADER].lower() == "websocket"
         )
         if mode in _HOLDING and not self._endless:
-            self._phase = Phase.COLLECTING
+            self._phase = _COLLECTS
             if CONTENT_ENCODING in event.headers:
                 self._begin_decoding(event.headers[CONTENT_ENCODING])
             return []
@@ -739,6 +775,8 @@ class Session:
         self._gateway.sends_response_headers = True
         self._learn_modes(event.modes)
         self._phase = Phase.RESPONDING
+        if self._running is not None:
+            self._keep()
         self._end_wait()
         self._let_go()
         exchange = self._exchange
@@ -808,7 +846,7 @@ class Session:
             exchange.usage = self._usage_reader.usage
         if event.end_of_stream:
             self._end_response(now)
-        if self._modes.response is not BodyMode.FULL_DUPLEX_STREAMED:
+        if self._modes.response is not _STREAMED_BOTH_WAYS:
             return [ResponseBodyAnswer()]
         if 0 < len(event.body) <= BODY_CHUNK_BYTES_MAX:
             return [ResponseBodyChunk(event.body, event.end_of_stream)]
@@ -1068,9 +1106,11 @@ class Session:
         exchange.endpoint = leg.endpoint
         if self._settings.explain_headers:
             self._explained = explained(leg, self._scheduler.state.outlying, decision.earlier)
-        self._phase = Phase.ROUTED
+        self._phase = _ROUTED
         self._request_ended = True
         self._observer.decided(exchange)
+        if request.priority < 0 and self._queue is not None:
+            self._offer(self._queue, decision)
         return pending.answers(self._destination(decision, request, pending.changed_body))
 
     # The queue.
@@ -1095,7 +1135,21 @@ class Session:
         self._wait = self._place_in_queue = entered
         if not timed:
             return []
-        return [TimeoutAnswer(min(queue.wait_s_max or TIMEOUT_S_MAX, TIMEOUT_S_MAX))]
+        longest_s = queue.longest_wait_s(request.priority)
+        return [TimeoutAnswer(min(longest_s or TIMEOUT_S_MAX, TIMEOUT_S_MAX))]
+
+    def _offer(self, queue: FlowQueue, decision: Decision) -> None:
+        """Let `queue` evict the request of `decision` until its response begins. The picker must see
+        that, so the gateway must be one that sends response headers.
+        """
+        if self.evict is not None and self._gateway.sends_response_headers:
+            self._running = queue.placed(decision, self.evict)
+
+    def _keep(self) -> None:
+        """Protect the request against eviction, because its response begins or it ends."""
+        if self._running is not None and self._queue is not None:
+            self._queue.spare(self._running)
+            self._running = None
 
     def _note_cut(self, now: Seconds) -> None:
         """Note that the stream ended while the request waited in the queue."""
@@ -1236,6 +1290,8 @@ class Session:
 
     def _complete(self, ending: Ending, now: Seconds) -> None:
         self._completed = True
+        if self._running is not None:
+            self._keep()
         decision = self._exchange.decision
         assert decision is not None
         usage = self._exchange.usage

@@ -89,9 +89,12 @@ class Call(Protocol):
         """Note that the transport has sent all of this call's answers so far to the client."""
         ...
 
-    def closed(self, status: Status) -> None:
+    def closed(self, status: Status) -> bool:
         """Handle the end of the stream. The transport calls this method exactly once for every
         stream.
+
+        Return True if the picker itself let the stream wait for its answer, so that a reset is no
+        sign of abuse.
         """
         ...
 
@@ -136,8 +139,9 @@ class EndedCall:
     def sent(self) -> None:
         """Do nothing after sending, because a call that ends its stream at once sends no messages."""
 
-    def closed(self, status: Status) -> None:
-        """Do nothing at the end of the stream, because this call keeps nothing about it."""
+    def closed(self, status: Status) -> bool:
+        """Return False at the end of the stream, because this call keeps nothing about it."""
+        return False
 
 
 class Connected(Struct, frozen=True):

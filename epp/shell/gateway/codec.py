@@ -129,26 +129,30 @@ def decode(message: bytes) -> messages.Event:
 def encode(answer: messages.Answer) -> bytes:
     """Convert a session's answer to one serialised ProcessingResponse."""
     # Chunks of bodies come first, because they are most frequent and the cases are tried in order.
+    # A pattern that binds attributes takes three times as long as reading them.
     match answer:
-        case messages.ResponseBodyChunk(body, end_of_stream):
-            head, tail = _round_chunk(_RESPONSE_CHUNK, len(body), end_of_stream)
+        case messages.ResponseBodyChunk():
+            body = answer.body
+            head, tail = _round_chunk(_RESPONSE_CHUNK, len(body), answer.end_of_stream)
             return b"".join((head, body, tail))
-        case messages.RequestBodyChunk(body, end_of_stream):
-            head, tail = _round_chunk(_REQUEST_CHUNK, len(body), end_of_stream)
+        case messages.RequestBodyChunk():
+            body = answer.body
+            head, tail = _round_chunk(_REQUEST_CHUNK, len(body), answer.end_of_stream)
             return b"".join((head, body, tail))
-        case messages.RequestHeadersAnswer(destination):
+        case messages.RequestHeadersAnswer():
+            destination = answer.destination
             if destination is None:
                 return _REQUEST_HEADERS
             if destination.own_header is None:
                 return _kept_headers(destination)
             return _headers_with_own(destination, *destination.own_header)
-        case messages.RequestBodyAnswer(destination, body):
-            if destination is None:
+        case messages.RequestBodyAnswer(routed, changed):
+            if routed is None:
                 return _REQUEST_BODY
             response = ProcessingResponse()
-            _route(response, response.request_body.response, destination)
-            if body is not None:
-                response.request_body.response.body_mutation.body = body
+            _route(response, response.request_body.response, routed)
+            if changed is not None:
+                response.request_body.response.body_mutation.body = changed
             return response.SerializeToString()  # type: ignore[no-any-return]
         case messages.RequestTrailersAnswer():
             return _REQUEST_TRAILERS

@@ -3,7 +3,8 @@
 A stream that is reset before its answer costs the picker nearly as much as a served one. gRPC for
 Python can reject neither a stream nor a connection before that cost. Each connection therefore has
 an allowance of such streams, which every answered stream refills. A gateway whose clients leave
-early never exhausts it; a connection with nothing but resets is closed.
+early never exhausts it; a connection with nothing but resets is closed. A stream that the picker lets
+wait for its answer does not count.
 """
 
 import os

@@ -221,6 +221,7 @@ class _ExtProcCall:
         """True if turns to decode the request body are scheduled."""
         if session.may_wait:
             session.resume = self._resume
+            session.evict = self._evict
 
     def receive(self, message: bytes) -> Iterable[bytes]:
         session = self.session
@@ -265,6 +266,10 @@ class _ExtProcCall:
         """Continue a request that waited for `resolution`, and send its answers."""
         self._go_on(partial(self.session.resolved, resolution))
 
+    def _evict(self, refusal: Refusal) -> None:
+        """End a request whose response has not begun with `refusal`."""
+        self._go_on(partial(self.session.evicted, refusal))
+
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
         """Send the answers that `step` returns at the current time. `step` is a call of the session
         that follows the end of a wait or of work in parts, and not a new message of the stream.
@@ -287,21 +292,23 @@ class _ExtProcCall:
     def sent(self) -> None:
         self.session.sent()
 
-    def closed(self, status: Status) -> None:
+    def closed(self, status: Status) -> bool:
         service = self._service
         service.forget(self)
+        waited = self.session.waiting
         try:
             now = service.clock()
             service.observer.stream_closed(status.code.name, now - self.opened_at_s)
             self.session.closed(now)
             # The session and the call refer to each other.
-            self.session.resume = None
+            self.session.resume = self.session.evict = None
             news = service.decoder.report()
             if news is not None:
                 _log.info(news)
         except Exception:  # noqa: BLE001  the boundary of a stream
             _log.exception("closing an ext_proc stream failed")
             service.observer.stream_failed()
+        return waited
 
     def _encoded(self, answers: Sequence[Answer]) -> Iterable[bytes]:
         if not answers:
@@ -353,5 +360,6 @@ class _ShedCall:
     def sent(self) -> None:
         """Do nothing after the refusal was sent, because the refused stream has no session."""
 
-    def closed(self, _: Status) -> None:
+    def closed(self, _: Status) -> bool:
         self._service.shedding -= 1
+        return False

@@ -29,6 +29,8 @@ CONNECTION_STREAMS_MAX: Final = 4_096
 """Maximum number of open streams on one gateway's connection; Envoy opens another connection for
 more.
 """
+PING_INTERVAL_MIN_MS: Final = 500
+"""Shortest interval of a gateway's pings in milliseconds: half of that in Homing's bootstrap."""
 PENDING_STREAMS_MAX: Final = 20_000
 """Maximum number of streams that gRPC has received and Python has not accepted yet. Above it gRPC
 begins to answer CANCELLED at random, and at twice the number it answers nothing else. gRPC's
@@ -53,6 +55,16 @@ def _failing_as_cancelled() -> Iterator[None]:
         raise
     except grpc.aio.BaseError as error:
         raise asyncio.CancelledError from error
+
+
+def _read_error(operation: "asyncio.Task[Any]") -> None:
+    """Read the error of `operation`, so that the event loop does not report it as a failed task.
+
+    Whoever still waits for the operation gets the error. An operation of a stream that the picker
+    has ended fails, and nothing waits for it.
+    """
+    if not operation.cancelled():
+        operation.exception()
 
 
 class _GrpcioWire:
@@ -118,6 +130,7 @@ class _GrpcioWire:
         running = asyncio.get_running_loop().create_task(operation)
         self._operations.add(running)
         running.add_done_callback(self._operations.discard)
+        running.add_done_callback(_read_error)
         return await asyncio.shield(running)
 
     async def write(self, answers: Iterable[bytes]) -> None:
@@ -178,8 +191,9 @@ class GrpcioServer:
             ("grpc.max_concurrent_streams", CONNECTION_STREAMS_MAX),
             ("grpc.server.max_pending_requests", PENDING_STREAMS_MAX),
             ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_STREAMS_MAX),
-            # Envoy pings on its own schedule, and gRPC's default would close the connection for it.
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # While requests wait, Envoy pings each second and sends nothing else. gRPC counts pings
+            # at shorter intervals than this one, and closes the connection after the third.
+            ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MIN_MS),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.so_reuseport", 0),
             # Growing windows would let many clients occupy as much memory: 66 clients with 31 MB
@@ -281,10 +295,15 @@ class GrpcioServer:
             status = DEFECT
         finally:
             wire.call = None
-            call.closed(status)
+            waited = call.closed(status)
             if wire.answered:
                 self._connections.answered(peer)
-            elif status is CANCELLED and self._connections.abandoned(peer) and cut(peer):
+            elif (
+                status is CANCELLED
+                and not waited
+                and self._connections.abandoned(peer)
+                and cut(peer)
+            ):
                 self._cut(Cut.RESETS)
                 _log.warning(
                     "connection cut: the gateway only opens streams and resets them", peer=peer

@@ -157,8 +157,9 @@ class _Check:
     def sent(self) -> None:
         """Do nothing after the answer was sent, because a call of `Check` keeps no state."""
 
-    def closed(self, _: Status) -> None:
-        """Do nothing at the end of the stream, because a call of `Check` keeps no state."""
+    def closed(self, _: Status) -> bool:
+        """Return False at the end of the stream, because a call of `Check` keeps no state."""
+        return False
 
 
 class _Watch:
@@ -209,8 +210,9 @@ class _Watch:
         the status.
         """
 
-    def closed(self, _: Status) -> None:
+    def closed(self, _: Status) -> bool:
         self._health.leave(self)
+        return False
 
 
 def _answer(status: int) -> bytes:

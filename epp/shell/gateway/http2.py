@@ -119,6 +119,8 @@ POLL_S: Final = 0.25
 BACKLOG: Final = 1_024
 
 _PREFIX_BYTES: Final = 5
+_read_prefix: Final = struct.Struct(">BI").unpack_from
+"""Parser of the prefix of a gRPC message: whether it is compressed, and its length."""
 _CONTENT_TYPE: Final = (b"content-type", b"application/grpc")
 _HEAD: Final = ((b":status", b"200"), _CONTENT_TYPE)
 _GRACEFUL: Final = ErrorCode.NO_ERROR
@@ -210,35 +212,36 @@ class _Messages:
         end = len(data)
         self._need = _PREFIX_BYTES
         while end - start >= _PREFIX_BYTES:
-            stop = start + _PREFIX_BYTES + self._length_at(data, start)
+            compressed, length = _read_prefix(data, start)
+            if compressed or length > self._bytes_max:
+                raise self._refused(length, compressed=bool(compressed))
+            stop = start + _PREFIX_BYTES + length
             if stop > end:
                 self._need = stop - start
                 break
             found.append(data[start + _PREFIX_BYTES : stop])
             start = stop
         self.held_bytes = end - start
-        # The rest is a copy, because a view would keep the messages before it in memory.
-        rest = data[start + _PREFIX_BYTES if self._need > _PREFIX_BYTES else start :]
-        self._parts = [rest] if self.held_bytes else []
+        self._parts = []
+        if self.held_bytes:
+            # The rest is a copy, because a view would keep the messages before it in memory.
+            self._parts.append(
+                data[start + _PREFIX_BYTES if self._need > _PREFIX_BYTES else start :]
+            )
         return found
 
-    def _length_at(self, data: bytes, start: int) -> int:
-        """Return the message's length as stated by the prefix at `start`. Raises `_RefusedError` if
-        the message is compressed or too long.
-        """
-        if data[start]:
-            raise _RefusedError(
+    def _refused(self, length: int, *, compressed: bool) -> _RefusedError:
+        """Return the error of a message that is compressed, or whose `length` is too long."""
+        if compressed:
+            return _RefusedError(
                 Status(Code.UNIMPLEMENTED, "compressed gRPC messages are not supported")
             )
-        length = int.from_bytes(data[start + 1 : start + _PREFIX_BYTES], "big")
-        if length > self._bytes_max:
-            raise _RefusedError(
-                Status(
-                    Code.RESOURCE_EXHAUSTED,
-                    f"a gRPC message has {length} bytes, expected at most {self._bytes_max}",
-                )
+        return _RefusedError(
+            Status(
+                Code.RESOURCE_EXHAUSTED,
+                f"a gRPC message has {length} bytes, expected at most {self._bytes_max}",
             )
-        return length
+        )
 
 
 class _Stream:
@@ -761,10 +764,10 @@ class _Connection(asyncio.Protocol):
         # The call refers to its stream. Without this, both would keep the request in memory until
         # the garbage collector runs.
         call, stream.call = stream.call, _OVER
-        call.closed(status or CANCELLED)
+        waited = call.closed(status or CANCELLED)
         if stream.answered:
             self._resets = 0
-        elif status is None:
+        elif status is None and not waited:
             self._reset_unanswered()
 
     def _reset_unanswered(self) -> None:

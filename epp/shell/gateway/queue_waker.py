@@ -13,20 +13,28 @@ from epp.core.types import Seconds
 
 RETRY_S: Final = 1.0
 """Seconds after which the queue is called again if a call failed."""
+TASK: Final = "queue"
+"""Name under which failed calls are counted among the ends of background tasks."""
 
 _log = structlog.get_logger(__name__)
 
 
 class QueueWaker:
-    """The `Waker` of a queue in the running event loop."""
+    """The `Waker` of a queue in the running event loop.
+
+    A call that fails is logged, counted by `count(TASK, 1)` and repeated after `RETRY_S`.
+    """
 
     def __init__(
         self,
         pump: Callable[[Seconds], None],
         clock: Callable[[], Seconds] = time.monotonic,
+        count: Callable[[str, int], None] = lambda _, __: None,
     ) -> None:
         self._pump = pump
         self._clock = clock
+        self._count = count
+        count(TASK, 0)
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._at_s: Seconds | None = None
@@ -57,12 +65,22 @@ class QueueWaker:
         try:
             self._pump(self._clock())
         except Exception:  # noqa: BLE001  the boundary of a callback of the loop
-            _log.exception("the queue failed")
+            self._count(TASK, 1)
+            _log.exception("the queue failed, it is called again", again_in_s=RETRY_S)
             self.at(self._clock() + RETRY_S)
 
 
-def open_queue(scheduler: Scheduler, clock: Callable[[], Seconds] = time.monotonic) -> FlowQueue:
-    """Return the queue of `scheduler`, which the running event loop calls."""
-    waker = QueueWaker(lambda now: queue.pump(now), clock)
-    queue = FlowQueue(scheduler, waker, clock())
+def open_queue(
+    scheduler: Scheduler,
+    clock: Callable[[], Seconds] = time.monotonic,
+    count: Callable[[str, int], None] = lambda _, __: None,
+    *,
+    bytes_max: int = 0,
+) -> FlowQueue:
+    """Return the queue of `scheduler`, which the running event loop calls. `count` receives its
+    failures, like the ends of background tasks. `bytes_max` is the memory for bodies of waiting
+    requests; 0 for no limit.
+    """
+    waker = QueueWaker(lambda now: queue.pump(now), clock, count)
+    queue = FlowQueue(scheduler, waker, clock(), bytes_max=bytes_max)
     return queue

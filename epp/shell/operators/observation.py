@@ -156,9 +156,9 @@ class Observation:
             model_name=exchange.incoming_model,
         )
         asked = {"request_id": exchange.request_id, "path": exchange.path}
-        self._decisions.refused(refusal, now, request, **asked)
+        self._decisions.refused(refusal, now, request, **asked, queued=exchange.queued)
         if self._recent is not None:
-            self._recent.refused(refusal, request, **asked)
+            self._recent.refused(refusal, request, **asked, queued=exchange.queued)
 
     @contained
     def failed(self, exchange: Exchange, failure: StreamFailure) -> None:

@@ -22,17 +22,18 @@ from msgspec.structs import replace
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.types import Seconds
 from sim.cluster.incidents import Drain, Incident, Join, Restart, Slow
-from sim.cluster.links import DEFAULT_LINK, LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.settings import ClientSettings, ClusterSettings
 from sim.cluster.simulated_pod import PodKind
+from sim.engine.links import DEFAULT_LINK, LINKS
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Targets
 from sim.traces.arrival import Arrival
 from sim.traces.lengths import around, lognormal
-from sim.traces.standard import STANDARD
+from sim.traces.standard import OVERLOADS, STANDARD
 from sim.traces.workloads import (
     Adapters,
     AgentTree,
@@ -681,7 +682,11 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {
         case.name: replace(case, targets=_DOCUMENTS) if case.name in _OF_DOCUMENTS else case
         for case in chain(
-            _PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS, _OTHER_THAN_ASSUMED
+            _PUBLISHED,
+            (_standard(name) for name in STANDARD if name not in OVERLOADS),
+            _POOLS,
+            _HOLD_OUTS,
+            _OTHER_THAN_ASSUMED,
         )
     }
 )
@@ -812,6 +817,27 @@ STAGED_CASES: Final[Mapping[str, Case]] = MappingProxyType(
 )
 """Cases with prefill and decode pods, by name. They run only if `--cases` names them. A strategy
 without stages sends whole requests to all their pods.
+"""
+
+
+OVERLOAD_CASES: Final[Mapping[str, Case]] = MappingProxyType(
+    {
+        name: Case(
+            name=name,
+            says=says,
+            workload=OVERLOADS[name],
+            profile=_SLOWER,
+            targets=_DOCUMENTS,
+        )
+        for name, says in (
+            ("two-tenants", "two tenants at 10:1 in tokens and 1.5 times what the pods can serve"),
+            ("chat-and-batch", "interactive requests beside more batch requests than fit"),
+            ("one-burst", "ten times the usual rate for 5 s, after 20 s"),
+        )
+    }
+)
+"""Cases that overload the pods, by name. They run only if `--cases` names them. Such a case needs
+`--requests 2000` or more, because queues grow with time.
 """
 
 

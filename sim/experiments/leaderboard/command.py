@@ -24,6 +24,7 @@ from sim.experiments.leaderboard.cases import (
     CASES,
     FURTHER_CASES,
     LADDERS,
+    OVERLOAD_CASES,
     STAGED_CASES,
     Case,
     Ladder,
@@ -262,7 +263,7 @@ def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
     """Return the cases with the given names, then a case for each trace file. Raises `OutputError`
     for an unknown name, or for a trace file that is called like a case.
     """
-    known = {**CASES, **FURTHER_CASES, **STAGED_CASES}
+    known = {**CASES, **FURTHER_CASES, **STAGED_CASES, **OVERLOAD_CASES}
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise OutputError(f"--cases {unknown}: expected some of {', '.join(known)}")
@@ -347,7 +348,7 @@ def _list() -> str:
             f"  {case.name:<{width}}  {'hold-out, ' if case.hold_out else ''}{case.says}"
             for case in table.values()
         )
-        for table in (CASES, {**FURTHER_CASES, **STAGED_CASES})
+        for table in (CASES, {**FURTHER_CASES, **STAGED_CASES, **OVERLOAD_CASES})
     )
     return (
         f"strategies:\n{names}\n\ncases:\n{cases}\n\n"

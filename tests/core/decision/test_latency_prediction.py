@@ -18,10 +18,14 @@ from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.latency import OBSERVED_MIN, ExpectedLatency, LatencyPrediction
+from epp.core.protocol.session import Exchange
+from epp.core.protocol.usage import Usage
 from epp.core.types import EndpointMetrics, Refusal
 from epp.plugins import PICKERS
 from epp.plugins.latency import Latency
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.explanation import explanation
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
 from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from tests.builders import endpoint, request
 
@@ -129,17 +133,69 @@ def test_what_is_learned_survives_a_configuration_with_the_same_estimator():
     serve(scheduler, slow=(0.4,))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "observed"), [(11, "0.05 s"), (None, "?"), (1, "?")], ids=["counted", "not", "one"]
+)
+async def test_a_decision_is_explained_with_predicted_and_observed_latencies(tokens, observed):
+    """The time per output token needs the number of tokens, which --parse-response-usage reads."""
+    scheduler = scheduler_of(endpoints=1)
+    recent = RecentDecisions(scheduler.pool)
+    for _ in range(100):
+        serve(scheduler, slow=(0.4,))
+    decision = scheduler.schedule(request(stream=True, request_id="mine"), 1.0)
+    recent.decided(decision)
+    exchange = Exchange(
+        0.8,
+        request=decision.lease.request,
+        decision=decision,
+        endpoint=decision.endpoint,
+        first_output_at_s=1.5,
+        usage=Usage(completion_tokens=tokens),
+    )
+    recent.completed(exchange, Outcome(status=200, output_tokens=tokens), 2.0)
+    (row,) = await recent.rows(1, Wanted())
+    lines = explanation(row).splitlines()
+    assert row["latency"]["ttft"]["predicted_s"] == pytest.approx(0.4, rel=0.1)
+    first, output = (line.strip() for line in lines if "median error" in line)
+    assert first.startswith("predicted time to first token 0.399 s, observed 0.7 s; median error ")
+    assert output.startswith("predicted time per output token 0.0")
+    assert f" s, observed {observed}; median error " in output
+
+
+async def test_without_prediction_nothing_is_explained_of_it():
+    scheduler = scheduler_of(endpoints=1)
+    scheduler.take(Reconfigured(structs.replace(scheduler.settings, latency=None)), 1.0)
+    recent = RecentDecisions(scheduler.pool)
+    recent.decided(scheduler.schedule(request(stream=True), 1.0))
+    (row,) = await recent.rows(1, Wanted())
+    assert "latency" not in row
+
+
+async def test_an_unknown_error_is_explained_as_such():
+    scheduler = scheduler_of(endpoints=1)
+    recent = RecentDecisions(scheduler.pool)
+    recent.decided(scheduler.schedule(request(stream=True), 1.0))
+    (row,) = await recent.rows(1, Wanted())
+    assert "predicted time to first token 0.1 s, observed ?; median error unknown" in explanation(
+        row
+    )
+
+
 def test_the_page_of_endpoints_shows_the_errors():
     """A row names the prediction in use, and both errors once they are known. Without prediction it has no such column."""
     scheduler = scheduler_of(endpoints=1)
     (row,) = endpoint_rows(scheduler, EndpointStates(scheduler), 1.0)
     assert (row["ttft_prediction"], row["ttft_prediction_errors"]) == ("estimate", {})
+    assert row["ttft_predicted_s"] is row["ttft_observed_s"] is None
     for _ in range(100):
         serve(scheduler, slow=(0.4,))
     (row,) = endpoint_rows(scheduler, EndpointStates(scheduler), 1.0)
     assert row["ttft_prediction"] == "learned"
     assert row["ttft_prediction_errors"]["estimate"] == pytest.approx(0.75)
     assert row["ttft_prediction_errors"]["learned"] < 0.1
+    assert row["ttft_observed_s"] == pytest.approx(0.4)
+    assert row["ttft_predicted_s"] == pytest.approx(0.4, rel=0.1)
+    assert (row["tpot_predicted_s"], row["tpot_observed_s"]) == pytest.approx((0.02, 0.02), rel=0.1)
     scheduler.take(Reconfigured(structs.replace(scheduler.settings, latency=None)), 2.0)
     (row,) = endpoint_rows(scheduler, EndpointStates(scheduler), 1.0)
     assert "ttft_prediction" not in row

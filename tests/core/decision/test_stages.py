@@ -557,6 +557,25 @@ def test_a_subset_without_the_role_refuses_too():
     assert made.schedule(chat(1, subset=allowed, api=ApiKind.EMBEDDINGS), 0.1).earlier == ()
 
 
+def test_a_role_whose_endpoints_are_not_ready_is_refused_by_name():
+    """An endpoint is not ready before its first good scrape."""
+    made = pool_of(["decode"])
+    members = [of_role(0, "decode"), of_role(1, "prefill", ready_after_s=60.0)]
+    made.take(PoolReplaced(members), 0.1)
+    refusal = made.schedule(chat(), 0.2)
+    assert (refusal.status, refusal.reason) == (503, RefusalReason.NO_PREFILL_ENDPOINTS)
+    scrape(made, 0.3)
+    assert made.schedule(chat(), 0.4).prefiller.name == "pod-1"
+
+
+def test_an_endpoint_with_old_metrics_serves_its_stage_if_there_is_no_other():
+    made = pool_of(["prefill", "prefill", "decode"])
+    made.take(PageScraped(1, EndpointMetrics(waiting_requests=0.0)), 100.0)
+    assert made.schedule(chat(text=b"b"), 100.1).prefiller.name == "pod-1"
+    allowed = tuple(made.pool.endpoint_in(slot).address for slot in (0, 2))
+    assert made.schedule(chat(subset=allowed), 100.1).prefiller.name == "pod-0"
+
+
 def test_the_encode_and_decode_stages_refuse_by_name():
     made = pool_of(["prefill", "decode"], ALL)
     assert made.schedule(with_image(), 0.1).reason is RefusalReason.NO_ENCODE_ENDPOINTS

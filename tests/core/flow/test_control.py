@@ -1,13 +1,22 @@
 """Invariants of flow control with random arrivals, ends, cancellations and reloads."""
 
+import gc
+
 import pytest
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from epp.core.flow.band_selection import (
+    StrictBandSelection,
+    WeightDistribution,
+    WeightedBandSelection,
+)
 from epp.core.flow.bands import FLOWS_MAX, SHARED_FLOWS, Band, State, Ticket
 from epp.core.flow.control import HEADS_MAX, PLACED_MAX, FlowControl
+from epp.core.flow.eviction import EVICT_AFTER_S, PAUSE_S, Evictions, Running
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
+from epp.core.knowledge.inflight import Lease
 from epp.core.types import Refusal, RefusalReason
 from tests.builders import request
 
@@ -41,6 +50,12 @@ class Endpoints:
     def has_room(self, asked, now):
         return any(self.used[at] < self.slots[at] for at in self._allowed(asked))
 
+    def saturation(self, asked, now):
+        return sum(self.used) / sum(self.slots)
+
+    def slots_for(self, asked, now):
+        return self._allowed(asked)
+
     def cost_tokens(self, asked, decision):
         return max(1, asked.prompt_tokens)
 
@@ -60,6 +75,18 @@ def ticket(name="r", *, priority=0, flow="", cost=1, body_bytes=10, subset=None,
     return Ticket(request=asked, flow=flow, body_bytes=body_bytes, **limits)
 
 
+def running(endpoints, at, priority=-1, refusals=None):
+    """A request that runs at endpoint `at`; its eviction frees a slot there."""
+
+    def evict(refusal):
+        endpoints.used[at] -= 1
+        if refusals is not None:
+            refusals.append(refusal)
+
+    lease = Lease(request(), at, generation=0, matched_blocks=0, opened_at_s=0.0)
+    return Running(priority, lease, evict)
+
+
 def come(control, one, now):
     """Enqueue a ticket, and look at once whether anything has room."""
     return control.enqueue(one, now) + control.pump(now)
@@ -72,29 +99,57 @@ def names(verdicts):
 class AnyTraffic(RuleBasedStateMachine):
     """Random calls of all verbs."""
 
+    selection = StrictBandSelection()
+
     def __init__(self):
         super().__init__()
         self.now = 0.0
         self.endpoints = Endpoints(2, 1)
         self.settings = FlowSettings(
+            selection=self.selection,
+            evicts=True,
             requests_max=12,
             bytes_max=400,
             wait_s_max=WAIT_S,
             empty_pool_wait_s_max=WAIT_S / 2,
             bands={
                 5: BandSettings(requests_max=6, fairness=Fairness.TOKENS),
-                -1: BandSettings(ordering=Ordering.FIRST_OUTPUT),
+                -1: BandSettings(ordering=Ordering.FIRST_OUTPUT, wait_s_max=WAIT_S / 4),
             },
             default_band=BandSettings(fairness=Fairness.DECAYING_TOKENS),
         )
         self.control = FlowControl(self.settings, self.endpoints, 0.0)
         self.tickets = []
         self.ended = []
+        self.sheddable = []
+        """Running requests of negative priority whose response has not begun."""
 
     def took(self, verdicts):
         for verdict in verdicts:
             assert verdict.ticket not in self.ended, "a second verdict"
             self.ended.append(verdict.ticket)
+            if verdict.ticket.state is State.PLACED and verdict.ticket.request.priority < 0:
+                self.run(verdict.result)
+
+    def run(self, at):
+        def evict(refusal):
+            assert any(map(self.may_evict, self.tickets)), "evicted without need"
+            self.sheddable.remove(one)
+            self.endpoints.used[at] -= 1
+
+        lease = Lease(request(), at, generation=0, matched_blocks=0, opened_at_s=self.now)
+        one = Running(-1, lease, evict)
+        self.sheddable.append(one)
+        self.control.evictions.add(one)
+
+    def may_evict(self, one):
+        if one.state is not State.WAITING or one.request.priority < 0:
+            return False
+        limits_s = [one.wait_s_max or WAIT_S, one.answer_within_s or WAIT_S, WAIT_S]
+        enough_s = min(EVICT_AFTER_S, min(limits_s) / 2)
+        control, band = self.control, dict(self.control.bands())[one.request.priority]
+        no_space = control.requests >= 12 or control.bytes >= 400 or band.is_full(0)
+        return no_space or self.now >= one.enqueued_at_s + enough_s
 
     @rule(
         priority=st.sampled_from([5, 0, -1]),
@@ -124,8 +179,21 @@ class AnyTraffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data):
         busy = [at for at, used in enumerate(self.endpoints.used) if used]
-        self.endpoints.used[data.draw(st.sampled_from(busy))] -= 1
+        at = data.draw(st.sampled_from(busy))
+        self.endpoints.used[at] -= 1
+        here = [one for one in self.sheddable if one.lease.slot == at]
+        if len(here) > self.endpoints.used[at]:
+            self.respond_to(here[0])
         self.took(self.control.pump(self.now))
+
+    def respond_to(self, one):
+        self.control.evictions.remove(one)
+        self.sheddable.remove(one)
+
+    @precondition(lambda self: self.sheddable)
+    @rule(data=st.data())
+    def begin_a_response(self, data):
+        self.respond_to(data.draw(st.sampled_from(self.sheddable)))
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
@@ -181,8 +249,14 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @staticmethod
     def _order(one):
-        within_s = WAIT_S if one.first_token_within_s is None else one.first_token_within_s
+        within_s = WAIT_S / 4 if one.first_token_within_s is None else one.first_token_within_s
         return one.enqueued_at_s + within_s, one.number
+
+    @invariant()
+    def those_that_may_be_evicted_run(self):
+        assert len(self.control.evictions) == len(self.sheddable)
+        for at, used in enumerate(self.endpoints.used):
+            assert sum(one.lease.slot == at for one in self.sheddable) <= used
 
     @invariant()
     def nothing_waits_too_long(self):
@@ -195,8 +269,14 @@ class AnyTraffic(RuleBasedStateMachine):
                     assert wake <= max(self.now, one.enqueued_at_s + one.answer_within_s)
 
 
+class SharingBands(AnyTraffic):
+    selection = WeightedBandSelection(saturation_threshold=0.5)
+
+
 TestAnyTraffic = AnyTraffic.TestCase
-TestAnyTraffic.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
+TestSharingBands = SharingBands.TestCase
+for each in (TestAnyTraffic, TestSharingBands):
+    each.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def full(*, settings=None, slots=1):
@@ -235,6 +315,63 @@ def test_higher_bands_go_first_and_lower_ones_wait():
     control.enqueue(ticket("high", priority=1), 0.2)
     assert serve(control, endpoints) == ["high"]
     assert serve(control, endpoints) == ["low"]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "shares"), [("proportional", (0.75, 0.25)), ("linear", (2 / 3, 1 / 3))]
+)
+def test_waiting_bands_may_share_the_room_by_weight(distribution, shares):
+    """Of tokens: a request of the lower band has twice as many."""
+    selection = WeightedBandSelection(
+        distribution=WeightDistribution(distribution), saturation_threshold=0.0
+    )
+    control, endpoints = full(settings=FlowSettings(selection=selection))
+    for number in range(600):
+        control.enqueue(ticket(f"high-{number}", priority=2, cost=5), 0.1)
+        control.enqueue(ticket(f"low-{number}", priority=0, cost=10), 0.1)
+    tokens = {"high": 0.0, "low": 0.0}
+    for _ in range(300):
+        (name,) = serve(control, endpoints)
+        band = name.split("-")[0]
+        tokens[band] += 5.0 if band == "high" else 10.0
+    total = sum(tokens.values())
+    assert (tokens["high"] / total, tokens["low"] / total) == pytest.approx(shares, abs=0.02)
+
+
+def test_bands_share_only_while_the_pool_is_saturated():
+    selection = WeightedBandSelection(saturation_threshold=0.9)
+    control, endpoints = full(settings=FlowSettings(selection=selection), slots=2)
+    for number in range(4):
+        control.enqueue(ticket(f"low-{number}", priority=0), 0.1)
+        control.enqueue(ticket(f"high-{number}", priority=1), 0.2)
+    # One of two slots is free, which is a saturation of 0.5.
+    assert [serve(control, endpoints)[0][:4] for _ in range(4)] == ["high"] * 4
+
+
+def test_a_band_that_was_idle_saves_no_credit():
+    control, endpoints = full(
+        settings=FlowSettings(selection=WeightedBandSelection(saturation_threshold=0.0))
+    )
+    for number in range(20):
+        control.enqueue(ticket(f"a{number}", priority=0), 0.1)
+    for _ in range(10):
+        serve(control, endpoints)
+    for number in range(20):
+        control.enqueue(ticket(f"b{number}", priority=1), 0.2)
+    order = [serve(control, endpoints)[0][0] for _ in range(9)]
+    assert order.count("a") == 3
+
+
+def test_a_new_request_does_not_pass_a_band_whose_turn_it_is():
+    """Where bands share, even one of a higher band waits for the next turn."""
+    selection = WeightedBandSelection(saturation_threshold=0.0)
+    control, endpoints = full(settings=FlowSettings(selection=selection))
+    control.enqueue(ticket("high-1", priority=1), 0.1)
+    control.enqueue(ticket("low", priority=0), 0.1)
+    assert serve(control, endpoints) == ["high-1"]
+    endpoints.used[0] = 0
+    assert control.enqueue(ticket("high-2", priority=1), 0.2) == []
+    assert names(control.pump(0.2)) == ["low"]
 
 
 def test_a_request_whose_endpoints_are_full_blocks_no_other():
@@ -298,6 +435,23 @@ def test_a_full_queue_displaces_the_newest_of_the_lowest_band():
     assert refused.ticket.state is State.REFUSED
 
 
+def test_a_refused_request_may_come_back_when_those_before_it_are_placed():
+    """Two requests are placed each second. Those of lower bands are served later, and do not count."""
+    control, endpoints = full(settings=FlowSettings(requests_max=12, wait_s_max=10.0))
+    for number in range(12):
+        control.enqueue(ticket(f"{number}"), 0.0)
+    for now in (0.5, 1.0):
+        serve(control, endpoints, now)
+    for number in range(2):
+        control.enqueue(ticket(f"low-{number}", priority=-1), 1.0)
+    (lowest,) = control.enqueue(ticket("lowest", priority=-1), 1.0)
+    assert lowest.result.retry_after_s == 6
+    displaced, *_ = control.enqueue(ticket("new"), 1.0)
+    assert displaced.result.retry_after_s == 6
+    expired = control.expire(10.0)
+    assert {verdict.result.retry_after_s for verdict in expired} == {55}
+
+
 def test_a_band_takes_exactly_its_limits():
     bands = {0: BandSettings(requests_max=2, bytes_max=25)}
     control, _ = full(settings=FlowSettings(bands=bands))
@@ -320,6 +474,30 @@ def test_an_empty_pool_has_a_wait_of_its_own():
     (verdict,) = control.expire(35.0)
     assert verdict.result.reason is RefusalReason.NO_ENDPOINTS
     assert verdict.result.status == 503
+
+
+def test_a_band_may_have_a_longest_wait_of_its_own():
+    """Shorter or longer than that of the queue, or none at all."""
+    waits = {2: BandSettings(wait_s_max=5.0), 1: BandSettings(wait_s_max=90.0)}
+    bands = waits | {-1: BandSettings(wait_s_max=0.0)}
+    control, _ = full(settings=FlowSettings(wait_s_max=60.0, bands=bands))
+    for priority in (2, 1, 0, -1):
+        control.enqueue(ticket(str(priority), priority=priority), 1.0)
+    for wake_s, name in ((6.0, "2"), (61.0, "0"), (91.0, "1")):
+        assert control.next_wake(1.0) == wake_s
+        assert control.expire(wake_s - 0.1) == []
+        assert names(control.expire(wake_s)) == [name]
+    assert control.next_wake(91.0) is None
+    assert control.expire(1e6) == []
+
+
+def test_a_client_limits_a_wait_that_its_band_does_not():
+    control, endpoints = full(settings=FlowSettings(bands={0: BandSettings(wait_s_max=0.0)}))
+    control.enqueue(ticket("a", wait_s_max=7.0), 1.0)
+    assert control.next_wake(1.0) == 8.0
+    endpoints.slots, endpoints.used = [], []
+    control.pump(2.0)
+    assert control.next_wake(2.0) == 62.0, "the client's limit says nothing about an empty pool"
 
 
 def test_a_scale_from_zero_serves_those_that_waited():
@@ -426,6 +604,43 @@ def test_decaying_charges_outlive_an_idle_time():
     ]
 
 
+def test_requests_that_ask_for_any_wait_leave_nothing_behind():
+    """A client may ask for a wait of years in each request."""
+    control, endpoints = full()
+    before = tickets_in_memory()
+    for number in range(1_000):
+        asked = ticket(f"{number}", wait_s_max=1e9)
+        control.enqueue(asked, 0.5)
+        assert serve(control, endpoints) == [f"{number}"]
+    assert tickets_in_memory() - before < 100
+
+
+def tickets_in_memory():
+    gc.collect()
+    return sum(isinstance(one, Ticket) for one in gc.get_objects())
+
+
+def test_waits_that_end_together_are_refused_in_portions():
+    """Each refusal takes time of the event loop."""
+    control, _ = full(settings=FlowSettings(wait_s_max=10.0))
+    for number in range(2 * PLACED_MAX):
+        control.enqueue(ticket(f"{number}", wait_s_max=10.0 - number % 2), 0.0)
+    assert len(control.expire(10.0)) == PLACED_MAX
+    assert control.next_wake(10.0) == 10.0
+    assert len(control.expire(10.0)) == PLACED_MAX
+    assert control.next_wake(10.0) is None
+
+
+def test_all_are_placed_in_portions_if_flow_control_is_switched_off():
+    control, endpoints = full()
+    for number in range(PLACED_MAX + 1):
+        control.enqueue(ticket(f"{number}"), 0.1)
+    endpoints.slots[0] = 1000
+    assert len(control.release(1.0)) == PLACED_MAX
+    assert len(control.release(1.0)) == 1
+    assert control.requests == 0
+
+
 def test_all_are_placed_if_flow_control_is_switched_off():
     control, endpoints = full()
     for name in "ab":
@@ -462,3 +677,122 @@ def test_a_ticket_enters_once():
     control.enqueue(one, 0.1)
     with pytest.raises(ValueError, match="the ticket is waiting, expected new"):
         control.enqueue(one, 0.2)
+
+
+def evicting(*priorities, slots=None, settings=None):
+    """A full endpoint at which requests of `priorities` run, oldest first, and their refusals."""
+    settings = settings or FlowSettings(evicts=True)
+    control, endpoints = full(settings=settings, slots=slots or len(priorities))
+    refusals = []
+    for priority in priorities:
+        control.evictions.add(running(endpoints, 0, priority, refusals))
+    return control, endpoints, refusals
+
+
+def test_a_request_that_waited_long_evicts_one_of_negative_priority():
+    control, endpoints, refusals = evicting(-1)
+    control.enqueue(ticket("a"), 5.0)
+    assert control.expire(5.0) == []
+    assert control.next_wake(5.0) == 5.0 + EVICT_AFTER_S
+    assert names(control.expire(5.0 + EVICT_AFTER_S)) == ["a"]
+    (refusal,) = refusals
+    assert (refusal.reason, refusal.status) == (RefusalReason.EVICTED, 429)
+    assert refusal.message.endswith("for a request of priority 0 that has waited 1.0 s")
+    assert refusal.retry_after_s >= 1
+    assert control.evictions.evicted == {-1: 1}
+    assert endpoints.used == [1]
+
+
+def test_eviction_is_off_by_default():
+    control, _, refusals = evicting(-1, settings=FlowSettings())
+    control.enqueue(ticket("a"), 0.0)
+    assert control.expire(50.0) == []
+    assert control.next_wake(50.0) == 60.0
+    assert refusals == []
+
+
+@pytest.mark.parametrize("priority", [-3, -2])
+def test_no_request_evicts_its_equals_or_betters(priority):
+    control, _, refusals = evicting(-2)
+    control.enqueue(ticket("a", priority=priority), 0.0)
+    assert control.expire(50.0) == []
+    assert refusals == []
+    assert control.next_wake(50.0) == 60.0, "no call in vain"
+
+
+def test_the_newest_of_the_lowest_priority_is_evicted():
+    evictions = Evictions()
+    endpoints = Endpoints(3)
+    first, second, third = (running(endpoints, 0, priority) for priority in (-2, -2, -1))
+    for one in (first, second, third):
+        evictions.add(one)
+    order = []
+    while (victim := evictions.victim(0, {0})) is not None:
+        order.append(victim)
+        evictions.remove(victim)
+    assert order == [second, first, third]
+    assert not evictions.any_below(0)
+
+
+def test_only_requests_of_negative_priority_can_be_evicted():
+    with pytest.raises(ValueError, match="expected one below 0"):
+        Evictions().add(running(Endpoints(1), 0, 0))
+
+
+def test_a_victim_runs_where_the_waiting_request_may_go():
+    control, _, refusals = evicting(-1)
+    control.enqueue(ticket("a", subset=("7",)), 0.0)
+    assert control.expire(50.0) == []
+    assert refusals == []
+
+
+def test_a_full_queue_evicts_at_once():
+    """Otherwise the next request would be refused."""
+    control, _, refusals = evicting(-1, settings=FlowSettings(evicts=True, requests_max=2))
+    control.enqueue(ticket("a"), 0.0)
+    assert control.pump(0.0) == []
+    control.enqueue(ticket("b"), 0.0)
+    assert names(control.pump(0.0)) == ["a"]
+    assert len(refusals) == 1
+
+
+def test_a_short_wait_evicts_before_it_ends():
+    control, _, _ = evicting(-1)
+    control.enqueue(ticket("a", wait_s_max=0.5), 0.0)
+    assert control.next_wake(0.0) == 0.25
+    assert names(control.expire(0.25)) == ["a"]
+
+
+def test_an_eviction_makes_room_for_the_highest_band_first():
+    control, _, _ = evicting(-1)
+    control.enqueue(ticket("old"), 0.0)
+    control.enqueue(ticket("high", priority=1), 0.9)
+    assert names(control.expire(1.0)) == ["high"]
+
+
+def test_one_request_is_evicted_for_each_that_waited_long():
+    control, _, refusals = evicting(-1, -1, -1)
+    for name, now in (("a", 0.0), ("b", 0.1), ("c", 5.0)):
+        control.enqueue(ticket(name), now)
+    assert names(control.expire(1.5)) == ["a", "b"]
+    assert len(refusals) == 2
+
+
+def test_an_eviction_without_effect_is_not_repeated_before_a_new_page():
+    control, endpoints, refusals = evicting(-1, -1)
+    endpoints.used[0] += 1
+    control.enqueue(ticket("a"), 0.0)
+    assert control.expire(1.0) == []
+    assert len(refusals) == 1
+    assert control.next_wake(1.0) == 1.0 + PAUSE_S
+    assert control.expire(1.5) == []
+    assert len(refusals) == 1
+    assert names(control.expire(1.0 + PAUSE_S)) == ["a"]
+
+
+def test_an_empty_pool_evicts_nothing():
+    control, endpoints, refusals = evicting(-1)
+    control.enqueue(ticket("a"), 0.0)
+    endpoints.slots = []
+    control.expire(50.0)
+    assert refusals == []

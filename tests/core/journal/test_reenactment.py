@@ -69,6 +69,47 @@ def test_every_decision_is_the_same_again(seed, picker):
     assert result.caveats() == []
 
 
+PREDICTING = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: added-time-scorer
+- type: latency-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - {pluginRef: latency-scorer}
+  - {pluginRef: max-score-picker}
+"""
+
+
+class Limiting(Live):
+    """A picker that predicts latencies, and clients that ask for limits."""
+
+    def ask(self, **fields):
+        limits_ms = self.random.choice([{}, {"ttft": 33.3}, {"ttft": 250, "tpot": 12.345678}])
+        headers = {f"x-llm-d-slo-{name}-ms": str(limit) for name, limit in limits_ms.items()}
+        return super().ask(headers=headers | {"x-secret": "of a client"}, stream=True, **fields)
+
+
+def test_the_latencies_that_clients_ask_for_decide_again():
+    """They are in the journal as numbers, and other headers are not."""
+    live = Limiting(PREDICTING)
+    live.run(200)
+    events = read(live)
+    assert {(shape.ttft_slo_s, shape.tpot_slo_s) for shape in shapes(events)} == {
+        (None, None),
+        (33.3 / 1000.0, None),
+        (0.25, 12.345678 / 1000.0),
+    }
+    assert "of a client" not in repr(events)
+    result = done_again(events).result
+    assert result.same == result.decisions == 200, result.first
+    without = done_again(reshaped(events, ttft_slo_s=None, tpot_slo_s=None)).result
+    assert without.same < without.decisions
+
+
 class Counting(Live):
     """Whose engines count, and find less than is believed."""
 

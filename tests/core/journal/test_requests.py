@@ -46,6 +46,17 @@ def test_a_line_has_the_time_the_sizes_and_the_outcome(live):
     assert len(line.session) == 16
 
 
+def test_a_line_has_the_headers_of_the_slo_and_no_other(live):
+    given = {"x-slo-ttft-ms": "250", "x-llm-d-slo-tpot-ms": "20.5", "x-user": "me"}
+    asked(live, headers=given)
+    asked(live, headers={"x-llm-d-slo-ttft-ms": "soon"})
+    first, second = lines_of(live)
+    assert first.headers == {"x-llm-d-slo-ttft-ms": "250.0", "x-llm-d-slo-tpot-ms": "20.5"}
+    assert second.headers == {}
+    (event, _) = (event for event in live.events if isinstance(event, Scheduled))
+    assert shape_of_line(first) == event.shape
+
+
 @pytest.mark.parametrize(
     ("limit", "outcome", "tokens", "estimated"),
     [

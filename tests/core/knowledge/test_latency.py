@@ -233,3 +233,15 @@ def test_a_request_is_not_hopeless_by_a_prediction_with_a_large_error():
         model.first_output(0, predicted(model).at(0), random.choice([0.2, 3.0, 40.0]))
     assert model.errors_of(0)["ttft"].used == "none"
     assert not hopeless(model, LATE)
+
+
+@given(st.floats(1e-6, 1e9), st.floats(1e-6, 1e9))
+def test_an_slo_is_read_from_the_headers_that_it_writes(ttft_ms, tpot_ms):
+    """With milliseconds of at most six decimals, as clients send."""
+    given = {
+        "x-llm-d-slo-ttft-ms": str(round(ttft_ms, 3)),
+        "x-slo-tpot-ms": str(round(tpot_ms, 3)),
+    }
+    slo = Slo.in_headers(given)
+    assert Slo.in_headers(slo.headers()) == slo
+    assert Slo().headers() == {}

@@ -62,3 +62,22 @@ def test_a_decision_without_a_prefill_elsewhere_is_not_watched():
     made = pool_of(["prefill-decode"], STAGES)
     made.schedule(chat(), 1.0)
     assert tick(made, 31.0) == {}
+
+
+def test_prefills_in_flight_are_counted_by_pair_until_they_end(monkeypatch):
+    made = pool_of(POOL, STAGES)
+    first, second, third = (made.schedule(chat(), 1.0) for _ in range(3))
+
+    def in_flight():
+        return made.state.overdue_prefills.in_flight(made.ledger)
+
+    assert in_flight() == {(0, 1): 3}
+    made.take(ResponseStarted(second.lease), 1.5)
+    assert in_flight() == {(0, 1): 2}
+    made.take(RequestEnded(first.lease, Outcome(status=503)), 1.6)
+    assert in_flight() == {(0, 1): 1}
+    monkeypatch.setattr(overdue_prefills, "COUNTED_MAX", 0)
+    assert in_flight() == {}
+    made.take(RequestEnded(third.lease, Outcome(status=200)), 1.7)
+    tick(made, 2.0)
+    assert not made.state.overdue_prefills._watched

@@ -4,14 +4,16 @@ import pytest
 from msgspec import structs
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.configuration.config import load_config
 from epp.core.decision.decision import Decision
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.bands import State
+from epp.core.flow.control import PLACED_MAX
 from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.inflight import Ending, Outcome
-from epp.core.protocol.flow_queue import FlowQueue, Place
+from epp.core.protocol.flow_queue import FLOWS_SHOWN, FlowQueue, Place
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from tests.builders import endpoint, request
 
@@ -39,18 +41,20 @@ class Waker:
 class Picker:
     """A picker with `pods` endpoints that have room for `each` requests."""
 
-    def __init__(self, pods=1, each=1, **flow):
+    def __init__(self, pods=1, each=1, memory_bytes=0, **flow):
         self.flow = FlowSettings(
-            detector=ConcurrencyDetector(max_concurrency=each),
-            default_band=BandSettings(fairness=Fairness.TOKENS),
-            **flow,
+            **{
+                "detector": ConcurrencyDetector(max_concurrency=each),
+                "default_band": BandSettings(fairness=Fairness.TOKENS),
+            }
+            | flow
         )
         self.scheduler = Scheduler(scheduler_settings(flow=self.flow), seed=1)
         self.scheduler.take(PoolReplaced([endpoint(at) for at in range(pods)]), 0.0)
         for slot in range(pods):
             self.scheduler.take(PageScraped(slot, EndpointMetrics()), 0.0)
         self.waker = Waker()
-        self.queue = FlowQueue(self.scheduler, self.waker, 0.0)
+        self.queue = FlowQueue(self.scheduler, self.waker, 0.0, bytes_max=memory_bytes)
         self.results = {}
 
     def enter(self, name, now=0.0, tenant="", **fields):
@@ -134,6 +138,100 @@ def test_a_client_may_ask_for_a_shorter_wait():
     assert "c" not in picker.results
 
 
+AGENTS = """
+apiVersion: llm-d.ai/v1
+kind: EndpointPickerConfig
+featureGates: [flowControl]
+plugins:
+- type: agent-identity
+- type: thunder-agent
+  parameters: {capacityTokens: 1000, idleLeaseSeconds: 5, headWaitStarvationMs: 0}
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: thunder-agent
+  - pluginRef: max-score-picker
+flowControl:
+  saturationDetector: {pluginRef: thunder-agent}
+  defaultPriorityBand: {fairnessPolicyRef: thunder-agent}
+"""
+
+
+class AgentPicker(Picker):
+    """A picker with two endpoints that admits agent sessions."""
+
+    def __init__(self):
+        settings = build_settings(load_config(AGENTS, "agents", plugin_tables()))
+        self.scheduler = Scheduler(settings, seed=1)
+        self.scheduler.take(PoolReplaced([endpoint(at) for at in range(2)]), 0.0)
+        for slot in range(2):
+            self.scheduler.take(PageScraped(slot, EndpointMetrics()), 0.0)
+        self.waker = Waker()
+        self.queue = FlowQueue(self.scheduler, self.waker, 0.0)
+        self.results = {}
+
+    def turn(self, name, tokens, now=0.0, **fields):
+        headers = {"session-id": name.rstrip("0123456789")}
+        return self.enter(
+            name, now, headers=headers, prompt_tokens=tokens - 1, output_tokens_max=1, **fields
+        )
+
+
+def test_agent_sessions_are_admitted_where_they_have_room():
+    """A new one goes to the endpoint with room, and an admitted one stays at its endpoint."""
+    picker = AgentPicker()
+    first = picker.turn("a1", 900).endpoint
+    second = picker.turn("b1", 900).endpoint
+    assert first != second
+    waits = picker.turn("c1", 300, 1.0)
+    assert isinstance(waits, Place)
+    assert waits.why == "no endpoint has room for an agent session of 299 tokens"
+    assert waits.ticket.flow == "c"
+    picker.end("b1", 2.0)
+    assert picker.turn("b2", 950, 3.0).endpoint == second, "an admitted session passes"
+    picker.end("b2", 4.0)
+    picker.queue.pump(8.9)
+    assert "c1" not in picker.results
+    picker.queue.pump(9.0)
+    decision = picker.results["c1"]
+    assert decision.endpoint == second
+    assert decision.account.queued.waited_s == 8.0
+    assert isinstance(picker.turn("b3", 950, 9.5), Place), "its room was taken"
+
+
+def test_requests_without_a_session_pass_those_that_wait():
+    picker = AgentPicker()
+    for name in ("a1", "b1", "c1"):
+        picker.turn(name, 900)
+    assert isinstance(picker.enter("plain"), Decision)
+
+
+def test_without_its_index_no_session_waits():
+    """It may have failed (D16)."""
+    picker = AgentPicker()
+    for name in ("a1", "b1"):
+        picker.turn(name, 900)
+    picker.scheduler.indexes._by_name.clear()
+    assert isinstance(picker.turn("c1", 900), Decision)
+
+
+def test_an_agent_names_its_flow():
+    """Unless a header names another."""
+    picker = Picker(identity_headers=("x-agent", "session-id"))
+    picker.enter("first")
+    flows = [
+        picker.enter(name, headers=headers).ticket.flow
+        for name, headers in (
+            ("a", {"session-id": "s", "x-agent": "t"}),
+            ("b", {"session-id": "s"}),
+            ("c", {"session-id": "s", "x-llm-d-inference-fairness-id": "tenant"}),
+            ("d", {}),
+        )
+    ]
+    assert flows == ["t", "s", "tenant", ""]
+
+
 def test_a_client_that_leaves_is_never_placed():
     picker = Picker()
     picker.enter("a")
@@ -155,6 +253,21 @@ def test_a_displaced_request_is_answered_after_the_event():
     assert picker.results["low"].status == 429
     picker.end("a", 1.0)
     assert isinstance(picker.results["high"], Decision)
+
+
+@pytest.mark.parametrize("configured", [0, 1_000])
+def test_waiting_bodies_take_no_more_than_the_picker_has_for_them(configured):
+    """Or the bodies of those that wait leave no memory for requests that arrive."""
+    picker = Picker(memory_bytes=25, bytes_max=configured)
+    picker.enter("a")
+    picker.enter("b")
+    picker.enter("c")
+    refused = picker.enter("d")
+    assert (refused.reason, refused.status) == (RefusalReason.SATURATED, 429)
+    assert isinstance(picker.enter("high", priority=1), Place)
+    picker.queue.pump(0.0)
+    assert picker.results["c"].reason is RefusalReason.SATURATED
+    assert picker.queue.control.bytes == 20
 
 
 def test_a_displaced_request_whose_client_left_is_not_answered():
@@ -228,6 +341,21 @@ def test_a_queue_that_is_switched_off_places_all():
     assert not picker.queue.active
 
 
+def test_a_long_queue_that_is_switched_off_is_placed_in_portions():
+    """One call that places thousands would block the event loop for a second."""
+    picker = Picker()
+    picker.enter("first")
+    for number in range(PLACED_MAX + 1):
+        picker.enter(f"{number}")
+    picker.scheduler.take(Reconfigured(scheduler_settings()), 1.0)
+    picker.queue.configure(1.0)
+    assert picker.queue.control.requests == 1
+    asked = picker.waker.asked
+    picker.queue.pump(1.0)
+    assert isinstance(picker.results[f"{PLACED_MAX}"], Decision)
+    assert picker.waker.asked == asked
+
+
 def test_a_drain_refuses_those_that_wait_and_those_that_would():
     picker = Picker()
     picker.enter("a")
@@ -257,3 +385,97 @@ def test_the_charge_is_corrected_by_the_usage(tokens, charged):
     outcome = Outcome(ending=Ending.COMPLETE, status=200, output_tokens=tokens)
     picker.queue.settled(place, outcome, 2.0)
     assert place.ticket.charged_tokens == before + charged
+
+
+def learned_picker():
+    """Return a picker with two endpoints that learns their room."""
+    picker = Picker(pods=2)
+    flow = FlowSettings(default_band=BandSettings(fairness=Fairness.TOKENS))
+    picker.scheduler.take(Reconfigured(scheduler_settings(flow=flow)), 0.0)
+    picker.queue.configure(0.0)
+    return picker
+
+
+def test_a_request_of_the_only_flow_does_not_wait_for_prefill():
+    picker = learned_picker()
+    for number in range(20):
+        entered = picker.enter(f"{number}", tenant="a", prompt_tokens=50_000)
+        assert isinstance(entered, Decision)
+
+
+def test_requests_wait_once_flows_have_competed_for_full_endpoints_for_a_while():
+    picker = learned_picker()
+    for number in range(20):
+        tenant = "ab"[number % 2]
+        entered = picker.enter(f"{number}", tenant=tenant, prompt_tokens=50_000)
+        assert isinstance(entered, Decision), "the burst may end soon"
+    entered = picker.enter("later", 1.5, tenant="a", prompt_tokens=50_000)
+    assert isinstance(entered, Place)
+    assert "prefill tokens are pending" in entered.why
+    picker.queue.pump(200.0)
+    assert isinstance(picker.results["later"], Refusal | Decision)
+
+
+def test_the_choice_is_not_restricted_to_endpoints_with_room():
+    """A request keeps its cached prefix."""
+    picker = learned_picker()
+    before = picker.enter("first", prompt_tokens=10).endpoint
+    slot = picker.scheduler.pool.slot_of(before)
+    full = EndpointMetrics(kv_cache_usage=1.0, block_size_tokens=16, blocks_total=1_000)
+    picker.scheduler.take(PageScraped(slot, full), 0.2)
+    decision = picker.enter("second", 0.2, prompt_tokens=10)
+    assert len(decision.leg.candidates) == 2
+    assert not decision.leg.dropped
+
+
+def test_the_record_says_behind_which_flow_a_request_waited():
+    picker = Picker()
+    picker.enter("first")
+    for number in range(3):
+        picker.enter(f"big{number}", tenant="big")
+    picker.enter("small", 1.0, tenant="small")
+    picker.end("first", 2.0)
+    picker.end("big0", 3.0)
+    queued = picker.results["small"].account.queued
+    assert (queued.ahead, queued.behind, queued.behind_requests) == (3, "big", 3)
+    assert picker.results["big0"].account.queued.behind_requests == 0
+
+
+def test_waiting_flows_are_listed_by_their_requests():
+    picker = Picker()
+    picker.enter("first")
+    picker.enter("small", 1.0, tenant="small")
+    for number in range(2):
+        picker.enter(f"big{number}", 2.0 + number, tenant="big")
+    picker.enter("urgent", 4.0, priority=1)
+    (urgent,), flows = picker.queue.waiting_flows(5.0).values()
+    assert (urgent.flow, urgent.requests, urgent.oldest_wait_s) == ("", 1, 1.0)
+    assert [(one.flow, one.requests, one.oldest_wait_s) for one in flows] == [
+        ("big", 2, 3.0),
+        ("small", 1, 4.0),
+    ]
+
+
+def test_the_number_of_listed_flows_is_bounded():
+    picker = Picker()
+    picker.enter("first")
+    for number in range(FLOWS_SHOWN + 5):
+        picker.enter(f"{number}", tenant=f"tenant-{number}")
+    (flows,) = picker.queue.waiting_flows(1.0).values()
+    assert len(flows) == FLOWS_SHOWN
+    assert picker.queue.snapshot(1.0).bands[0].flows == FLOWS_SHOWN + 5
+
+
+def test_a_light_flow_that_waits_as_long_as_a_heavy_one_is_shown():
+    """In turn by arrival, because the band has one queue for all flows."""
+    picker = Picker(default_band=BandSettings())
+    picker.enter("first")
+    for number in range(4):
+        picker.enter(f"big{number}", tenant="big", prompt_tokens=10_000)
+    picker.enter("small", tenant="small", prompt_tokens=10)
+    done = ["first", *(f"big{number}" for number in range(4))]
+    for at, name in enumerate(done):
+        picker.end(name, 1.0 + at)
+    assert picker.queue.snapshot(6.0).bands[0].light_wait_ratio is None
+    ratios = {band.priority: band.light_wait_ratio for band in picker.queue.snapshot(61.0).bands}
+    assert ratios[0] == pytest.approx(5.0 / 3.0)

@@ -110,6 +110,7 @@ def test_the_wait_may_end_with_a_refusal():
     full = Full()
     stream = full.stream()
     stream.send(*MODES["buffered"][0])
+    stream.now = 30.0
     full.queue.pump(30.0)
     (answer,) = stream.resumed
     assert answer.immediate_response.status.code == 429
@@ -118,7 +119,11 @@ def test_the_wait_may_end_with_a_refusal():
         for option in answer.immediate_response.headers.set_headers
     }
     assert headers["x-llm-d-request-dropped-reason"] == b"rejected-ttl-expired"
+    assert headers["retry-after"] == b"30", "nothing was placed for 30 s"
     assert stream.session.finished
+    queued = stream.told.refused_exchange.queued
+    assert (queued.waited_s, queued.charged_tokens) == (30.0, 0.0)
+    assert queued.why.startswith("2 of 2 endpoints are full")
 
 
 def test_a_wait_in_the_queue_is_no_incomplete_request():

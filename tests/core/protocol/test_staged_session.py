@@ -3,8 +3,9 @@
 import pytest
 from msgspec import structs
 
+from epp.core.decision.account import Route
 from epp.core.decision.inputs import PageScraped, PoolReplaced
-from epp.core.decision.stages import Always, Multimodal, Stages
+from epp.core.decision.stages import Always, Multimodal, Never, Stages
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import EndpointMetrics
 from epp.plugins.scorers import Queue
@@ -47,6 +48,28 @@ def test_the_prefill_endpoint_is_named_and_the_clients_copies_are_gone():
     removed = gw.removed_headers(answers[0])
     assert removed == FORGED.keys() - {PREFILL}
     assert not removed & found.keys()
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("stages", "roles", "route"),
+    [
+        (structs.replace(BOTH, prefill_if=Never()), ["prefill", "decode"], Route.DECODE_ONLY),
+        (BOTH, ["prefill", "decode"], Route.PREFILL_DECODE),
+        (structs.replace(ALL, prefill=None), ["encode", "decode"], Route.ENCODE_DECODE),
+        (ALL, ["encode", "prefill", "decode"], Route.ENCODE_PREFILL_DECODE),
+        (structs.replace(BOTH, fallback=BOTH.decode), ["decode"], Route.AGGREGATED_FALLBACK),
+    ],
+)
+def test_no_copy_of_the_client_is_left_on_any_route(stages, roles, route):
+    """Each header is set or removed, and none is both."""
+    stream, answers = answered(pool_of(roles, stages), CHAT | FORGED)
+    found, removed = gw.set_headers(answers[0]), gw.removed_headers(answers[0])
+    stages_named = {PREFILL: "prefill" in route, ENCODE_HEADER: "encode" in route}
+    assert {name: name in found for name in stages_named} == stages_named
+    assert found.keys() & FORGED.keys() == FORGED.keys() - removed
+    assert not removed & found.keys()
+    assert "10.6.6.6:1" not in found.values()
     stream.close()
 
 

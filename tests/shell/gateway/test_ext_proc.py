@@ -74,6 +74,8 @@ class Rig:
 
     def __init__(self, resolver=None, **options):
         self.resolver = resolver
+        self.queue = None
+        self.settings = SessionSettings()
         self.scheduler = pods((0, 0.1), (0, 0.1))
         self.told = Told()
         self.budget = BodyBudget(64 * 1024 * 1024)
@@ -85,15 +87,15 @@ class Rig:
 
     def _session(self, gateway):
         self.gateways.append(gateway)
-        settings = SessionSettings()
         return Session(
             self.scheduler,
-            settings,
+            self.settings,
             gateway,
             self.told,
             lambda: "generated",
             self.budget,
             self.resolver,
+            self.queue,
         )
 
     @property

@@ -1,8 +1,13 @@
 """Streams whose requests wait before they are placed, on every transport."""
 
+import asyncio
+import gc
+from functools import partial
+
 import grpc
 import pytest
 
+from epp.shell.gateway.http2 import Http2Settings
 from tests import gateway as gw
 from tests.core.protocol.test_waiting import NO_ROOM, Later
 from tests.envoy.rig import until
@@ -48,6 +53,39 @@ async def test_a_refusal_ends_the_stream(transport):
         assert gw.kinds(await call.answers(1)) == ["immediate_response"]
         await rig.closed(1)
         assert rig.told.codes == ["OK"]
+
+
+async def test_a_refusal_after_a_wait_is_no_failure_of_a_task(transport):
+    """The picker ends the stream while it reads. Event loops report errors that nobody has read."""
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    later = Later()
+    async with serving(transport, resolver=later) as rig:
+        call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+        later.resolve(NO_ROOM)
+        await call.answers(1)
+        await rig.closed(1)
+        assert await call.ended() is grpc.StatusCode.OK
+    gc.collect()
+    assert reported == []
+
+
+async def test_clients_that_leave_a_queue_do_not_cost_the_gateway_its_connection(
+    transport, monkeypatch
+):
+    """They look like resets before an answer, and there may be a thousand in a row. The others on
+    the connection would all fail.
+    """
+    monkeypatch.setattr("epp.shell.gateway.connections.ALLOWANCE_MAX", 3)
+    monkeypatch.setattr("tests.transports.Http2Settings", partial(Http2Settings, resets_max=3))
+    later = Later()
+    async with serving(transport, resolver=later) as rig:
+        for count in range(8):
+            call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+            call.grpc.cancel()
+            await rig.closed(count + 1)
+            later.waiting.clear()
+    assert "connection cut for resets" not in rig.told.events
 
 
 async def test_who_half_closes_is_answered_before_the_stream_ends(transport):

@@ -3,33 +3,47 @@
 import asyncio
 
 import msgspec
+import pytest
 import structlog
 from aiohttp.test_utils import make_mocked_request
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from epp.commands.decisions import _text
-from epp.core.decision.inputs import PageScraped, ResponseStarted, Tick
-from epp.core.decision.stages import Always, Stages
+from epp.core.decision.account import Route
+from epp.core.decision.explaining import REASON_HEADER, explained, explaining_headers
+from epp.core.decision.inputs import PageScraped, PoolReplaced, ResponseStarted, Tick
+from epp.core.decision.stages import Always, ByTime, Never, Order, Stages
 from epp.core.journal.events import Responding
 from epp.core.journal.witness import CaptureWitness, Sample
+from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, prefill_work
+from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import Exchange
 from epp.core.types import EndpointMetrics, KvTransfers
 from epp.journal.decision_record import PACKED_FROM, Decided, unpack_decided
 from epp.journal.past import NO_SETTING, PastDecision
-from epp.plugins.filters import PrefillRole
+from epp.plugins.added_time import AddedTime
+from epp.plugins.filters import DecodeRole, PrefillRole
+from epp.plugins.rollout import RolloutScreener
 from epp.plugins.scorers import ActiveRequests
+from epp.plugins.stage_time import DecodeTime, PrefillTime
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.decision_sums import Stretch
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
+from epp.shell.operators.live.live_view import Live, LivePrefills, LiveView
 from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.metrics.snapshot import pool_snapshot
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.pages.debug_pages import DebugPages
 from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from epp.shell.operators.traces.tracing import _destination
-from tests.core.decision.staged import BOTH, DECODE, chat, pool_of, profile
+from epp.shell.process.pressure import MemoryPressure
+from tests.core.decision.staged import BOTH, DECODE, chat, of_role, pool_of, profile, scrape
 
 
 def exchange_of(decision):
@@ -160,6 +174,84 @@ def test_a_decision_is_explained_with_both_endpoints():
     assert any(line.startswith("  pod-0 at that time: 0 waiting") for line in lines)
 
 
+ADDED_TIME = profile("decode", DecodeRole(), scorers=[AddedTime()])
+PREFILL_TIME = profile("prefill", PrefillRole(), scorers=[PrefillTime()])
+DECODE_TIME = profile("decode", DecodeRole(), scorers=[DecodeTime()])
+ELSEWHERE = Stages(decode=ADDED_TIME, prefill=PREFILL_TIME, prefill_if=Always())
+
+
+def prefill_s(tokens):
+    """Return the time of a prompt without cached tokens after another of the same length."""
+    return (tokens + prefill_work(tokens, tokens)) / PREFILL_TOKENS_PER_S
+
+
+def second_decision(recorded, tokens):
+    """Return the second of two decisions for other prompts at the same time."""
+    recorded.decide(tokens, text=b"b")
+    return recorded.decide(tokens, text=b"c")
+
+
+def test_the_first_token_is_expected_after_the_prefill_elsewhere():
+    """The prefill endpoint has another prompt to compute first. The decode endpoint computes none,
+    and its load is no part of the expectation.
+    """
+    recorded = Recorded(stages=ELSEWHERE)
+    decision = second_decision(recorded, 6_400)
+    assert decision.account.route is Route.PREFILL_DECODE
+    expected_s = prefill_s(6_400)
+    (row, _) = recorded.rows()
+    assert row["expected_first_token_s"] == pytest.approx(expected_s, abs=1e-6)
+    assert f"first token expected after {expected_s:.3g} s" in explanation(row)
+    ended = exchange_of(decision)
+    ended.first_output_at_s = 2.0
+    recorded.recent.completed(ended, Outcome(status=200), 3.0)
+    assert recorded.recent.first_tokens() == [(pytest.approx(expected_s), 2.0)]
+
+
+def test_the_first_token_of_a_prefill_at_the_decode_endpoint_is_expected_as_before():
+    stages = structs.replace(ELSEWHERE, prefill_if=Never())
+    recorded = Recorded(roles=("decode",), stages=stages)
+    recorded.decide(6_400)
+    (row,) = recorded.rows()
+    own_s = row["costs"][0]["endpoints"][0]["parts"]["prefill"]
+    assert row["expected_first_token_s"] == pytest.approx(own_s)
+    assert own_s == pytest.approx(prefill_work(6_400, 6_400) / PREFILL_TOKENS_PER_S, abs=1e-6)
+
+
+def test_the_client_is_told_the_first_token_after_the_prefill_elsewhere():
+    made = pool_of(["prefill", "decode"], ELSEWHERE)
+    made.schedule(chat(6_400, text=b"b"), 0.1)
+    decision = made.schedule(chat(6_400, text=b"c"), 0.1)
+    noted = explained(decision.leg, {}, decision.earlier)
+    reason = explaining_headers(noted, made.failures)[REASON_HEADER]
+    assert f"first token expected after {prefill_s(6_400):.3g} s" in reason
+
+
+@pytest.mark.parametrize("running", [0.0, 20.0])
+def test_the_default_by_role_shows_its_costs_in_seconds(running):
+    """A remote prefill and its transfer are parts of the cost if they take less time."""
+    stages = Stages(
+        decode=DECODE_TIME, prefill=PREFILL_TIME, prefill_if=ByTime(), order=Order.PREFILL_FIRST
+    )
+    recorded = Recorded(roles=("prefill", "decode", "decode"), stages=stages)
+    recorded.scheduler.placements.keeps_costs = True
+    scrape(recorded.scheduler, 0.05, running_requests=running)
+    decision = recorded.decide(6_400)
+    (row,) = recorded.rows()
+    (cost,) = row["costs"]
+    assert (cost["scorer"], cost["unit"]) == ("decode-time-scorer", "s")
+    for endpoint in cost["endpoints"]:
+        assert endpoint["total"] == pytest.approx(sum(endpoint["parts"].values()), abs=1e-5)
+    parts = cost["endpoints"][0]["parts"]
+    remote = decision.prefiller is not None
+    assert remote == bool(running)
+    assert (parts["remote prefill"] > 0, parts["KV transfer"] > 0) == (remote, remote)
+    assert (parts["prefill"] > 0) != remote
+    waits = ("queue", "prefill", "adapter", "remote prefill", "KV transfer")
+    expected_s = sum(parts[name] for name in waits)
+    assert row["expected_first_token_s"] == pytest.approx(expected_s, abs=1e-5)
+
+
 def test_a_prefill_endpoint_is_found_and_was_chosen():
     recorded = Recorded()
     recorded.decide()
@@ -245,3 +337,52 @@ def test_the_page_of_endpoints_has_the_transfers_of_kv_caches():
     assert (decode["kv_received_tokens"], decode["kv_transfers_failed"]) == (512.0, 1.0)
     assert decode["kv_transfers_expired"] is None
     assert prefill["kv_received_tokens"] is None
+
+
+REVISION = "disaggregatedset.x-k8s.io/revision"
+SET_ROLE = "disaggregatedset.x-k8s.io/role"
+
+
+def test_operators_see_which_revisions_are_screened():
+    """The share of each revision, and how many endpoints the screener dropped."""
+    gating = {"mode": "sum", "requireRoles": {"values": ["prefill", "decode"]}}
+    screener = msgspec.convert({"revisionGating": gating}, RolloutScreener)
+    made = pool_of([], structs.replace(BOTH, screen=profile("screen", screener)))
+    revisions = [("a", "prefill"), ("a", "decode"), ("b", "decode")]
+    members = [
+        of_role(at, role, address=f"10.0.0.{at}:8000") for at, (_, role) in enumerate(revisions)
+    ]
+    members = [
+        structs.replace(one, labels=one.labels | {REVISION: revision, SET_ROLE: role})
+        for one, (revision, role) in zip(members, revisions, strict=True)
+    ]
+    made.take(PoolReplaced(members), 0.0)
+    scrape(made, 0.0)
+    shown = pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 0.1)
+    assert shown.revision_shares == {"a": 1.0, "b": 0.0}
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry)
+    observer = Observation(telemetry, DecisionLog(structlog.get_logger(), level="error"), None)
+    decision = made.schedule(chat(), 0.1)
+    assert decision.leg.eliminated == {RolloutScreener.type_name: 1, "decode-filter": 1}
+    observer.decided(exchange_of(decision))
+    telemetry.fold()
+    dropped = registry.get_sample_value(
+        "homing_filter_eliminated_total", {"filter": RolloutScreener.type_name}
+    )
+    assert dropped == 2, "once in each stage"
+
+
+async def test_the_live_view_shows_prefills_in_flight_by_pair():
+    made = pool_of(["prefill", "decode", "decode"], BOTH)
+    view = LiveView(
+        made,
+        RecentDecisions(made.pool),
+        ConfigurationChanges(),
+        EndpointStates(made),
+        clock=lambda: 1.0,
+    )
+    first, second = made.schedule(chat(), 0.1), made.schedule(chat(), 0.1)
+    assert {first.endpoint.name, second.endpoint.name} == {"pod-1"}
+    shown = msgspec.json.decode(await view.look(), type=Live)
+    assert shown.prefills == [LivePrefills(prefill="pod-0", decode="pod-1", requests=2)]

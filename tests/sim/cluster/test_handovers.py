@@ -8,13 +8,14 @@ from msgspec import structs
 from sim.caches.names import cache_named
 from sim.cluster.check import checker
 from sim.cluster.faults import Fault, FaultKind, draw_faults
-from sim.cluster.links import ACROSS_ZONES_S, LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.prefill_rules import DECODE, PREFILL, RoundRobinPrefill
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.simulated_request import Failure, Fate
 from sim.engine.features import features_named
+from sim.engine.links import ACROSS_ZONES_S, LINKS
 from sim.engine.profiles import DEFAULT_PROFILE, KVWindow, find_profile
 from sim.measurement.measures import Measures, Targets, ttft_of
 from tests.sim.made import arrival, arrivals, cluster, kind

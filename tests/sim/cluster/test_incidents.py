@@ -20,12 +20,13 @@ from sim.cluster.incidents import (
     check_incidents,
     play,
 )
-from sim.cluster.links import LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.policies import policy_source
 from sim.cluster.prefill_rules import DECODE, PREFILL, RoundRobinPrefill
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.settings import Absence, ClientSettings, ClusterSettingsError
 from sim.cluster.simulated_request import Fate
+from sim.engine.links import LINKS
 from tests.sim.made import arrivals, cluster, kind
 
 PODS = 3

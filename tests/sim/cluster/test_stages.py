@@ -3,17 +3,21 @@
 import pytest
 from msgspec import structs
 
-from epp.configuration.config import DEFAULT_CONFIG, STAGED_DEFAULT_CONFIG
-from sim.cluster.links import LINKS, KVTransferSettings
+from epp.configuration.config import DEFAULT_CONFIG
+from epp.configuration.defaults import default_with_stages
+from epp.core.types import Stage
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.policies import PolicySource, SchedulerPolicy, policy_source
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_request import Fate
+from sim.engine.links import LINKS
 from tests.core.decision.staged import ROLE
 from tests.core.journal.test_staged_reenactment import ALWAYS
 from tests.sim.made import arrival, arrivals, cluster, kind
 
 ROLES = ("prefill", "decode", "decode")
 TRANSFERS = KVTransferSettings(link=LINKS["roce200"])
+BY_ROLE = default_with_stages({Stage.PREFILL}).text
 SOURCE = PolicySource(name="staged", text=ALWAYS, source="staged")
 
 
@@ -110,7 +114,7 @@ def test_the_picker_sees_the_headers_when_the_decode_engine_has_the_request():
 @pytest.mark.parametrize(
     ("name", "roles", "kv_transfer", "chosen"),
     [
-        ("default", ROLES, TRANSFERS, STAGED_DEFAULT_CONFIG),
+        ("default", ROLES, TRANSFERS, BY_ROLE),
         ("default", ROLES, None, DEFAULT_CONFIG),
         ("default", ("decode", "decode"), TRANSFERS, DEFAULT_CONFIG),
         ("homing", ROLES, TRANSFERS, DEFAULT_CONFIG),
@@ -133,7 +137,9 @@ def test_the_default_by_role_prefills_long_prompts_elsewhere_and_short_ones_not(
         arrival(40 + at, time_s=2.0 + at, prompt_tokens=tokens)
         for at, tokens in enumerate((8_000, 64))
     ]
-    requests = served_by_role([*busy, *late], ("prefill", "decode"), text=STAGED_DEFAULT_CONFIG)
+    requests = served_by_role(
+        [*busy, *late], ("prefill", "decode"), text=default_with_stages({Stage.PREFILL}).text
+    )
     assert {request.fate for request in requests} == {Fate.COMPLETE}
     by_index = {request.arrival.index: request for request in requests}
     assert by_index[40].handover is not None

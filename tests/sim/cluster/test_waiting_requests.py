@@ -3,8 +3,11 @@
 import pytest
 
 from epp.core.types import Refusal, RefusalReason
+from epp.plugins.strategy import config_of, producer, step
+from sim.cluster.peering import PeerSettings
+from sim.cluster.policies import PolicySource
 from sim.cluster.simulated_request import Fate
-from tests.sim.made import arrivals, cluster, ran
+from tests.sim.made import arrival, arrivals, cluster, ran
 
 NO_ROOM = Refusal(reason=RefusalReason.SATURATED, status=429, message="there is no room")
 
@@ -62,3 +65,48 @@ def test_a_client_that_leaves_ends_the_wait():
     assert all(request.route is None for request in requests)
     assert resolver.cancelled == resolver.begun > 0
     assert one.pickers.policies[0].open_requests == 0
+
+
+COUNTED = """
+saturationDetector: {pluginRef: concurrency-detector}
+featureGates: [flowControl]
+flowControl: {defaultPriorityBand: {fairnessPolicyRef: token-fairness-policy}}
+"""
+
+
+@pytest.mark.parametrize("pickers", [1, 2, 4])
+def test_pickers_share_the_room_of_pods_evenly(pickers):
+    """Twenty requests run at a time, whichever pickers placed them, and none picker's wait longer
+    than the others' by much.
+    """
+    counted = producer("concurrency-detector", maxConcurrency=10)
+    text = config_of(counted, step("added-time-scorer")) + COUNTED
+    policy = PolicySource(name="queue", text=text, source="made")
+    given = [
+        arrival(number, time_s=number * 0.01, prompt_tokens=500, output_tokens=100)
+        for number in range(400)
+    ]
+    requests, most = [], 0
+    one = cluster(
+        given,
+        policy=policy,
+        pods=2,
+        ended=requests.append,
+        replicas=pickers,
+        peers=PeerSettings(delay_s=0.001) if pickers > 1 else None,
+    )
+
+    def count():
+        nonlocal most
+        most = max(most, sum(len(pod.requests) for pod in one.pods.announced()))
+
+    one.run(count)
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    # Each picker may send one request to each pod before it hears of the others.
+    assert 20 <= most <= 20 + 2 * (pickers - 1)
+    ends = [
+        max(request.ended_at for request in requests if request.replica == replica)
+        for replica in range(pickers)
+    ]
+    assert min(ends) > 0.75 * max(ends)
+    assert [policy.open_requests for policy in one.pickers.policies] == [0] * pickers

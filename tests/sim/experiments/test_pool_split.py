@@ -6,8 +6,9 @@ import pytest
 from msgspec import structs
 
 from sim.__main__ import main
-from sim.cluster.links import LINKS, KVTransferSettings
+from sim.cluster.links import KVTransferSettings
 from sim.cluster.prefill_rules import DECODE, PREFILL
+from sim.engine.links import LINKS
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.demand import busy_times, demand_of
 from sim.experiments.pool_split import CACHED_SHARES, Split, splits_for

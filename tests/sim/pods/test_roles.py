@@ -1,5 +1,6 @@
 """Roles of simulated pods on the command line, and the processes that serve them."""
 
+import argparse
 import asyncio
 import json
 import re
@@ -8,6 +9,8 @@ import signal
 import pytest
 from aiohttp import ClientSession
 
+from sim.engine.links import DEFAULT_LINK, LINKS
+from sim.pods.command import add_parser
 from sim.pods.roles import decodes, names_of, roles_named, transfers
 from tests.sim.pods.test_pods import sim_serve
 
@@ -90,6 +93,7 @@ async def test_the_command_serves_roles_and_stops_during_a_prefill(tmp_path):
         (["--roles", "decode=x"], "'decode=x' has no number of pods"),
         (["--roles", "decode=1", "--pods", "2"], "not allowed with"),
         (["--roles", "decode=1", "--kv-bandwidth", "0"], "is not a number above 0"),
+        (["--roles", "decode=1", "--kv-link", "fast"], "expected one of nvlink"),
         (["--roles", "decode=1", "--engine", "speculative:acceptance=0.5"], "--roles does not"),
     ],
 )
@@ -98,3 +102,20 @@ async def test_a_wrong_command_line_exits_2(arguments, says):
         _, stderr = await process.communicate()
     assert process.returncode == 2
     assert says in stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bytes_per_s", "setup_s"),
+    [
+        ([], LINKS[DEFAULT_LINK].bytes_per_s, LINKS[DEFAULT_LINK].setup_s),
+        (["--kv-link", "nvlink"], 600e9, LINKS["nvlink"].setup_s),
+        (["--kv-link", "12:0.004"], 12e9, 0.004),
+        (["--kv-bandwidth", "40"], 40e9, LINKS["ib-ndr400"].setup_s),
+    ],
+)
+def test_the_network_is_named_as_for_replays(arguments, bytes_per_s, setup_s):
+    """The earlier flag, a bandwidth alone, sets the same network."""
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    link = parser.parse_args(["serve", *arguments]).kv_link
+    assert (link.bytes_per_s, link.setup_s) == (bytes_per_s, pytest.approx(setup_s))

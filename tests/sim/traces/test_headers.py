@@ -51,6 +51,14 @@ def test_under_a_salt_values_are_hashed(tmp_path):
     assert dict(read.headers)["x-session-id"] == read.session != "s"
 
 
+def test_a_salt_keeps_the_latencies_that_a_client_asks_for(tmp_path):
+    """The simulated picker reads these numbers. What is no number is hashed."""
+    limits = (("x-llm-d-slo-ttft-ms", "250.0"), ("x-llm-d-slo-tpot-ms", SECRET))
+    (read,), path = captured(tmp_path, arrival(headers=limits), salt=Salt(b"key"))
+    assert dict(read.headers)["x-llm-d-slo-ttft-ms"] == "250.0"
+    assert SECRET not in path.read_text()
+
+
 def test_raw_requests_have_headers_and_priorities_beside_their_body(tmp_path):
     """As they were sent: names in any case."""
     path = tmp_path / "raw.jsonl"

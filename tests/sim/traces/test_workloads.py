@@ -238,3 +238,43 @@ def test_a_workload_that_cannot_be_steady_is_refused(kind, told):
     with pytest.raises(FieldError) as refused:
         Drawing(kind=kind, steady=True).generated()
     assert refused.value.expected.startswith(told)
+
+
+def test_workloads_beside_each_other_share_no_text_and_keep_their_marks():
+    """Each has its own sessions, whose turns still wait for each other, and its own priority."""
+    talks = msgspec.structs.replace(STANDARD["interactive-chat"], priority=2)
+    tasks = msgspec.structs.replace(STANDARD["agent-tree"], headers=(("x-team", "agents"),))
+    both = msgspec.structs.replace(talks, beside=(tasks,))
+    trace = list(arrivals(both, seed=1, requests_max=400))
+    assert [one.index for one in trace] == list(range(400))
+    assert all(one.time_s <= other.time_s for one, other in pairwise(trace))
+    of = {2: [one for one in trace if one.priority == 2], 0: [one for one in trace if one.headers]}
+    assert len(of[2]) + len(of[0]) == 400
+    assert min(len(of[2]), len(of[0])) > 20
+    ids = [{part for one in some for part in (*one.blocks, one.answer)} for some in of.values()]
+    assert not ids[0] & ids[1]
+    sessions = [{one.session for one in some} for some in of.values()]
+    assert not sessions[0] & sessions[1]
+    later = [one for one in trace if one.after is not None]
+    assert later
+    for one in later:
+        assert trace[one.after].priority == one.priority
+        assert trace[one.after].answer in one.blocks
+
+
+def test_the_first_of_two_workloads_is_as_if_it_were_alone():
+    """So that what it costs to have another beside it can be measured."""
+    alone = STANDARD["zero-reuse"]
+    both = msgspec.structs.replace(alone, priority=1, beside=(STANDARD["chatbot"],))
+    mine = [one for one in arrivals(both, seed=4, requests_max=200) if one.priority]
+    same = list(arrivals(alone, seed=4, requests_max=len(mine)))
+    assert [(one.time_s, one.output_tokens) for one in mine] == [
+        (one.time_s, one.output_tokens) for one in same
+    ]
+
+
+def test_the_rate_of_one_kind_of_traffic_can_be_changed_only():
+    with pytest.raises(FieldError, match="one kind"):
+        Drawing(kind="two-tenants", rate_per_s=3.0).generated()
+    with pytest.raises(FieldError, match="one kind"):
+        Drawing(kind="two-tenants", steady=True).generated()

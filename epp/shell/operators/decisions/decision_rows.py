@@ -10,13 +10,21 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.decision.account import Ranking, decided_by, rounded_parts
-from epp.core.decision.costs import DIGITS, Cost, FailedCost, cost_by_score, costs_of, rebuilt_pair
+from epp.core.decision.costs import (
+    DIGITS,
+    Cost,
+    FailedCost,
+    cost_by_score,
+    costs_of,
+    prefill_time_s,
+    rebuilt_pair,
+)
 from epp.core.decision.profile import Scored
 from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, Seconds
+from epp.core.types import Endpoint, Seconds, Stage
 from epp.journal.decision_record import (
     Decided,
     DecidedLeg,
@@ -48,6 +56,8 @@ class Remembered(Struct, frozen=True):
     """Scores of all candidates of the decision, or None if they are no longer available."""
     members: Members | None = None
     """Members of the pool at the time of the decision, or None if they are no longer available."""
+    output_time_s: Seconds | None = None
+    """Observed time per output token in seconds, or None if it is unknown."""
 
 
 def row_of(
@@ -71,7 +81,7 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     before = _before(told)
     costs = _costs(told, setting, before)
     cost = next((one for one in costs if isinstance(one, Cost)), None)
-    expected_s = _first_token_s(costs)
+    expected_s = _first_token_s(told, costs)
     chosen = _score(told.endpoint, told.parts, names, states)
     other_parts = weighted(told.runner_up_scores, setting)
     runner_up = _score(told.runner_up, other_parts, names, states) if other_parts else None
@@ -123,6 +133,8 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
         row["shadow"] = told.shadow
     if told.queued is not None:
         row["queued"] = told.queued
+    if told.predicted:
+        row["latency"] = _latency(past, remembered)
     if told.route:
         row |= {"route": told.route, "uncached_tokens": told.uncached_tokens}
         row |= {
@@ -134,6 +146,31 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     return row
 
 
+def _latency(past: PastDecision, remembered: Remembered) -> Row:
+    """Return the predicted and observed latencies of a request, with the median errors of the
+    predictions when it was placed. The times count from the decision, but the observed time to first
+    token includes the arrival of the body.
+    """
+    ttft_s, tpot_s, ttft_error, tpot_error = map(_known, past.told.predicted)
+    waited_s = (past.told.queued or {}).get("waited_s", 0.0)
+    observed_s = None if past.end is None else past.end.first_output_s
+    if observed_s is not None and isinstance(waited_s, float | int):
+        observed_s = round(observed_s - waited_s, DIGITS)
+    output_s = remembered.output_time_s
+    return {
+        "ttft": {"predicted_s": ttft_s, "observed_s": observed_s, "error": ttft_error},
+        "tpot": {
+            "predicted_s": tpot_s,
+            "observed_s": None if output_s is None else round(output_s, DIGITS),
+            "error": tpot_error,
+        },
+    }
+
+
+def _known(value: float) -> float | None:
+    return round(value, DIGITS) if math.isfinite(value) else None
+
+
 def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
     """Return the row that shows the choice of the endpoint for a prefill or encode stage."""
     told, states = past.told, past.states
@@ -141,16 +178,7 @@ def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
     other_parts = weighted(leg.runner_up_scores, setting)
     chosen = _score(leg.endpoint, leg.parts, names, states)
     runner_up = _score(leg.runner_up, other_parts, names, states) if other_parts else None
-    numbers = (
-        numbers_before(
-            leg.numbers,
-            prompt_tokens=told.prompt_tokens,
-            prefill_tokens=leg.prefill_tokens,
-            matched_blocks=leg.matched_blocks,
-        )
-        if leg.numbers
-        else ()
-    )
+    numbers = _leg_before(told, leg)
     return {
         "endpoint": leg.endpoint,
         "address": leg.address,
@@ -262,6 +290,8 @@ def _refused_row(past: PastRefusal, why_not: str) -> Row:
         "status": told.status,
         "eliminated": dict(told.eliminated),
     }
+    if told.queued is not None:
+        row["queued"] = told.queued
     if why_not:
         found = [name for name in states if is_called(why_not, name, "")]
         name = found[0] if found else why_not
@@ -277,6 +307,20 @@ def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
     if end is None:
         return None if served is None else {"served_by": address}
     return msgspec.structs.asdict(end) | {"served_by": address}
+
+
+def _leg_before(told: Decided, leg: DecidedLeg) -> Sequence[float]:
+    """Return the load `NUMBERS` of the endpoint of `leg` before the decision, or () if they are not
+    recorded.
+    """
+    if not leg.numbers:
+        return ()
+    return numbers_before(
+        leg.numbers,
+        prompt_tokens=told.prompt_tokens,
+        prefill_tokens=leg.prefill_tokens,
+        matched_blocks=leg.matched_blocks,
+    )
 
 
 class _Ranked:
@@ -384,7 +428,7 @@ def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
     """Return the time to first token in seconds that a recorded decision expected, or None if no
     scorer estimates it.
     """
-    return _first_token_s(_costs(told, setting, _before(told)))
+    return _first_token_s(told, _costs(told, setting, _before(told)))
 
 
 def _before(told: Decided) -> Sequence[float]:
@@ -399,14 +443,24 @@ def _before(told: Decided) -> Sequence[float]:
     )
 
 
-def _first_token_s(costs: Sequence[Cost | FailedCost]) -> Seconds | None:
+def _first_token_s(told: Decided, costs: Sequence[Cost | FailedCost]) -> Seconds | None:
     """Return the expected time to first token in seconds from the first scorer whose cost contains
-    it, or None if none does.
+    it, or None if none does. It includes the time of a prefill at another endpoint.
     """
-    for cost in costs:
-        if isinstance(cost, Cost) and cost.unit == "s" and cost.first_token is not None:
-            return cost.first_token
-    return None
+    found = (cost for cost in costs if isinstance(cost, Cost) and cost.unit == "s")
+    own = next((cost for cost in found if cost.first_token is not None), None)
+    if own is None:
+        return None
+    prefill = next((leg for leg in told.earlier if leg.stage == Stage.PREFILL), None)
+    if prefill is None:
+        return own.first_token
+    return own.first_token_after(
+        prefill_time_s(
+            _leg_before(told, prefill),
+            prompt_tokens=told.prompt_tokens,
+            prefill_tokens=prefill.prefill_tokens,
+        )
+    )
 
 
 def _pair(told: Decided, before: Sequence[float]) -> Candidates:

@@ -11,6 +11,7 @@ from epp.shell.printable import printable
 _Row: TypeAlias = dict[str, Any]
 
 _DIGITS: Final = 3
+_LATENCIES: Final = {"ttft": "time to first token", "tpot": "time per output token"}
 _LEVEL: Final = 1e-4
 """Difference of scores below which two totals count as equal; totals are rounded to it."""
 
@@ -30,6 +31,8 @@ def _refusal(row: _Row) -> list[str]:
         f"{_request(row)}{path}, {row['at']}",
         f"refused with {row['status']}: {row['refused']}",
     ]
+    if "queued" in row:
+        lines.append(_queued(row["queued"]))
     if row["eliminated"]:
         lines.append(f"dropped: {_dropped(row)}")
     if "why_not" in row:
@@ -74,17 +77,41 @@ def _decision(row: _Row) -> list[str]:
     lines += [_scored(row), _predicted(row)]
     if row.get("expected_first_token_s") is not None:
         lines.append(_first_token(row))
+    lines += _latencies(row.get("latency", {}))
     lines.append(_ended(row))
     return lines
+
+
+def _latencies(row: _Row) -> list[str]:
+    """Return a line for each kind of latency that was predicted or would have been, e.g. "predicted
+    time to first token 0.41 s, observed 0.38 s; median error 7%".
+    """
+    return [
+        f"predicted {_LATENCIES[name]} {_predicted_s(each['predicted_s'])}, "
+        f"observed {_predicted_s(each['observed_s'])}; median error "
+        + ("unknown" if each["error"] is None else f"{each['error']:.0%}")
+        for name, each in row.items()
+    ]
+
+
+def _predicted_s(value: float | None) -> str:
+    return "?" if value is None else f"{_short(value)} s"
 
 
 def _queued(row: _Row) -> str:
     """Return a line about the wait of the request in the queue, and its reason."""
     flow = f" of flow {row['flow']}" if row["flow"] else ""
-    return (
-        f"waited {row['waited_s']:g} s in the queue{flow}, where {row['ahead']} requests waited "
-        f"already, because {row['why']}; charged {row['charged_tokens']} tokens"
-    )
+    told = f"waited {row['waited_s']:g} s in the queue{flow}, behind {row['ahead']} requests"
+    most = row.get("behind_requests", 0)
+    if most:
+        told += f", most of its band ({most}) {_of_flow(row['behind'])}"
+    told += f", because {row['why']}"
+    charged = row["charged_tokens"]
+    return f"{told}; charged {charged} tokens" if charged else told
+
+
+def _of_flow(flow: str) -> str:
+    return f"of flow {flow}" if flow else "without a flow"
 
 
 def _stage(stage: Stage, row: _Row) -> list[str]:
@@ -228,7 +255,7 @@ def _known(name: str, known: _Row) -> str:
         f"{_count(known['waiting_requests'])} waiting",
         f"{_count(known['running_requests'])} running",
         "KV cache unknown" if usage is None else f"KV cache {usage:.0%}",
-        f"{_count(known['inflight_requests'])} in flight from this picker",
+        f"{_count(known['inflight_requests'])} in flight",
         f"{_count(known['inflight_prefill_tokens'])} tokens to prefill",
         "never scraped" if age is None else f"metrics {_short(age)} s old",
     ]

@@ -15,11 +15,11 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct, structs
 
-from epp.core.decision.account import Leg, runner_up_of
+from epp.core.decision.account import Leg, Queued, runner_up_of
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
-from epp.core.knowledge.candidates import Floats, Ints
+from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.pool import EndpointPool
 from epp.core.prompt.request import InferenceRequest
@@ -79,6 +79,8 @@ _SCORES_SHARE: Final = 4
 only the newest decisions keep.
 """
 KEEP_S: Final = 900.0
+OUTPUT_TIMES_MAX: Final = 8_192
+"""Maximum number of decisions whose observed time per output token is remembered."""
 _MEMBERSHIPS_MAX: Final = 64
 """Maximum number of remembered lists of the pool's endpoints, one for each change of the pool; each
 list is as long as the pool.
@@ -236,6 +238,8 @@ class RecentDecisions:
         self._could_not = could_not
         self._history = history
         self._waiting: list[_Deciding | _Ending | _Other] = []
+        self._output_times_s: dict[int, Seconds] = {}
+        """Observed time per output token by the number of the decision, oldest first."""
         self._memberships: dict[int, Members] = {}
         """Members of the pool by the pool's generation, oldest first."""
         self._generation = -1
@@ -344,6 +348,7 @@ class RecentDecisions:
             if decision.earlier
             else (),
             queued=None if account.queued is None else account.queued.fields(),
+            predicted=() if leg.lease.latency is None else _predicted(candidates, leg.picked),
         )
         self._wait(
             _Deciding(
@@ -378,8 +383,11 @@ class RecentDecisions:
         *,
         request_id: str = "",
         path: str = "",
+        queued: Queued | None = None,
     ) -> None:
-        """Record a refused request; `request` is None if the request was not understood."""
+        """Record a refused request; `request` is None if the request was not understood. `queued` is
+        its wait in the queue, or None if it did not wait.
+        """
         told = Refused(
             kept_text(request.request_id if request else request_id),
             kept_text(request.model) if request else "",
@@ -389,6 +397,7 @@ class RecentDecisions:
             refusal.status,
             refusal.eliminated,
             self._states_told,
+            None if queued is None else queued.fields(),
         )
         self._wait(_Other(self._clock(), REFUSED, told))
 
@@ -421,7 +430,19 @@ class RecentDecisions:
                 exchange.first_output_at_s is not None
                 and leg.lease.slot == leg.candidates.slot.item(leg.picked)
             )
+            if seen and leg.lease.latency is not None:
+                self._remember_output_time(exchange, decision.number, now)
             self._wait(_Ending(decision.number, ended_head(exchange, outcome, now), seen))
+
+    def _remember_output_time(self, exchange: Exchange, number: int, now: Seconds) -> None:
+        """Remember the observed time per output token of decision `number`, if the engine counted
+        the tokens of a streamed answer.
+        """
+        usage, first_s, request = exchange.usage, exchange.first_output_at_s, exchange.request
+        tokens = usage.completion_tokens if usage else None
+        if first_s is None or tokens is None or tokens < 2 or not (request and request.stream):
+            return
+        _remember(self._output_times_s, number, (now - first_s) / (tokens - 1), OUTPUT_TIMES_MAX)
 
     def fold(self) -> None:
         """Store the decisions, refusals and ends that wait to be recorded, in order. Every read
@@ -642,8 +663,19 @@ class RecentDecisions:
         remembered = Remembered(
             None if packed_scores is None else unpack_scores(packed_scores),
             self._memberships.get(past.told.members),
+            self._output_times_s.get(past.told.number),
         )
         return row_of(past, self._clock(), why_not, remembered)
+
+
+def _predicted(candidates: Candidates, picked: int) -> tuple[float, ...]:
+    """Return `Decided.predicted` for the candidate at position `picked`."""
+    return (
+        candidates.predicted_ttft_s.item(picked),
+        candidates.predicted_tpot_s.item(picked),
+        candidates.predicted_ttft_error.item(picked),
+        candidates.predicted_tpot_error.item(picked),
+    )
 
 
 def recent_decisions(

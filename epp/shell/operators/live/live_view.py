@@ -15,6 +15,7 @@ from msgspec import Struct, field
 from epp import __version__
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.pool import Standing
+from epp.core.protocol.flow_queue import FlowQueue, WaitingFlow
 from epp.core.types import Endpoint, Seconds
 from epp.journal.records import Applied, RefusedDocument
 from epp.shell.engines.first_tokens import FirstTokens
@@ -43,6 +44,32 @@ ENDPOINTS_MAX: Final = 200
 first.
 """
 DECISIONS_SHOWN: Final = 12
+PREFILLS_MAX: Final = 64
+"""Maximum number of pairs of endpoints whose prefills in flight the live view has."""
+
+
+class LiveLatency(Struct, frozen=True):
+    """Predicted and observed latency of an endpoint in the live view: medians of its last requests;
+    fields are None if unknown.
+    """
+
+    used: str
+    """Source of the predictions that decisions use: "estimate", "learned" or "none"."""
+    predicted_s: Seconds | None
+    observed_s: Seconds | None
+    error: float | None
+    """Median relative error of the better source."""
+
+
+class LiveBand(Struct, frozen=True, kw_only=True):
+    """The waiting requests of one priority in the live view."""
+
+    priority: int
+    requests: int
+    flows: int
+    oldest_wait_s: Seconds
+    most: list[WaitingFlow]
+    """Flows with most waiting requests, most first."""
 
 
 class LiveEndpoint(Struct, frozen=True, kw_only=True):
@@ -106,6 +133,12 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """Reason why no KV-cache events are received from the endpoint, or None."""
     engine_hits: float | None = None
     """Share of prompt tokens found in the prefix cache, by the engine's own counters."""
+    room_load: float | None = None
+    """Load of the endpoint as a share of its room, by which the queue judges; full from 1 on."""
+    room_requests: int | None = None
+    """Number of further requests for which the endpoint is estimated to have slots."""
+    latencies: dict[str, LiveLatency] = field(default_factory=dict)
+    """Predicted and observed latencies by "ttft" and "tpot"; empty if none are predicted."""
 
 
 class LiveScore(Struct, frozen=True, kw_only=True):
@@ -150,6 +183,17 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     """Name of the endpoint that encodes media, or None if the endpoint that prefills does it."""
 
 
+class LivePrefills(Struct, frozen=True, kw_only=True):
+    """The requests in flight whose prompt one endpoint computes for another, in the live view."""
+
+    prefill: str
+    """Name of the endpoint that prefills."""
+    decode: str
+    """Name of the endpoint that receives the KV cache and decodes."""
+    requests: int
+    """Number of the picker's own requests whose prefill has not ended."""
+
+
 class Live(Struct, frozen=True, kw_only=True):
     """The state of a picker at one time, as shown by `epp top` and the page /live."""
 
@@ -177,6 +221,8 @@ class Live(Struct, frozen=True, kw_only=True):
     """Most recent decisions and refusals, newest first."""
     configuration: Applied
     configuration_refused: RefusedDocument | None
+    prefills: list[LivePrefills] = field(default_factory=list)
+    """Prefills in flight by pair of endpoints, most requests first; at most `PREFILLS_MAX` pairs."""
     process: ProcessLately | None = None
     """CPU, memory and event-loop lag of the picker's process, or None from a picker of an earlier
     version.
@@ -185,6 +231,10 @@ class Live(Struct, frozen=True, kw_only=True):
     """Address of the picker to which `process` belongs; "" if there is only one picker."""
     capture: JournalSnapshot | None = None
     """Counts of the capture, or None if nothing is captured."""
+    queue: list[LiveBand] | None = None
+    """Bands with waiting requests, highest priority first, or None if requests do not wait."""
+    evicted_total: int = 0
+    """Number of evicted requests since the start."""
 
 
 class LiveView:
@@ -202,6 +252,7 @@ class LiveView:
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
         capture: Callable[[], JournalSnapshot | None] = lambda: None,
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
+        queue: Callable[[], FlowQueue | None] = lambda: None,
     ) -> None:
         """Create the collector of the figures that `epp top` and `/live` show. `pool` is the pool's name, or "". `first_tokens` returns the
         engines' times to first token by endpoint id.
@@ -209,6 +260,7 @@ class LiveView:
         self._first_tokens = first_tokens
         self._capture = capture
         self._kv_events = kv_events
+        self._queue = queue
         self._process = process
         self._scheduler = scheduler
         self._recent = recent
@@ -237,6 +289,7 @@ class LiveView:
         ready = sum(row["state"] == Standing.READY for row in rows)
         shown = sorted(rows, key=lambda row: _worth(row, lately))[:ENDPOINTS_MAX]
         shown.sort(key=lambda row: str(row["name"]))
+        queue = self._queue()
         return Live(
             version=__version__,
             at_s=lately.until_s,
@@ -253,9 +306,56 @@ class LiveView:
             decisions=[_decision(row) for row in decisions],
             configuration=self._changes.applied,
             configuration_refused=self._changes.refused,
+            prefills=self._prefills(),
             process=self._process(),
             capture=self._capture(),
+            queue=None if queue is None else _bands(queue, now),
+            evicted_total=0 if queue is None else queue.control.evictions.evicted.total(),
         )
+
+    def _prefills(self) -> list[LivePrefills]:
+        scheduler = self._scheduler
+        pairs = scheduler.state.overdue_prefills.in_flight(scheduler.ledger)
+        endpoint_in = scheduler.pool.endpoint_in
+        return [
+            LivePrefills(
+                prefill=endpoint_in(prefill).name,
+                decode=endpoint_in(decode).name,
+                requests=requests,
+            )
+            for (prefill, decode), requests in pairs.most_common(PREFILLS_MAX)
+        ]
+
+
+def _bands(queue: FlowQueue, now: Seconds) -> list[LiveBand] | None:
+    snapshot = queue.snapshot(now)
+    if snapshot is None:
+        return None
+    flows = queue.waiting_flows(now)
+    return [
+        LiveBand(
+            priority=band.priority,
+            requests=band.requests,
+            flows=band.flows,
+            oldest_wait_s=band.oldest_wait_s,
+            most=flows[band.priority],
+        )
+        for band in snapshot.bands
+        if band.requests
+    ]
+
+
+def _latencies(row: Row) -> dict[str, LiveLatency]:
+    return {
+        name: LiveLatency(
+            row[f"{name}_prediction"],
+            row[f"{name}_predicted_s"],
+            row[f"{name}_observed_s"],
+            min(row[f"{name}_prediction_errors"].values(), default=None),
+        )
+        for name in ("ttft", "tpot")
+        if f"{name}_prediction" in row
+    }
 
 
 def _worth(row: Row, lately: RecentSums) -> tuple[bool, int]:
@@ -296,6 +396,9 @@ def _endpoint(row: Row, lately: RecentSums) -> LiveEndpoint:
         kv_events=row.get("kv_events"),
         kv_events_problem=row.get("kv_events_problem"),
         engine_hits=row["engine_hits"],
+        room_load=row.get("room_load"),
+        room_requests=row.get("room_requests"),
+        latencies=_latencies(row),
     )
 
 

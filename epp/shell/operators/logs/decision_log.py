@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from structlog.typing import FilteringBoundLogger
 
-from epp.core.decision.account import Account, Leg, rounded_parts
+from epp.core.decision.account import Account, Leg, Queued, rounded_parts
 from epp.core.decision.scheduler import Decision
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, Seconds
@@ -71,6 +71,7 @@ class DecisionLog:
         *,
         request_id: str = "",
         path: str = "",
+        queued: Queued | None = None,
     ) -> None:
         """Log why a request was refused; `request` is None if it was not parsed.
 
@@ -86,6 +87,8 @@ class DecisionLog:
         }
         if refusal.param is not None:
             line["param"] = _cut(refusal.param)
+        if queued is not None:
+            line["queued"] = queued.fields()
         line |= _identity(request) if request is not None else {"request_id": _cut(request_id)}
         self._logger.info("refusal", **line, **self._refusals.left_out())
 

@@ -154,7 +154,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
         "seconds",
         "Sum of the expected times to first token of the requests in "
-        "homing_first_token_error_seconds.",
+        "homing_first_token_error_seconds, with the time of a prefill at another endpoint.",
     ),
     MetricSpec(
         "homing_first_token_observed_seconds_total",
@@ -467,6 +467,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("name",),
     ),
     _sampled(
+        "homing_revision_share",
+        "ratio",
+        "Share of requests that disaggregatedset-rollout-screener gives to a revision; 0 if the "
+        "revision lacks a ready pod of a required role.",
+        ("name", "revision"),
+    ),
+    _sampled(
         "homing_role_endpoints",
         "endpoints",
         "Ready endpoints by role, the value of their label `llm-d.ai/role`; like all metrics by "
@@ -761,6 +768,22 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "seconds",
         "Time since which the oldest request has waited in the queue, by priority; 0 if none waits.",
         ("priority",),
+    ),
+    _sampled(
+        "homing_flow_light_wait_ratio",
+        "ratio",
+        "Mean wait of the flows that used less than half of the mean use, relative to the mean wait "
+        "of all flows, by priority: about 1 if light flows wait as long as heavy ones. Over the last "
+        "complete minute; missing if no flow was light.",
+        ("priority",),
+    ),
+    _sampled(
+        "homing_flow_evictions_total",
+        "requests",
+        "Running requests that were refused before their response began, for a waiting request of "
+        "higher priority, by their own priority.",
+        ("priority",),
+        "counter",
     ),
     _sampled(
         "homing_flow_saturation",
@@ -1205,7 +1228,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_task_ends_total",
         "counter",
         "ends",
-        "Unexpected ends of background tasks, which were restarted.",
+        "Unexpected ends of background tasks, which were restarted, and failed calls of the queue "
+        "(task `queue`), which were repeated.",
         ("task",),
     ),
     MetricSpec(

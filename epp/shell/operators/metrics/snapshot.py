@@ -12,6 +12,7 @@ from epp.core.knowledge.pool import Standing
 from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
+from epp.plugins.rollout import RolloutScreener
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.metrics.role_loads import role_loads
 from epp.shell.operators.metrics.telemetry import PoolSnapshot
@@ -50,6 +51,7 @@ def pool_snapshot(
         roles=role_loads(
             Candidates(pool.columns, scheduler.pool.ready(None, now), now, affinities={})
         ),
+        revision_shares=_revision_shares(scheduler, now),
         prefills_overdue=None
         if scheduler.settings.stages.prefill is None
         else scheduler.state.overdue_prefills.total,
@@ -88,3 +90,20 @@ def pool_snapshot(
         peers=peers,
         shadow=None if scheduler.shadow is None else scheduler.shadow_totals,
     )
+
+
+def _revision_shares(scheduler: Scheduler, now: Seconds) -> Mapping[str, float]:
+    """Return the share of requests that each revision of the ready endpoints gets, by revision;
+    {} without a screener of revisions.
+    """
+    pool, screen = scheduler.pool, scheduler.settings.stages.screen
+    if screen is None:
+        return {}
+    screeners = [one.plugin for one in screen.filters]
+    ready = [pool.endpoint_in(slot) for slot in pool.ready(None, now).tolist()]
+    return {
+        revision: share
+        for screener in screeners
+        if isinstance(screener, RolloutScreener)
+        for revision, share in screener.shares(ready).items()
+    }

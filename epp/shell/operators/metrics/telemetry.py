@@ -122,6 +122,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     set_aside: int = 0
     roles: Mapping[str, RoleLoad] = field(default_factory=dict)
     """Load of the ready endpoints by role, of those that have a label of their role."""
+    revision_shares: Mapping[str, float] = field(default_factory=dict)
+    """Share of requests that each revision gets, by revision; empty if revisions are not screened."""
     prefills_overdue: int | None = None
     """Number of prefill stages that did not end in time, or None if no stage prefills elsewhere."""
     indexes: Sequence[IndexStanding] = ()
@@ -895,7 +897,7 @@ def _model_labels(request: InferenceRequest, model_name: str) -> tuple[str, str,
 
 def _error_code(outcome: Outcome) -> str:
     """Return the error code of a refused or failed request, or "" for a success."""
-    if outcome.ending is Ending.CLIENT_LEFT:
+    if outcome.ending in {Ending.CLIENT_LEFT, Ending.EVICTED}:
         return outcome.ending.value
     if outcome.status is not None and outcome.status >= 400:
         return str(outcome.status) if outcome.status < 600 else OTHER
@@ -1096,6 +1098,9 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
 def _add_roles(families: _Families, snapshot: PoolSnapshot) -> None:
     if snapshot.prefills_overdue is not None:
         families["homing_prefills_overdue_total"].add_metric([], snapshot.prefills_overdue)
+    for revision, share in snapshot.revision_shares.items():
+        labels = [_label(snapshot.pool), _label(revision)]
+        families["homing_revision_share"].add_metric(labels, share)
     for role, load in snapshot.roles.items():
         labels = [_label(snapshot.pool), role]
         values: Mapping[str, float | None] = {
@@ -1145,6 +1150,10 @@ def _add_queue(families: _Families, queue: QueueSnapshot) -> None:
         families["homing_flow_waiting_bytes"].add_metric(labels, band.bytes)
         families["homing_flow_flows"].add_metric(labels, band.flows)
         families["homing_flow_oldest_wait_seconds"].add_metric(labels, band.oldest_wait_s)
+        if band.light_wait_ratio is not None:
+            families["homing_flow_light_wait_ratio"].add_metric(labels, band.light_wait_ratio)
+    for priority, count in queue.evicted.items():
+        families["homing_flow_evictions_total"].add_metric([str(priority)], count)
     if queue.saturation is not None:
         families["homing_flow_saturation"].add_metric([], queue.saturation)
 

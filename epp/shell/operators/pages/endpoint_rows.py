@@ -7,6 +7,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
+from epp.core.flow.detectors import RoomDetector
+from epp.core.flow.gate import Gate
 from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.knowledge.fullness import FULL
 from epp.core.kv_events.stream import StreamState
@@ -89,6 +91,12 @@ def endpoint_rows(
                 {name: round(error, _DIGITS) for name, error in one[latency].told().items()}
                 for one in errors
             ]
+            columns[f"{latency}_predicted_s"] = [
+                _number(one[latency].predicted_s) for one in errors
+            ]
+            columns[f"{latency}_observed_s"] = [_number(one[latency].observed_s) for one in errors]
+    if scheduler.state.gate is not None:
+        columns |= _rooms(scheduler.state.gate, candidates)
     sources = [kv_events(endpoint) for endpoint in candidates.endpoints]
     if any(sources):
         columns["kv_events"] = [source and _heard(source) for source in sources]
@@ -118,6 +126,23 @@ def endpoint_rows(
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
+
+
+def _rooms(gate: Gate, candidates: Candidates) -> dict[str, Sequence[Any]]:
+    """Return the columns about the room of each endpoint: its load as a share of its room, and if
+    the room is learned, the number of further requests and a sentence.
+    """
+    detector = gate.settings.detector
+    columns: dict[str, Sequence[Any]] = {
+        "room_load": _rounded(detector.load(candidates, gate.rooms, None))
+    }
+    if isinstance(detector, RoomDetector):
+        rooms = gate.rooms.of(candidates)
+        columns["room_requests"] = [room.more for room in rooms]
+        columns["room"] = [
+            room.sentence(one.name) for room, one in zip(rooms, candidates.endpoints, strict=True)
+        ]
+    return columns
 
 
 def _number(value: float) -> float | None:

@@ -5,8 +5,10 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from epp.core.abilities import Abilities
+from epp.core.decision.account import Queued
 from epp.core.decision.inputs import (
     PageScraped,
     PeersUnheard,
@@ -37,6 +39,16 @@ from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
 from tests.shell.operators.pages.test_debug_pages import REFUSAL
 
+QUEUED = Queued(
+    waited_s=60.0,
+    flow="small",
+    priority=0,
+    ahead=12,
+    behind="big",
+    behind_requests=9,
+    charged_tokens=0.0,
+    why="8 of 8 endpoints are full",
+)
 PROMPT = b"once upon a time" * (9 * 64 * BYTES_PER_TOKEN // 16)
 WEIGHTS = {"prefix-cache-scorer": 3.0, "queue-scorer": 4.0}
 
@@ -108,7 +120,7 @@ async def test_a_decision_is_told_in_words():
     assert "prefix-cache-scorer 0 (0 of 9 blocks)" in verdict
     assert len(known) == 2
     assert known[0] == (
-        f"  {chosen} at that time: 0 waiting, 0 running, KV cache 50%, 0 in flight from this picker, "
+        f"  {chosen} at that time: 0 waiting, 0 running, KV cache 50%, 0 in flight, "
         "0 tokens to prefill, metrics 0.25 s old"
     )
     assert scored == "  3 of 3 ready endpoints were scored"
@@ -273,6 +285,24 @@ async def test_a_refusal_is_told_in_words():
     assert await told.lines() == [
         "request r-9 (priority 0), path /v1/completions, 2023-11-14T22:13:20.000+00:00",
         "  refused with 503: rejected-no-endpoints",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "behind"),
+    [
+        ({}, "behind 12 requests, most of its band (9) of flow big"),
+        ({"behind": ""}, "behind 12 requests, most of its band (9) without a flow"),
+        ({"behind": "", "behind_requests": 0}, "behind 12 requests"),
+    ],
+)
+async def test_a_refusal_of_the_queue_tells_of_the_wait(changes, behind):
+    """And behind which flow the request waited."""
+    told = Told()
+    queued = structs.replace(QUEUED, **changes)
+    told.recent.refused(REFUSAL, None, request_id="r-9", queued=queued)
+    assert (await told.lines())[2:] == [
+        f"  waited 60 s in the queue of flow small, {behind}, because 8 of 8 endpoints are full",
     ]
 
 

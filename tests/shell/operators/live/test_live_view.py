@@ -4,10 +4,14 @@ import asyncio
 
 import msgspec
 import pytest
+from msgspec import structs
 
-from epp.core.decision.inputs import PoolReplaced
+from epp.core.decision.inputs import PoolReplaced, Reconfigured
+from epp.core.flow.detectors import ConcurrencyDetector
+from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.inflight import Outcome
 from epp.core.kv_events.stream import StreamState
+from epp.core.protocol.flow_queue import FlowQueue
 from epp.core.protocol.usage import Usage
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_event_source import SourceRow
@@ -15,8 +19,10 @@ from epp.shell.operators.decisions.configuration_changes import ConfigurationCha
 from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.live import live_view
 from epp.shell.operators.live.live_view import LOOK_S, Live, LiveView
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from epp.shell.process.own_process import ProcessLately
 from tests.builders import endpoint
+from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of
 from tests.shell.operators.pages.test_debug_pages import REFUSAL, Picker
 
@@ -183,3 +189,55 @@ async def test_first_tokens_process_and_capture_are_told_where_they_are_known(se
     assert (live.process, live.capture) == (process, capture)
     by_name = {each.name: each.engine_ttft_s for each in live.endpoints}
     assert by_name == {"pod-0": None, "pod-1": None} | {one.name: 0.123}
+
+
+class Asleep:
+    """The `Waker` of a queue that nobody calls."""
+
+    def soon(self):
+        pass
+
+    def at(self, time_s):
+        pass
+
+
+async def test_waiting_requests_and_the_room_of_endpoints_are_shown(seen):
+    """By band and flow; without a queue, neither is."""
+    scheduler = seen.picker.scheduler
+    assert (await seen.look()).queue is None
+    flow = FlowSettings(detector=ConcurrencyDetector(max_concurrency=1))
+    scheduler.take(Reconfigured(structs.replace(scheduler.settings, flow=flow)), seen.now_s)
+    queue = FlowQueue(scheduler, Asleep(), seen.now_s)
+    seen.view = LiveView(
+        scheduler,
+        seen.picker.recent,
+        seen.changes,
+        seen.picker.states,
+        clock=lambda: seen.now_s,
+        queue=lambda: queue,
+    )
+    assert (await seen.look()).queue == []
+    entered_s = seen.now_s
+    for tenant, times in (("first", 2), ("big", 3), ("small", 1)):
+        for _ in range(times):
+            headers = {"x-llm-d-inference-fairness-id": tenant}
+            queue.enter(make_request(headers=headers), lambda _: None, entered_s)
+    live = await seen.look()
+    (band,) = live.queue
+    assert (band.priority, band.requests, band.flows) == (0, 4, 1)
+    assert band.oldest_wait_s == seen.now_s - entered_s
+    assert [(one.flow, one.requests) for one in band.most] == [("big", 3), ("small", 1)]
+    assert [one.room_load for one in live.endpoints] == [1.0, 1.0]
+    assert [one.room_requests for one in live.endpoints] == [None, None]
+
+
+async def test_the_learned_room_is_told_in_requests_and_a_sentence(seen):
+    scheduler = seen.picker.scheduler
+    scheduler.take(
+        Reconfigured(structs.replace(scheduler.settings, flow=FlowSettings())), seen.now_s
+    )
+    live = await seen.look()
+    assert all(0.0 <= one.room_load < 1.0 for one in live.endpoints)
+    assert all(one.room_requests > 0 for one in live.endpoints)
+    rows = endpoint_rows(scheduler, seen.picker.states, seen.now_s)
+    assert rows[0]["room"].startswith("pod-0 has room for")

@@ -3,6 +3,7 @@ import json
 import pytest
 import structlog
 
+from epp.core.decision.account import Queued
 from epp.core.decision.profile import Scored
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.operators.logs.decision_log import DecisionLog
@@ -182,6 +183,24 @@ def test_a_refusal_says_whose_it_was(log):
     assert parsed["path"] == "/v1/chat/completions"
     assert unparsed["request_id"].startswith("r-8")
     assert len(unparsed["request_id"]) == len(unparsed["path"]) == 257
+
+
+def test_a_refusal_of_the_queue_says_how_long_the_request_waited(log):
+    decisions, lines = log("info")
+    queued = Queued(
+        waited_s=60.0,
+        flow="small",
+        priority=0,
+        ahead=12,
+        behind="big",
+        behind_requests=9,
+        charged_tokens=0.0,
+        why="8 of 8 endpoints are full",
+    )
+    decisions.refused(REFUSAL, 1.0, make_request(), queued=queued)
+    (line,) = lines()
+    assert line["queued"] == queued.fields()
+    assert line["queued"]["behind"] == "big"
 
 
 def test_console_lines_are_for_people(capsys):

@@ -146,9 +146,21 @@ def snapshot(count=4, **fields):
                 waits=Tally({(State.PLACED, 0): 3}),
                 waited_s={(State.PLACED, 0): 1.25},
             ),
-            bands=(BandSnapshot(priority=0, requests=2, bytes=900, flows=1, oldest_wait_s=0.5),),
+            bands=(
+                BandSnapshot(
+                    priority=0,
+                    requests=2,
+                    bytes=900,
+                    flows=1,
+                    oldest_wait_s=0.5,
+                    light_wait_ratio=0.25,
+                ),
+                BandSnapshot(priority=-1, requests=0, bytes=0, flows=0, oldest_wait_s=0.0),
+            ),
             saturation=0.75,
+            evicted={-1: 2},
         ),
+        revision_shares={"a1b2": 0.75},
         roles={
             "decode": RoleLoad(
                 endpoints=2,

@@ -3,15 +3,17 @@
 import pytest
 
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
-from sim.cluster.links import LINKS
+from epp.core.protocol.messages import FLOW_HEADERS
 from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
+from sim.engine.links import LINKS
 from sim.engine.profiles import StepWork, find_profile
 from sim.experiments.leaderboard.cases import (
     CASES,
     ENGINES,
     FURTHER_CASES,
     LADDERS,
+    OVERLOAD_CASES,
     SCRAPES,
     STAGED_CASES,
 )
@@ -22,7 +24,7 @@ WORKLOADS = {name: case for name, case in CASES.items() if case.workload is not 
 
 def test_every_generator_has_a_row():
     """Whoever adds one has to say at which load."""
-    assert set(STANDARD) <= set(CASES)
+    assert set(STANDARD) <= {*CASES, *OVERLOAD_CASES}
 
 
 def test_the_table_has_what_strategies_differ_by():
@@ -197,3 +199,31 @@ def test_a_case_with_roles_has_pods_that_transfer_over_its_link(name):
     assert not set(STAGED_CASES) & {*CASES, *FURTHER_CASES}
     assert all(one.cluster().kv_transfer is None for one in CASES.values())
     assert len(list(case.arrivals(1, 60))) == 60
+
+
+@pytest.mark.parametrize("name", OVERLOAD_CASES)
+def test_a_case_of_overload_runs_only_if_it_is_named(name):
+    """Its requests fit the pods one by one, and name what a queue tells them apart by."""
+    case = OVERLOAD_CASES[name]
+    assert name not in {*CASES, *FURTHER_CASES, *STAGED_CASES}
+    requests = list(case.arrivals(1, 1_500))
+    kind = case.cluster().pods[0]
+    limit = min(kind.profile.max_model_len_tokens, kind.engine.kv_tokens)
+    assert max(one.prompt_tokens + one.output_tokens for one in requests) <= limit
+
+
+def test_one_tenant_sends_ten_times_as_many_tokens_as_the_other():
+    sent = {}
+    for one in OVERLOAD_CASES["two-tenants"].arrivals(1, 20_000):
+        [(name, tenant)] = one.headers
+        assert name in FLOW_HEADERS
+        sent[tenant] = sent.get(tenant, 0) + one.prompt_tokens + one.output_tokens
+    assert sent["large"] == pytest.approx(10 * sent["small"], rel=0.1)
+
+
+def test_a_burst_is_ten_times_the_usual_rate():
+    times_s = [one.time_s for one in OVERLOAD_CASES["one-burst"].arrivals(1, 3_000)]
+    usual = sum(time_s < 20 for time_s in times_s) / 20
+    burst = sum(20 <= time_s < 25 for time_s in times_s) / 5
+    assert burst == pytest.approx(10 * usual, rel=0.15)
+    assert sum(25 <= time_s < 45 for time_s in times_s) / 20 == pytest.approx(usual, rel=0.25)

@@ -1,0 +1,71 @@
+"""Whether requests gain anything by waiting in the picker instead of in an engine.
+
+A request waits in the picker so that requests of other flows and priorities can pass it. It gains
+nothing if none of them came of late, and nothing in a burst that the engines compute anyway.
+"""
+
+import math
+from typing import Final
+
+from epp.core.flow.settings import Fairness, FlowSettings, Ordering
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Seconds
+
+RIVALS_S: Final = 60.0
+"""Seconds since the last request of another flow or priority for which both compete: the default of
+`defaultRequestTTL`, since either may have waited for that long.
+"""
+STANDING_S: Final = 1.0
+"""Seconds for which endpoints must be full before requests wait. A burst that ends sooner is served
+sooner if all of it is at the engines.
+"""
+
+
+class Rivalry:
+    """The competition of flows and priorities for the endpoints."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self.settings = settings
+        self.holding = False
+        """True if requests wait in the queue. The queue sets it."""
+        self._last: tuple[str, int] | None = None
+        """Flow and priority of the last request, or None before the first one."""
+        self._until_s: Seconds = -math.inf
+        """Time until which flows or priorities compete."""
+        self._full_since_s: Seconds = math.inf
+        """Time since which no request that competes found room, or inf."""
+
+    def met(self, flow: str, priority: int, now: Seconds) -> bool:
+        """Note that a request of `flow` with `priority` arrived. Return whether a competition begins
+        with it.
+        """
+        last, self._last = self._last, (flow, priority)
+        if last is None or last == self._last or not self._passes(flow, priority, *last):
+            return False
+        begins = now >= self._until_s
+        self._until_s = now + RIVALS_S
+        return begins
+
+    def is_alone(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether no other request would pass `request` in the queue."""
+        settings = self.settings
+        priority = request.priority if settings.by_priority else 0
+        return now >= self._until_s and settings.band(priority).ordering is Ordering.ARRIVAL
+
+    def found_room(self) -> None:
+        """Note that a request found room."""
+        if not self.holding:
+            self._full_since_s = math.inf
+
+    def must_wait(self, now: Seconds) -> bool:
+        """Return whether a request that competes and found no room must wait."""
+        self._full_since_s = min(self._full_since_s, now)
+        return self.holding or now - self._full_since_s >= STANDING_S
+
+    def _passes(self, flow: str, priority: int, last_flow: str, last_priority: int) -> bool:
+        """Return whether the queue would change the order of requests of two flows or priorities."""
+        settings = self.settings
+        if settings.by_priority and priority != last_priority:
+            return True
+        band = settings.band(priority if settings.by_priority else 0)
+        return flow != last_flow and band.fairness is not Fairness.NONE

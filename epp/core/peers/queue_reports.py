@@ -1,0 +1,50 @@
+"""What pickers report to each other about their queues: charges of flows, and whether requests wait."""
+
+from msgspec import structs
+
+from epp.core.flow.shares import FlowShares
+from epp.core.peers.frames import Frame, charges_bytes, charges_of
+
+
+class QueueReports:
+    """The part of frames that is about queues, for the `FlowShares` of one picker."""
+
+    def __init__(self, shares: FlowShares) -> None:
+        self._shares = shares
+        self._charges = b""
+        self._waited = False
+        """True if requests waited in the queue when the last frame was sent."""
+
+    def collect(self, *, whole: bool) -> bool:
+        """Collect what the next frame reports; `whole` for all charges instead of the new ones.
+        Return whether anything is new.
+        """
+        shares = self._shares
+        # Peers learn the load of this picker from the same frames.
+        shares.reports += 1
+        self._charges = charges_bytes(shares.outgoing(whole=whole))
+        return bool(self._charges) or self._waited != (shares.waiting > 0)
+
+    def added_to(self, frame: Frame) -> Frame:
+        """Return `frame` with what was collected."""
+        self._waited = self._shares.waiting > 0
+        return structs.replace(frame, charges=self._charges, waits=self._waited)
+
+    def take(self, frame: Frame) -> bool:
+        """Note what the `frame` of a peer reports. Return whether it may make room."""
+        shares = self._shares
+        if frame.charges or frame.whole:
+            shares.hear(frame.origin, charges_of(frame.charges), whole=frame.whole)
+        changed = shares.waits(frame.origin, waits=frame.waits)
+        if not (changed or frame.load or frame.whole):
+            return False
+        shares.loads_heard += 1
+        return True
+
+    def forget(self, origin: bytes) -> None:
+        """Drop what the peer `origin` reported, because it is gone."""
+        self._shares.forget(origin)
+
+    def count(self, peers: int) -> None:
+        """Note the number of peers that are heard."""
+        self._shares.pickers = 1 + peers

@@ -45,6 +45,7 @@ from docs import (
     ladders,
     leaderboard,
     live,
+    stage_rule,
 )
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
@@ -219,6 +220,11 @@ def refreshed(page: str) -> str:
         "disaggregation-parts": lambda: disaggregation_figures.part_table(
             disaggregation_figures.read()
         ),
+        "stage-rule-summary": lambda: stage_rule.summary_table(stage_rule.read()),
+        "stage-rule-hold-out": lambda: stage_rule.hold_out_table(stage_rule.read()),
+        "stage-rule-mixed": lambda: stage_rule.mixed_table(stage_rule.read()),
+        "stage-rule-pickers": lambda: stage_rule.picker_table(stage_rule.read()),
+        "stage-rule-choice": lambda: stage_rule.choice_table(stage_rule.read()),
         "flow-targets": lambda: flow_figures.target_table(flow_figures.read()),
         "flow-tenants": lambda: flow_figures.table(flow_figures.read(), "tenants"),
         "flow-batch": lambda: flow_figures.table(flow_figures.read(), "batch"),

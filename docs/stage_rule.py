@@ -2,12 +2,13 @@
 
 Four prefill pods and four decode pods serve traffic with several rules, and with the same scorers.
 The figures go to docs/stage-rule.json, from which functions below make tables. The measurement
-takes about fifteen minutes on two idle cores; `--resume FILE` keeps the runs of an interrupted one.
+takes about ten minutes on two idle cores; `--resume FILE` keeps the runs of an interrupted one.
 
 1. `sweep`: prompts and answers of one length, without common parts, by load and network. Every second
-   case was used to choose the constant of the rule (`chosen_on`), the others confirm it.
-2. `mixed`: chats, documents and short prompts together, by load and network.
-3. The mixed traffic with one, two and four pickers that share their counts.
+   case was used to choose the constant of the rule (`chosen_on`).
+2. `hold-out`: other lengths, loads and networks, which were measured once the rule was final.
+3. `mixed`: chats, documents and short prompts together, by load and network.
+4. The mixed traffic with one, two and four pickers that share their counts.
 
 `never` prefills every prompt at its decode pod, and leaves the prefill pods idle. `always` prefills
 none there. `llm-d N` prefills elsewhere from N uncached tokens on. `dynamo` does not if fewer than
@@ -31,6 +32,7 @@ from msgspec.structs import replace
 
 from docs.row_lines import row_lines
 from epp.configuration.defaults import default_with_stages
+from epp.core.decision.plugin import Scorer
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.stages import (
     PREFILL_DELAY,
@@ -43,7 +45,6 @@ from epp.core.decision.stages import (
 )
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds, Stage
-from epp.plugins.stage_time import DecodeTime
 from sim.cluster.cluster import Cluster
 from sim.cluster.links import KVTransferSettings
 from sim.cluster.peering import PeerSettings
@@ -52,7 +53,7 @@ from sim.cluster.prefill_rules import DECODE, PREFILL
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.simulated_request import Fate, SimulatedRequest
-from sim.engine.links import LINKS
+from sim.engine.links import link_named
 from sim.engine.profiles import Profile, find_profile
 from sim.measurement.measures import rounded, ttft_of
 from sim.measurement.token_gaps import TokenGaps
@@ -74,6 +75,11 @@ PROMPTS: Final = (256, 1_024, 4_096, 16_384, 32_768)
 ANSWERS: Final = (32, 256)
 LOADS: Final = (0.2, 0.5, 0.8)
 NETWORKS: Final = ("roce200", "tcp-25gbe")
+HOLD_OUT_PROMPTS: Final = (512, 2_048, 8_192, 24_576)
+HOLD_OUT_ANSWERS: Final = (64, 512)
+HOLD_OUT_LOADS: Final = (0.35, 0.65, 0.9)
+HOLD_OUT_NETWORKS: Final = ("tcp-100gbe", "5:0.004")
+"""A name of `LINKS`, and a network of 5 GB/s with a set-up time of 4 ms."""
 SWEEP_REQUESTS: Final = 200
 MIXED_REQUESTS: Final = 600
 MIXED_LOADS: Final = (0.4, 0.8, 1.2)
@@ -160,6 +166,23 @@ def sweep_cases() -> list[Case]:
     return [
         Case(prompt_tokens=prompt, answer_tokens=answer, load=load, network=network)
         for prompt, answer, load, network in product(PROMPTS, ANSWERS, LOADS, NETWORKS)
+    ]
+
+
+def hold_out_cases() -> list[Case]:
+    """Return cases that differ from those of the sweep in every property: every second combination,
+    like the fields of one colour of a chess board.
+    """
+    places = product(range(4), range(2), range(3), range(2))
+    return [
+        Case(
+            prompt_tokens=HOLD_OUT_PROMPTS[prompt],
+            answer_tokens=HOLD_OUT_ANSWERS[answer],
+            load=HOLD_OUT_LOADS[load],
+            network=HOLD_OUT_NETWORKS[network],
+        )
+        for prompt, answer, load, network in places
+        if (prompt + answer + load + network) % 2 == 0
     ]
 
 
@@ -301,11 +324,13 @@ def stages_of(stages: Stages, rule: str, case: Case, prefill_delay: float) -> St
     by_time = stages.prefill_if
     assert isinstance(by_time, ByTime)
     by_time = replace(by_time, prefill_delay=prefill_delay)
-    decode = _delayed(stages.decode, prefill_delay)
+    assert stages.prefill is not None
+    prefill, decode = stages.prefill, _delayed(stages.decode, prefill_delay)
     if rule != RULE_UNKNOWN_LINK:
-        link = LINKS[case.network].bytes_per_s
+        link = link_named(case.network).bytes_per_s
         by_time = replace(by_time, link_bytes_per_s=link)
-        decode = _linked(decode, link)
+        prefill, decode = _linked(prefill, link), _linked(decode, link)
+    stages = replace(stages, decode=decode, prefill=prefill)
     if rule == NEVER:
         return Stages(decode=decode)
     given: Mapping[str, PrefillRule] = {
@@ -315,27 +340,28 @@ def stages_of(stages: Stages, rule: str, case: Case, prefill_delay: float) -> St
     }
     if rule in given:
         order = Order.PREFILL_FIRST if rule == ALWAYS else Order.DECODE_FIRST
-        return replace(stages, decode=decode, prefill_if=given[rule], order=order)
-    return replace(stages, decode=decode, prefill_if=by_time)
+        return replace(stages, prefill_if=given[rule], order=order)
+    return replace(stages, prefill_if=by_time)
 
 
 def _linked(profile: SchedulingProfile, link: float) -> SchedulingProfile:
-    return _with(profile, lambda scorer: replace(scorer, link_bytes_per_second=link))
+    return _with(profile, link_bytes_per_second=link)
 
 
 def _delayed(profile: SchedulingProfile, prefill_delay: float) -> SchedulingProfile:
-    return _with(profile, lambda scorer: replace(scorer, prefill_delay=prefill_delay))
+    return _with(profile, prefill_delay=prefill_delay)
 
 
-def _with(
-    profile: SchedulingProfile, change: Callable[[DecodeTime], DecodeTime]
-) -> SchedulingProfile:
+def _with(profile: SchedulingProfile, **parameters: float) -> SchedulingProfile:
     scorers = tuple(
-        WeightedScorer(one.name, change(one.plugin), one.weight)
+        WeightedScorer(one.name, _replaced(one.plugin, parameters), one.weight)
         for one in profile.scorers
-        if isinstance(one.plugin, DecodeTime)
     )
     return replace(profile, scorers=scorers)
+
+
+def _replaced(scorer: Scorer, parameters: Mapping[str, float]) -> Scorer:
+    return cast("Scorer", replace(cast("Struct", scorer), **parameters))
 
 
 def simulated(run: Run) -> Row:
@@ -347,7 +373,7 @@ def simulated(run: Run) -> Row:
             *(kind.with_role(PREFILL),) * PODS_OF_A_ROLE,
             *(kind.with_role(DECODE),) * PODS_OF_A_ROLE,
         ),
-        kv_transfer=KVTransferSettings(link=LINKS[case.network]),
+        kv_transfer=KVTransferSettings(link=link_named(case.network)),
         replicas=case.pickers,
         peers=PeerSettings(delay_s=PEER_DELAY_S) if case.pickers > 1 else None,
     )
@@ -414,6 +440,14 @@ def sweep_runs() -> list[Run]:
     return [*runs, *others]
 
 
+def hold_out_runs() -> list[Run]:
+    """Return the runs of the cases that the rule was not chosen on."""
+    return [
+        Run(part="hold-out", case=case, rule=rule, seed=seed)
+        for case, rule, seed in product(hold_out_cases(), (RULE, NEVER, ALWAYS), SEEDS)
+    ]
+
+
 def finished(file: Path) -> list[Row]:
     """Return the rows in a file of finished runs; none if it does not exist."""
     if not file.exists():
@@ -428,10 +462,9 @@ def planned_runs() -> list[Run]:
 
     def place(run: Run) -> tuple[int, bool, bool]:
         compares = run.prefill_delay != PREFILL_DELAY or run.rule == RULE_UNKNOWN_LINK
-        alike = bool(run.case.prompt_tokens)
-        return run.seed, compares, alike and chosen_on(run.case)
+        return run.seed, compares, run.part == "sweep" and chosen_on(run.case)
 
-    return sorted([*sweep_runs(), *mixed_runs()], key=place)
+    return sorted([*hold_out_runs(), *sweep_runs(), *mixed_runs()], key=place)
 
 
 def mixed_runs() -> list[Run]:
@@ -527,18 +560,18 @@ def choice_table(measured: Measured) -> str:
 
 
 def summary_table(measured: Measured) -> str:
-    """Return the table of ratios to the better of `never` and `always`, over the whole sweep and
-    over parts of it.
+    """Return the table of ratios to the better of `never` and `always`, over the hold-out cases, the
+    whole sweep and parts of it.
 
     All prompts of a case have the same length, so a threshold of tokens is `never` or `always`.
     """
-    rows = rows_of(measured, "sweep")
+    rows = rows_of(measured, "sweep") + rows_of(measured, "hold-out")
     cases = sweep_cases()
     slow = [case for case in cases if case.network != NETWORKS[0]]
     lines: list[tuple[str, str, list[Case], Callable[[Case], str]]] = [
+        (RULE, "hold-out", hold_out_cases(), lambda case: RULE),
         (RULE, "all", cases, lambda case: RULE),
         (RULE, "chosen on", [one for one in cases if chosen_on(one)], lambda case: RULE),
-        (RULE, "confirmed on", [one for one in cases if not chosen_on(one)], lambda case: RULE),
         (RULE, "slow network", slow, lambda case: RULE),
         (RULE_UNKNOWN_LINK, "slow network", slow, lambda case: RULE_UNKNOWN_LINK),
         (NEVER, "all", cases, lambda case: NEVER),
@@ -564,16 +597,16 @@ def _shown_ratios(found: Sequence[float]) -> list[str]:
     return [f"{_geometric(found):.3f}", f"{max(found):.3f}", f"{above} of {len(found)}"]
 
 
-def case_table(measured: Measured) -> str:
-    """Return the table of all cases of the sweep."""
-    rows = rows_of(measured, "sweep")
+def hold_out_table(measured: Measured) -> str:
+    """Return the table of all hold-out cases."""
+    rows = rows_of(measured, "hold-out")
     table = [
         [
             *("prompt, answer", "load", "network", "E2E `time`", "`never`", "`always`"),
-            *("ratio to the better", "remote", "TTFT", "ITL", "half"),
+            *("ratio to the better", "remote", "TTFT", "ITL"),
         ]
     ]
-    for case in sweep_cases():
+    for case in hold_out_cases():
         e2e, ttft, itl = (
             [by_seed(rows, case, rule, figure).mean() for rule in (RULE, NEVER, ALWAYS)]
             for figure in FIGURES
@@ -584,13 +617,12 @@ def case_table(measured: Measured) -> str:
             [
                 f"{case.prompt_tokens:,}, {case.answer_tokens}",
                 f"{case.load:g}",
-                case.network,
+                link_named(case.network).name,
                 *(f"{one:.3g} s" for one in e2e),
                 shown,
                 f"{_remote(rows, case, RULE):.0%}",
                 " / ".join(f"{one:.3g}" for one in ttft) + " s",
                 " / ".join(f"{one * 1e3:.3g}" for one in itl) + " ms",
-                "chosen" if chosen_on(case) else "confirmed",
             ]
         )
     return markdown_table(table)

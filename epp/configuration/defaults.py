@@ -4,15 +4,15 @@ Without roles, one endpoint serves each request. If endpoints only prefill or on
 default has a stage for them, and the pool is served by role.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import Struct
 
 from epp.configuration.compatibility import API_VERSION
 from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
-from epp.core.types import Endpoint, Stage
+from epp.core.types import Stage
 from epp.plugins.filters import ROLE_LABEL, DecodeRole, EncodeRole, PrefillRole
 
 BY_ROLE_SOURCE: Final = "built-in default by role"
@@ -48,6 +48,13 @@ _SCORERS: Final = {
 """Scorers and their weights, by stage."""
 
 
+class Labelled(Protocol):
+    """An endpoint, or a description of one."""
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+
 class BuiltIn(Struct, frozen=True):
     """A built-in default configuration."""
 
@@ -57,12 +64,12 @@ class BuiltIn(Struct, frozen=True):
     """Configuration document."""
 
 
-def default_for_roles(endpoints: Iterable[Endpoint]) -> BuiltIn:
+def default_for_roles(endpoints: Iterable[Labelled]) -> BuiltIn:
     """Return the default configuration of a pool of `endpoints`."""
     return default_with_stages(stages_apart(endpoints))
 
 
-def stages_apart(endpoints: Iterable[Endpoint]) -> frozenset[Stage]:
+def stages_apart(endpoints: Iterable[Labelled]) -> frozenset[Stage]:
     """Return the stages that the role of any of `endpoints` names, if this role is not to decode."""
     roles = {endpoint.labels.get(ROLE_LABEL, "") for endpoint in endpoints} - DecodeRole.roles
     named = {Stage.PREFILL: PrefillRole.roles, Stage.ENCODE: EncodeRole.roles}

@@ -50,6 +50,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "prefill_tokens_per_s": "prefill speed",
     "prefill_measured_tokens_per_s": "measured prefill speed",
     "peer_candidates": "the endpoint of the other stage",
+    "receiving_tokens": "KV transfers to endpoints",
+    "sending_tokens": "KV transfers from endpoints",
     "prompt_tokens": "length of the prompt",
     "prompts": "prompt",
     "rendezvous": "names of endpoints",

@@ -11,7 +11,7 @@ must be known.
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -59,6 +59,22 @@ _HALF_WEIGHT_S: Final = np.array(HALF_WEIGHT_S)
 _ATTENTION: Final = np.array(-0.5 / ATTENTION_TOKENS)
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class AddedWork(NamedTuple):
+    """The parts of the cost of a request at each of n candidates, float64[n] each."""
+
+    queue: Floats
+    """Prefill tokens that are computed before the prompt."""
+    prefill: Floats
+    """Work of computing the prompt, in prefill tokens."""
+    requests: Floats
+    """Number of requests that the prefill delays."""
+    decoding: Floats
+    """Decoding in the context of others, and theirs in the context of the request, in prefill tokens.
+    """
+    memory: Floats
+    """Wait for memory, and others' wait for the memory that the request takes, in prefill tokens."""
 
 
 class AddedTime(Parameters, frozen=True, dict=True):
@@ -199,7 +215,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         prefill *= to_compute
         adapter_s = None
         if candidates.adapters_reported:
-            adapter_s = self._adapter_s(request, candidates)
+            adapter_s = self.adapter_s(request, candidates)
         in_seconds = adapter_s is not None or not candidates.prefill_alike
         if in_seconds or self.first_token_weight:
             speed = candidates.prefill_tokens_per_s
@@ -236,6 +252,37 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
         `score` computes their sum.
         """
+        work = self.work(request, candidates)
+        speed = candidates.prefill_tokens_per_s
+        adapter = np.zeros(len(speed))
+        if candidates.adapters_reported:
+            adapter = self.adapter_s(request, candidates)
+        tokens = {
+            "queue": work.queue,
+            "prefill": work.prefill,
+            "delay of others": self.prefill_delay * work.requests * work.prefill,
+            "evictions": self.eviction_cost * work.prefill,
+            "decoding": work.decoding,
+            "memory": work.memory,
+        }
+        first_token_s = (work.queue + work.prefill) / speed + adapter
+        return {
+            **{name: cost / speed for name, cost in tokens.items()},
+            "adapter": adapter,
+            "first token weight": self.weight_s(first_token_s),
+        }
+
+    def weight_s(self, first_token_s: Floats) -> Floats:
+        """Return float64[n]: the additional cost in seconds of waits for the first token."""
+        weighted: Floats = first_token_s * first_token_s
+        weighted *= self.first_token_weight
+        weighted /= first_token_s + HALF_WEIGHT_S
+        return weighted
+
+    def work(self, request: InferenceRequest, candidates: Candidates) -> "AddedWork":
+        """Return the parts of the cost at each candidate in prefill tokens, without weights, and
+        without the time for adapters.
+        """
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
         to_compute = self._to_compute(request, candidates)
@@ -245,34 +292,21 @@ class AddedTime(Parameters, frozen=True, dict=True):
         requests = np.fmax(load.requests, inflight)
         unseen = requests - inflight
         context = unseen * prompt_tokens + candidates.inflight_context_tokens
-        prefill = prefill_work(prompt_tokens, to_compute)
-        held_up = waiting / np.maximum(requests, 1.0)
-        queued = unseen * held_up * to_compute.min()
-        memory, adapter = np.zeros(len(to_compute)), np.zeros(len(to_compute))
-        self._add_memory(
-            memory, load, to_compute, held_up if load.waits else None,
-            context * (decode_tokens * DECODE_SHARE), decode_tokens,
-        )  # fmt: skip
-        if candidates.adapters_reported:
-            adapter = self._adapter_s(request, candidates)
-        queue = candidates.inflight_prefill_tokens + queued
-        speed = candidates.prefill_tokens_per_s
-        first_token = (queue + prefill) / speed + adapter
-        tokens = {
-            "queue": queue,
-            "prefill": prefill,
-            "delay of others": self.prefill_delay * requests * prefill,
-            "evictions": self.eviction_cost * prefill,
-            "decoding": decode_tokens * DECODE_SHARE * (context + requests * prompt_tokens),
-            "memory": memory,
-        }
-        return {
-            **{name: cost / speed for name, cost in tokens.items()},
-            "adapter": adapter,
-            "first token weight": (
-                self.first_token_weight * first_token**2 / (first_token + HALF_WEIGHT_S)
-            ),
-        }
+        queue = candidates.inflight_prefill_tokens
+        held_up = None
+        if load.waits:
+            held_up = waiting / np.maximum(requests, 1.0)
+            queue += unseen * held_up * to_compute.min()
+        share = decode_tokens * DECODE_SHARE
+        memory = np.zeros(len(to_compute))
+        self._add_memory(memory, load, to_compute, held_up, context * share, decode_tokens)
+        return AddedWork(
+            queue=queue,
+            prefill=prefill_work(prompt_tokens, to_compute),
+            requests=requests,
+            decoding=share * (context + requests * prompt_tokens),
+            memory=memory,
+        )
 
     def expected_latency(
         self, request: InferenceRequest, candidates: Candidates, /
@@ -364,7 +398,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
             return ""
         return request.session_id or request.headers.get("x-session-id", "")
 
-    def _adapter_s(self, request: InferenceRequest, candidates: Candidates) -> Floats:
+    def adapter_s(self, request: InferenceRequest, candidates: Candidates) -> Floats:
         """Return float64[n]: the seconds until each candidate has loaded the adapter of `request`,
         including the cost of the adapter's slot.
 

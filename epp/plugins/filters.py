@@ -6,7 +6,6 @@ filter by utilization does, the client receives 429.
 """
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
@@ -33,13 +32,6 @@ _DRAWS: Final = 1 << 64
 
 def _all(candidates: Candidates) -> Bools:
     return np.ones(len(candidates), dtype=np.bool_)
-
-
-def _labelled(candidates: Candidates, label: str, accepted: AbstractSet[str | None]) -> Bools:
-    """Return bool[n]: True for candidates whose value of `label` is in `accepted`, which contains
-    None if a missing label is accepted.
-    """
-    return np.array([labels.get(label) in accepted for labels in candidates.labels], dtype=np.bool_)
 
 
 class LabelSelector(Selector, frozen=True):
@@ -72,10 +64,8 @@ class LabelValues(Parameters, frozen=True):
             )
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
-        accepted: set[str | None] = set(self.valid_values)
-        if self.allows_no_label:
-            accepted.add(None)
-        return _labelled(candidates, self.label, accepted)
+        missing = (None,) if self.allows_no_label else ()
+        return candidates.labelled(self.label, frozenset((*self.valid_values, *missing)))
 
 
 class DecodeRole(Parameters, frozen=True):
@@ -83,12 +73,12 @@ class DecodeRole(Parameters, frozen=True):
 
     type_name: ClassVar[str] = "decode-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
-    roles: ClassVar[AbstractSet[str | None]] = frozenset(
+    roles: ClassVar[frozenset[str | None]] = frozenset(
         {"decode", "prefill-decode", "both", "encode-prefill-decode", None}
     )
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
-        return _labelled(candidates, ROLE_LABEL, self.roles)
+        return candidates.labelled(ROLE_LABEL, self.roles)
 
 
 class PrefillRole(Parameters, frozen=True):
@@ -96,12 +86,12 @@ class PrefillRole(Parameters, frozen=True):
 
     type_name: ClassVar[str] = "prefill-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
-    roles: ClassVar[AbstractSet[str | None]] = frozenset(
+    roles: ClassVar[frozenset[str | None]] = frozenset(
         {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"}
     )
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
-        return _labelled(candidates, ROLE_LABEL, self.roles)
+        return candidates.labelled(ROLE_LABEL, self.roles)
 
 
 class EncodeRole(Parameters, frozen=True):
@@ -109,12 +99,12 @@ class EncodeRole(Parameters, frozen=True):
 
     type_name: ClassVar[str] = "encode-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
-    roles: ClassVar[AbstractSet[str | None]] = frozenset(
+    roles: ClassVar[frozenset[str | None]] = frozenset(
         {"encode", "encode-prefill", "encode-prefill-decode"}
     )
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
-        return _labelled(candidates, ROLE_LABEL, self.roles)
+        return candidates.labelled(ROLE_LABEL, self.roles)
 
 
 class FreshMetrics(Parameters, frozen=True):

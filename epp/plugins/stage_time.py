@@ -4,6 +4,7 @@ Both minimise seconds, by the formulas of `added-time-scorer` and of the rule by
 The decider `time-based-pd-decider` then compares the two chosen endpoints by the same formulas.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, ClassVar, Final
@@ -11,7 +12,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.added_time import HALF_WEIGHT_S, AddedTime
+from epp.plugins.added_time import AddedTime
 from epp.plugins.contract import (
     KV_BYTES_PER_TOKEN,
     LINK_BYTES_PER_S,
@@ -36,13 +37,9 @@ _OF_OWN_PREFILL: Final = ("queue", "prefill", "delay of others", "first token we
 _AboveZero = Annotated[float, Meta(gt=0, le=1e15)]
 
 
-class RemotePrefillTimes(Parameters, frozen=True, dict=True):
-    """The parameters of the time that a remote prefill takes."""
+class TransferTime(Parameters, frozen=True, dict=True):
+    """The parameters of the time in which the KV cache of a prompt moves to another endpoint."""
 
-    prefill_delay: _Share = PREFILL_DELAY
-    """Share of a prefill by which it delays every request that decodes at the endpoint; 1 with chunked
-    prefill, because each chunk has thousands of tokens.
-    """
     kv_bytes_per_token: _AboveZero = KV_BYTES_PER_TOKEN
     """Size in bytes of the KV cache of one token: 2 x layers x KV heads x size of a head x bytes of a
     number. The default is that of Qwen3-32B in BF16.
@@ -50,6 +47,23 @@ class RemotePrefillTimes(Parameters, frozen=True, dict=True):
     link_bytes_per_second: Annotated[float, Meta(ge=0, le=1e15)] = LINK_BYTES_PER_S
     """Speed in bytes per second at which KV blocks move between two endpoints, over all of their
     NICs together; 0 if they cannot. The default is RoCE with 200 Gbit/s.
+    """
+
+    @property
+    def transfer_s_per_token(self) -> float:
+        """Return the time in seconds in which the KV cache of one token moves. It is infinite without
+        a link.
+        """
+        link = self.link_bytes_per_second
+        return self.kv_bytes_per_token / link if link else math.inf
+
+
+class RemotePrefillTimes(TransferTime, frozen=True, dict=True):
+    """The parameters of the time that a remote prefill takes."""
+
+    prefill_delay: _Share = PREFILL_DELAY
+    """Share of a prefill by which it delays every request that decodes at the endpoint; 1 with chunked
+    prefill, because each chunk has thousands of tokens.
     """
     overhead: Duration = Duration(REMOTE_OVERHEAD_S)
     """Additional time of a remote prefill for any prompt: messages, and a second server that reads
@@ -77,19 +91,22 @@ class RemotePrefillTimes(Parameters, frozen=True, dict=True):
         )
 
 
-class PrefillTime(Parameters, frozen=True):
-    """Prefer the endpoint that computes the prompt soonest. This scorer is for the prefill stage.
+class PrefillTime(TransferTime, frozen=True, dict=True):
+    """Prefer the endpoint that computes the prompt and sends its KV cache soonest. This scorer is
+    for the prefill stage.
 
-    The cost is (b + (1 + r) p) / s. b are the pending prefill tokens of the endpoint, p is the
-    prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, and s is the measured
-    prefill speed.
+    The cost is t + r p / s + 2 max(y m - t, 0) with t = (b + p) / s. b are the pending prefill tokens
+    of the endpoint, p is the prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, s
+    is the configured prefill speed, and m is the time in which the KV cache of one token moves. y are
+    the tokens whose KV blocks the endpoint still has to send for earlier requests. Those that are
+    left when this prompt is computed delay its transfer, and are delayed by it.
     """
 
     type_name: ClassVar[str] = "prefill-time-scorer"
     abilities: ClassVar[Abilities] = Abilities(
         reads=(
             *("matched_blocks", "uncached_tokens", "inflight_prefill_tokens"),
-            *("prefill_measured_tokens_per_s", "prompt_tokens"),
+            *("prefill_tokens_per_s", "prompt_tokens", "sending_tokens"),
         ),
     )
 
@@ -102,9 +119,13 @@ class PrefillTime(Parameters, frozen=True):
     """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        cost = candidates.inflight_prefill_tokens
-        cost += _prefill_tokens(request, candidates) * (1.0 + self.eviction_cost)
-        cost /= candidates.prefill_measured_tokens_per_s
+        speed = candidates.prefill_tokens_per_s
+        prefill_s = _prefill_tokens(request, candidates) / speed
+        computed_s = candidates.inflight_prefill_tokens / speed + prefill_s
+        cost = computed_s + self.eviction_cost * prefill_s
+        if self.link_bytes_per_second:
+            ahead_s = candidates.sending_tokens * self.transfer_s_per_token
+            cost += 2.0 * np.maximum(ahead_s - computed_s, 0.0)
         return scores_of_cost(cost)
 
 
@@ -114,7 +135,8 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
 
     The cost has the parts of `added-time-scorer` that concern decoding and memory. In place of the
     prefill, it has the smaller of two times: that of a prefill at the endpoint itself, with the delay
-    of others, and that of a remote prefill with the KV transfer to this endpoint. The wait for the
+    of others, and that of a remote prefill with the KV transfer to this endpoint, which shares the
+    network with those of earlier requests (`time-based-pd-decider`). The wait for the
     first token has the additional weight of `added-time-scorer`. Blocks that are evicted count twice
     the cheaper way to have them again.
 
@@ -126,7 +148,7 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
     abilities: ClassVar[Abilities] = Abilities(
         reads=(
             *(AddedTime.abilities.reads or ()),
-            *("uncached_tokens", "prefill_measured_tokens_per_s", "peer_candidates"),
+            *("uncached_tokens", "peer_candidates", "receiving_tokens", "sending_tokens"),
         ),
         reads_index=True,
         goes_by_sessions=True,
@@ -152,8 +174,32 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         return self._added.session_of(request)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        costs = self.cost_parts(request, candidates)
-        return scores_of_cost(_sum_of(costs, *costs))
+        added = self._added
+        speed = candidates.prefill_tokens_per_s
+        work = added.work(request, candidates)
+        queue_s, own_s = work.queue / speed, work.prefill / speed
+        # A decode step has room for some prompt tokens, which delay nobody.
+        delay_s = np.maximum(work.prefill - STEP_TOKENS, 0.0)
+        delay_s *= work.requests * self.prefill_delay
+        delay_s /= speed
+        first_s = queue_s + own_s
+        cost = work.decoding + work.memory
+        cost /= speed
+        if candidates.adapters_reported:
+            adapter_s = added.adapter_s(request, candidates)
+            first_s = first_s + adapter_s
+            cost += adapter_s
+        prefill_s = queue_s + own_s + added.weight_s(first_s) + delay_s
+        again_s = own_s
+        peer = candidates.peer_candidates
+        if peer is not None and self.rule.link_bytes_per_s:
+            waited_s, moved_s, delay_s = self._remote_s(request, candidates, peer, queue_s)
+            first_s = waited_s + moved_s
+            prefill_s = np.minimum(prefill_s, first_s + added.weight_s(first_s) + delay_s)
+            again_s = np.minimum(again_s, moved_s)
+        cost += prefill_s
+        cost += added.eviction_cost * again_s
+        return scores_of_cost(cost)
 
     def cost_parts(
         self, request: InferenceRequest, candidates: Candidates, /
@@ -162,6 +208,7 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
 
         The prompt is computed at the candidate or at the prefill endpoint, whichever takes less
         time. The parts of the other prefill are 0.
+        `score` computes the sum of all parts.
         """
         parts = dict(self._added.cost_parts(request, candidates))
         speed = candidates.prefill_tokens_per_s
@@ -184,21 +231,35 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         takes less time.
         """
         added = self._added
-        waiting = candidates.engine_load().waiting_requests
-        moved_s = candidates.uncached_tokens * self.rule.transfer_s_per_token
-        moved_s *= 1.0 + np.nan_to_num(waiting)
-        prefill_s = np.maximum(self._prefill_s(request, peer), parts["queue"])
-        remote_s = prefill_s + moved_s
-        weight = added.first_token_weight * remote_s**2 / (remote_s + HALF_WEIGHT_S)
-        there = remote_s + weight < _sum_of(parts, *_OF_OWN_PREFILL)
+        waited_s, moved_s, delay_s = self._remote_s(request, candidates, peer, parts["queue"])
+        weight_s = added.weight_s(waited_s + moved_s)
+        own_s = np.sum([parts[name] for name in _OF_OWN_PREFILL], axis=0)
+        there = waited_s + moved_s + weight_s + delay_s < own_s
         again_s = np.minimum(parts["prefill"], moved_s)
         for name in _OF_OWN_PREFILL:
             parts[name] = np.where(there, 0.0, parts[name])
-        parts["first token weight"] += np.where(there, weight, 0.0)
+        parts["first token weight"] += np.where(there, weight_s, 0.0)
+        parts["delay of others"] += np.where(there, delay_s, 0.0)
         parts["evictions"] = added.eviction_cost * again_s
-        parts["remote prefill"] = np.where(there, prefill_s, 0.0)
+        parts["remote prefill"] = np.where(there, waited_s, 0.0)
         parts["KV transfer"] = np.where(there, moved_s, 0.0)
         return parts
+
+    def _remote_s(
+        self, request: InferenceRequest, candidates: Candidates, peer: Candidates, queue_s: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return three arrays float64[n] of times in seconds with a remote prefill at `peer`: the
+        time until the KV transfer begins, that of the transfer, and the delay of other transfers.
+
+        `queue_s` are the times of earlier prefills at the candidates.
+        """
+        transfer_s = self.rule.transfer_s_per_token
+        computed_s = self._prefill_s(request, peer)
+        ahead_s = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
+        ahead_s *= transfer_s
+        waited_s = np.maximum(np.maximum(computed_s, ahead_s), queue_s)
+        moved_s: Floats = candidates.uncached_tokens * transfer_s
+        return waited_s, moved_s, np.maximum(ahead_s - computed_s, 0.0)
 
     def _prefill_s(self, request: InferenceRequest, peer: Candidates) -> Floats:
         """Return float64[1]: the time in seconds until the prefill endpoint `peer` has computed the
@@ -206,16 +267,10 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         """
         tokens = peer.inflight_prefill_tokens + _prefill_tokens(request, peer)
         overhead_s = self.rule.remote_overhead_s(request.prompt_tokens)
-        seconds: Floats = tokens / peer.prefill_measured_tokens_per_s + overhead_s
+        seconds: Floats = tokens / peer.prefill_tokens_per_s + overhead_s
         return seconds
 
 
 def _prefill_tokens(request: InferenceRequest, candidates: Candidates) -> Floats:
     """Return float64[n]: the work of computing the prompt of `request`, in prefill tokens."""
     return prefill_work(request.prompt_tokens, candidates.uncached_tokens)
-
-
-def _sum_of(parts: Mapping[str, Floats], *names: str) -> Floats:
-    """Return the sum of the parts `names`."""
-    total: Floats = np.sum([parts[name] for name in names], axis=0)
-    return total

@@ -80,6 +80,8 @@ def candidates(  # noqa: PLR0913  one argument per column
     saturated: Sequence[bool] | None = None,
     inflight_requests: Sequence[int] | None = None,
     inflight_prefill_tokens: Sequence[float] | None = None,
+    receiving_tokens: Sequence[float] | None = None,
+    sending_tokens: Sequence[float] | None = None,
     unreported_requests: Sequence[int] | None = None,
     matched_blocks: Sequence[int] | None = None,
     total_blocks: int = 0,
@@ -99,8 +101,8 @@ def candidates(  # noqa: PLR0913  one argument per column
     """
     given = (
         waiting_requests, running_requests, kv_cache_usage, metrics_age_s, saturated,
-        inflight_requests, inflight_prefill_tokens, unreported_requests, matched_blocks, adapters,
-        labels, names, attributes,
+        inflight_requests, inflight_prefill_tokens, receiving_tokens, sending_tokens,
+        unreported_requests, matched_blocks, adapters, labels, names, attributes,
     )  # fmt: skip
     lengths = {len(column) for column in given if column is not None}
     if n is not None:
@@ -129,6 +131,8 @@ def candidates(  # noqa: PLR0913  one argument per column
     fill(columns.inflight_requests, inflight_requests, 0)
     fill(columns.unreported_requests, unreported_requests, 0)
     fill(columns.prefill_backlog_tokens, inflight_prefill_tokens, 0.0)
+    fill(columns.receiving_tokens, receiving_tokens, 0.0)
+    fill(columns.sending_tokens, sending_tokens, 0.0)
     columns.prefill_drained_at_s[:n] = NOW_S
     columns.observed_at_s[:n] = NOW_S - np.array(metrics_age_s or [0.0] * n)
 

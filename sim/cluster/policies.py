@@ -5,7 +5,7 @@ A policy is one picker replica. It sees what a production picker sees: pods as t
 and pages as they are scraped. The simulator calls it as production calls the scheduler.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -16,7 +16,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from epp.configuration.build import build_settings, plugin_tables
-from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError, PickerConfig, load_config
+from epp.configuration.config import (
+    CONFIG_MAX_BYTES,
+    DEFAULT_SOURCE,
+    ConfigError,
+    PickerConfig,
+    load_config,
+)
+from epp.configuration.defaults import Labelled, default_for_roles
 from epp.configuration.describing import config_hash
 from epp.core.decision.inputs import (
     OutputStarted,
@@ -368,6 +375,15 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         an invalid one.
         """
         return _loaded(self.text, self.source)
+
+    def for_pods(self, pods: Iterable[Labelled]) -> "PolicySource":
+        """Return this policy or, if it is the built-in default, the default that `epp serve` chooses
+        for endpoints with the labels of `pods`.
+        """
+        if self.source != DEFAULT_SOURCE:
+            return self
+        default = default_for_roles(pods)
+        return replace(self, text=default.text, source=default.source)
 
     def opener(
         self,

@@ -150,11 +150,19 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         speeds = {kind.prefill_tokens_per_s for kind in self.pods}
         return speeds.pop() if len(speeds) == 1 else PREFILL_TOKENS_PER_S
 
+    def policy_of(self, source: PolicySource) -> PolicySource:
+        """Return the policy of this cluster's pickers: `source`, or the default by role if `source` is
+        the built-in default and the pods at the start have roles.
+        """
+        if self.kv_transfer is None:
+            return source
+        return source.for_pods(self.pods)
+
     def opener(self, source: PolicySource) -> Callable[[int], Policy]:
         """Return a function that creates a new picker replica of this cluster from a seed, with the
-        policy `source`.
+        policy `source` (`policy_of`).
         """
-        return source.opener(
+        return self.policy_of(source).opener(
             self.refresh_interval_s, self.prefill_tokens_per_s, self.fallback_endpoints_max
         )
 

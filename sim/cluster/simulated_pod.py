@@ -7,7 +7,14 @@ from typing import Any, Final, Protocol
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
+from epp.core.types import (
+    AdapterReport,
+    Endpoint,
+    EndpointMetrics,
+    KvTransfers,
+    MetricsTarget,
+    Seconds,
+)
 from epp.plugins.filters import ROLE_LABEL
 from sim.caches.behaviour import CacheBehaviour, Stores
 from sim.caches.offload import OffloadedBlocks
@@ -413,6 +420,9 @@ class SimulatedPod:
             tier_hit_tokens=self._tier_tokens() if self._offloaded else None,
             ttft_count=engine.first_tokens,
             first_outputs_total=engine.first_tokens,
+            transfers=KvTransfers(received_tokens=engine.received_tokens)
+            if self._connected
+            else None,
             answers_total=engine.answers,
             answer_tokens_total=engine.answer_tokens,
         )

@@ -209,6 +209,10 @@ class Engine:
         self.preemptions = 0
         self.first_tokens = 0
         """Number of requests whose first token has been generated, since the engine started."""
+        self.received_tokens = 0
+        """Number of prompt tokens that other engines computed for these requests. vLLM counts them
+        when it generates the first token.
+        """
         self.answers = 0
         """Number of requests with a complete answer, since the engine started."""
         self.answer_tokens = 0
@@ -871,6 +875,7 @@ class Engine:
         if request.last_token_at is None:
             request.first_token_at = at
             self.first_tokens += 1
+            self.received_tokens += request.fetched_tokens
         else:
             request.token_gap_s = at - request.last_token_at
         request.last_token_at = at

@@ -55,6 +55,11 @@ class RankedEngine:
         return {request_id for rank in self.ranks for request_id in rank.leaving}
 
     @property
+    def received_tokens(self) -> int:
+        """Number of prompt tokens that other engines computed for requests of all ranks."""
+        return sum(rank.received_tokens for rank in self.ranks)
+
+    @property
     def first_tokens(self) -> int:
         """Number of requests whose first token has been generated, over all ranks since their
         start.

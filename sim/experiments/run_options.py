@@ -244,34 +244,35 @@ def run_settings(
             scenario.check(kinds=pods, pickers=plan.pickers.count)
         except ClusterSettingsError as problem:
             raise ClusterSettingsError(f"{options.scenario}: {problem}") from problem
+    cluster = ClusterSettings(
+        pods=pods,
+        replicas=plan.pickers.count,
+        assignment=plan.pickers.assignment,
+        peers=plan.peers,
+        absences=plan.absences,
+        fallback_endpoints_max=plan.pickers.fallback_endpoints_max,
+        reschedules=() if scenario is None else scenario.reschedules,
+        scrape_interval_s=options.scrape_interval,
+        scrape_delay_s=options.scrape_delay,
+        scrape_troubles=() if scenario is None else scenario.scrape_troubles,
+        network_delay_s=options.network_delay,
+        discovery_delay_s=options.discovery_delay,
+        response_chunks=options.response_chunks,
+        abort_share=options.abort_share,
+        abort_after_s=options.abort_after,
+        clients=ClientSettings() if scenario is None else scenario.clients,
+        tokenize=None
+        if options.tokenize is None
+        else TokenizeSettings(
+            seconds_per_token=options.tokenize / 1e6, timeout_s=options.tokenize_timeout
+        ),
+        kv_events=options.kv_events,
+        kv_transfer=kv_transfer,
+    )
     return RunSettings(
         trace=options.trace,
-        policy=policy,
-        cluster=ClusterSettings(
-            pods=pods,
-            replicas=plan.pickers.count,
-            assignment=plan.pickers.assignment,
-            peers=plan.peers,
-            absences=plan.absences,
-            fallback_endpoints_max=plan.pickers.fallback_endpoints_max,
-            reschedules=() if scenario is None else scenario.reschedules,
-            scrape_interval_s=options.scrape_interval,
-            scrape_delay_s=options.scrape_delay,
-            scrape_troubles=() if scenario is None else scenario.scrape_troubles,
-            network_delay_s=options.network_delay,
-            discovery_delay_s=options.discovery_delay,
-            response_chunks=options.response_chunks,
-            abort_share=options.abort_share,
-            abort_after_s=options.abort_after,
-            clients=ClientSettings() if scenario is None else scenario.clients,
-            tokenize=None
-            if options.tokenize is None
-            else TokenizeSettings(
-                seconds_per_token=options.tokenize / 1e6, timeout_s=options.tokenize_timeout
-            ),
-            kv_events=options.kv_events,
-            kv_transfer=kv_transfer,
-        ),
+        policy=cluster.policy_of(policy),
+        cluster=cluster,
         seed=seed,
         repetition=repetition,
         read=read_options(options, seed, "" if options.no_cache else kept_folder()),

@@ -112,7 +112,8 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
         help=f"scheduler configuration; repeat to compare (default: {DEFAULT_POLICY}): {run_options.POLICY_HELP}")  # fmt: skip
     add("--split", metavar="FILE|NAME",
         help="also try pools that are split into prefill and decode pods, with this configuration, which "
-        "must have stages; --kv-link and --kv-nics describe their network (default: no split)")  # fmt: skip
+        f"must have stages, or {DEFAULT_POLICY} for the default by role; --kv-link and --kv-nics describe "
+        "their network (default: no split)")  # fmt: skip
     add("--price", type=_price, action="append", default=[], metavar="PROFILE=P",
         help="cost of a pod of PROFILE for an hour, in your currency; once for each profile")  # fmt: skip
     add("--pods-max", type=_pods, default=64, metavar="N",

@@ -202,8 +202,8 @@ class _Task:
         """
         self._options = options
         policy = policy_source(options.config)
-        self.space = Space(policy, pickers=options.replicas, file=options.space)
         base = run_options.run_settings(options, policy, options.seed)
+        self.space = Space(base.policy, pickers=options.replicas, file=options.space)
         if base.scenario is not None and base.scenario.configures:
             raise ClusterSettingsError(
                 f"{options.scenario} configures pickers, which would overwrite the tried configurations"

@@ -61,6 +61,21 @@ def test_without_a_link_the_decode_endpoint_is_chosen_as_without_a_prefill_endpo
     assert best(unlinked, peer=0, **columns) == best(unlinked, **alone)
 
 
+def test_prefill_goes_to_an_endpoint_with_less_to_send_if_the_network_is_slow():
+    """What the second endpoint sends meanwhile does not matter."""
+    sending = {"matched_blocks": [0, 0, 0], "sending_tokens": [64_000.0, 6_400.0, 0.0]}
+    assert best(PrefillTime(link_bytes_per_second=5e9), **sending) == [1, 2]
+    assert best(PrefillTime(link_bytes_per_second=0.0), **sending) == [0, 1, 2]
+
+
+def test_decode_goes_to_an_endpoint_with_less_to_receive_if_the_prefill_is_elsewhere():
+    columns = {"matched_blocks": [0, 0, 0], "inflight_requests": [0, 8, 8]}
+    receiving = {"receiving_tokens": [0.0, 64_000.0, 0.0], **columns}
+    assert best(FREE_LINK, peer=0, **columns) == [0, 1]
+    assert best(DecodeTime(), peer=0, **receiving) == [1]
+    assert best(DecodeTime(link_bytes_per_second=0.0), peer=0, **receiving) == [0, 1]
+
+
 @pytest.mark.parametrize("name", ["overhead", "overhead_per_token"])
 def test_an_overhead_is_a_time(name):
     with pytest.raises(ValueError, match=f"{name} must be a duration of 0s or more"):

@@ -216,7 +216,10 @@ class Placements:
             one.stage is Stage.PREFILL for one in lease.earlier
         )
         uncached = float(request.prompt_tokens - cached) if prefills else 0.0
+        sender = lease.sender
         state.ledger.move(lease, slot, uncached, now)
+        if sender[0] >= 0:
+            state.ledger.receive(lease, float(request.prompt_tokens - cached), sender)
         self._count(lease, now, left_out)
         if self.sent is not None:
             self.sent.append(Sent(request, slot, now, left_out))

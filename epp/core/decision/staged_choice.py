@@ -154,15 +154,15 @@ def _work(choice: Choice, decode: Choice) -> PrefillWork:
     Its prefill delays decoding only if it is among the candidates of the decode stage.
     """
     numbers = choice.ranked.prefill_numbers_of(choice.picked[0])
-    uncached, pending, tokens_per_s, running, waiting, arriving = numbers
+    uncached, pending, tokens_per_s, running, receiving, sending = numbers
     decodes = choice is decode or bool((decode.ranked.slot == choice.slot).any())
     return PrefillWork(
         uncached_tokens=uncached,
         pending_tokens=pending,
         tokens_per_s=tokens_per_s,
         decoding_requests=running if decodes else 0.0,
-        waiting_requests=waiting,
-        arriving_requests=arriving,
+        receiving_tokens=receiving,
+        sending_tokens=sending,
     )
 
 

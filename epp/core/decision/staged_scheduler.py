@@ -261,7 +261,7 @@ class StagedScheduler:
                 also_encode = self._placements.also_encode
                 leases += [also_encode(leg.lease, slot, offer.now) for slot in choice.others]
         *earlier, lease = leases
-        self._join(lease, earlier)
+        self._join(lease, earlier, float(lease.request.prompt_tokens - chosen.cached_tokens))
         return (legs[-1], *legs[:-1])
 
     def _place_stage(
@@ -293,8 +293,10 @@ class StagedScheduler:
             left_out=self._placements.not_recorded(work, encodes=encodes),
         )
 
-    def _join(self, lease: Lease, earlier: list[Lease]) -> None:
-        """Make `earlier`, the leases of the prefill and encode endpoints, part of `lease`."""
+    def _join(self, lease: Lease, earlier: list[Lease], uncached_tokens: float) -> None:
+        """Make `earlier`, the leases of the prefill and encode endpoints, part of `lease`, whose
+        endpoint has not cached `uncached_tokens` of the prompt.
+        """
         state = self._state
         counted = {lease.slot}
         for one in earlier:
@@ -305,6 +307,8 @@ class StagedScheduler:
         prefill = prefill_of(lease)
         if prefill is not None:
             state.overdue_prefills.watch(prefill, lease)
+            sender = prefill.slot, prefill.generation
+            state.ledger.receive(lease, uncached_tokens, sender)
 
 
 def _screened(offered: Available, kept: FilterResult) -> Available:

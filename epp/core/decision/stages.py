@@ -139,12 +139,10 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     """Prefill speed of the endpoint, above 0."""
     decoding_requests: float = 0.0
     """Number of requests that the endpoint decodes and that its prefill delays."""
-    waiting_requests: float = 0.0
-    """Number of requests in the queue of the endpoint, which includes those that receive KV blocks."""
-    arriving_requests: float = 0.0
-    """Number of requests in flight at the endpoint that it does not decode yet, which includes those
-    that are computed elsewhere.
-    """
+    receiving_tokens: float = 0.0
+    """Number of prompt tokens of earlier requests whose KV blocks it still has to receive."""
+    sending_tokens: float = 0.0
+    """Number of prompt tokens of earlier requests whose KV blocks it still has to send."""
 
 
 class ByTime(Struct, frozen=True, kw_only=True):
@@ -152,19 +150,21 @@ class ByTime(Struct, frozen=True, kw_only=True):
     prefill at the decode endpoint.
 
     With x uncached tokens of T prompt tokens at an endpoint, the prefill has the work of
-    p = x (1 + (T - x/2) / `ATTENTION_TOKENS`) tokens. Let b be the pending tokens, s the speed, n the
-    decoding and w the waiting requests of an endpoint D that decodes or P that prefills:
+    p = x (1 + (T - x/2) / `ATTENTION_TOKENS`) tokens. Let b be the pending tokens, s the speed and n
+    the decoding requests of an endpoint D that decodes or P that prefills, and let y be the tokens
+    whose KV blocks D still has to receive or P still has to send, whichever are more:
 
         time(endpoint) = (b + p + a n max(p - `STEP_TOKENS`, 0)) / s         a = `prefill_delay`
-        local  = time(D)
-        remote = max(time(P) + overhead_s + T overhead_s_per_token, b_D / s_D, i_D m) + (1 + w_D) m
-        m      = x_D kv_bytes_per_token / link_bytes_per_s
+        local    = time(D)
+        computed = time(P) + overhead_s + T overhead_s_per_token
+        ahead    = y m                            m = kv_bytes_per_token / link_bytes_per_s
+        remote   = max(computed, b_D / s_D, ahead) + x_D m + max(ahead - computed, 0)
 
-    A step that decodes has room for `STEP_TOKENS` prompt tokens, so these delay no request. The
-    maximum is there because the request also queues at D, behind earlier prefills and behind the
-    transfers of the i requests in flight that D does not decode yet. Transfers to one endpoint share
-    its network: if w others are halfway through transfers of the same size, this one and its delay of
-    the others take 1 + w times as long as alone. The answer is decoded at the same endpoint in both
+    A step that decodes has room for `STEP_TOKENS` prompt tokens, so these delay no request. The first
+    maximum is there because the request also queues at D, behind earlier prefills and behind earlier
+    transfers. Transfers share the network of both endpoints, and the last of several ends when the
+    bytes of all have moved. What is left of the others when this transfer begins is also the sum of
+    its delays of them, which is the last summand. The answer is decoded at the same endpoint in both
     cases, so its time is the same. The prefill does not run elsewhere if the decode endpoint has
     cached the whole prompt.
     """
@@ -208,9 +208,10 @@ class ByTime(Struct, frozen=True, kw_only=True):
         """
         computed_s = self.prefill_s(remote, prompt_tokens) + self.remote_overhead_s(prompt_tokens)
         queued_s = local.pending_tokens / local.tokens_per_s
+        ahead_s = max(local.receiving_tokens, remote.sending_tokens) * self.transfer_s_per_token
         moved_s = local.uncached_tokens * self.transfer_s_per_token
-        queued_s = max(queued_s, local.arriving_requests * moved_s)
-        return max(computed_s, queued_s) + (1.0 + local.waiting_requests) * moved_s
+        delay_s = max(0.0, ahead_s - computed_s)
+        return max(computed_s, queued_s, ahead_s) + moved_s + delay_s
 
     def saves_time(self, prompt_tokens: int, local: PrefillWork, remote: PrefillWork) -> bool:
         """Return whether the prefill should run at the endpoint of `remote`, and not at the decode

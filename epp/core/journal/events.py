@@ -8,6 +8,7 @@ salts and the blocks of prompts are keyed hashes.
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from math import isnan
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -25,6 +26,7 @@ from epp.core.types import (
     ApiKind,
     Endpoint,
     EndpointMetrics,
+    KvTransfers,
     MetricsTarget,
     Seconds,
     Stage,
@@ -33,7 +35,7 @@ from epp.core.types import (
 JOURNAL_FORMAT: Final = "homing-journal"
 JOURNAL_VERSION: Final = 1
 _PROMPT_TOKENS_MAX: Final = 10_000_000
-_UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens", "transfers"})
+_UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens"})
 """Names of scraped values that no decision depends on, which the journal omits."""
 
 
@@ -512,7 +514,15 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
     }
     if metrics.adapters is not None:
         page["adapters"] = _salted(metrics.adapters, salt)
+    if metrics.transfers is not None:
+        page["transfers"] = _deciding(metrics.transfers)
     return EndpointMetrics(**page)
+
+
+def _deciding(transfers: KvTransfers) -> KvTransfers | None:
+    """Return the values of `transfers` on which decisions depend, or None if there are none."""
+    tokens = transfers.received_tokens
+    return None if isnan(tokens) else KvTransfers(received_tokens=tokens)
 
 
 def same_page(one: EndpointMetrics, other: EndpointMetrics) -> bool:

@@ -62,6 +62,8 @@ _ROWS: Final = (
 )
 """Names of the columns that are rows of the array `Columns.rows`, in this order."""
 
+LABELLED_MAX: Final = 64
+"""Maximum number of label conditions whose results are kept until labels change."""
 ATTRIBUTES_MAX: Final = 64
 """Maximum number of attributes of a pool, each of which is a column. Attributes beyond it are
 unknown for every endpoint.
@@ -133,6 +135,17 @@ class Columns:
     """Configured prefill speed of each endpoint in tokens per second; an empty slot has the speed
     of its last endpoint.
     """
+    receiving_tokens: Floats
+    """Number of prompt tokens whose KV blocks each endpoint still has to receive, for this picker's
+    requests in flight.
+    """
+    sending_tokens: Floats
+    """Number of prompt tokens whose KV blocks each endpoint still has to send, or to compute and send,
+    for this picker's requests in flight.
+    """
+    adapters_active: Ints
+    adapters_resident: Ints
+    adapters_idle: Ints
     prefill_drain_tokens_per_s: Floats
     """Tokens per second by which `prefill_backlog_tokens` of each endpoint fall until the endpoint
     is observed again.
@@ -169,6 +182,7 @@ class Columns:
         """True for each endpoint that outlier ejection excludes now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
+        self.receiving_tokens = self.sending_tokens = np.empty(0)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.
@@ -181,9 +195,8 @@ class Columns:
         about adapters.
         """
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
-        self.adapters_active: Ints = np.empty(0, dtype=np.int64)
-        self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
-        self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
+        # Arrays without elements may be shared: `_grow` replaces each by its own.
+        self.adapters_active = self.adapters_resident = self.adapters_idle = np.empty(0, np.int64)
         self.peers: PeerLoads | None = None
         """Loads that peers report for the endpoints, or None while there are no peers."""
         self.attributes: dict[str, Floats] = {}
@@ -194,6 +207,8 @@ class Columns:
         """Labels that name the places of endpoints."""
         self._places: tuple[TopologyLabels, int, Ints] | None = None
         """The result of `places_of`, after the labels and the version for which it was computed."""
+        self._labelled: tuple[int, dict[tuple[str, frozenset[str | None]], Bools]] = (0, {})
+        """Version of the labels, and the results of `labelled` for it by its arguments."""
         self.version = 0
         """Total number of changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
@@ -240,6 +255,24 @@ class Columns:
             self._places = known
         return known[2]
 
+    def labelled(self, label: str, accepted: frozenset[str | None]) -> Bools:
+        """Return bool[slots], read-only: whether the value of `label` at each endpoint is in
+        `accepted`, which contains None if a missing label is accepted. An empty slot is False.
+        """
+        version, results = self._labelled
+        if version != self.versions["labels"]:
+            results = {}
+            self._labelled = self.versions["labels"], results
+        known = results.get((label, accepted))
+        if known is None or len(known) != len(self.endpoints):
+            known = np.array(
+                [at is not None and at.labels.get(label) in accepted for at in self.endpoints],
+                dtype=np.bool_,
+            )
+            if len(results) < LABELLED_MAX:
+                results[label, accepted] = known
+        return known
+
     def clear(self, slot: int) -> None:
         """Reset all columns at `slot`, those of its scrapes and those of its requests in flight."""
         if self.endpoints[slot] is not None:
@@ -253,6 +286,7 @@ class Columns:
         self.inflight_requests[slot] = 0
         self.inflight_context_tokens[slot] = 0
         self.unreported_requests[slot] = 0
+        self.receiving_tokens[slot] = self.sending_tokens[slot] = 0.0
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
         if self.peers is not None:
@@ -727,6 +761,20 @@ class Candidates:
         return left
 
     @property
+    def receiving_tokens(self) -> Floats:
+        """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
+        to receive from endpoints that prefill, for this picker's requests in flight.
+        """
+        return self._columns.receiving_tokens[self._slot]
+
+    @property
+    def sending_tokens(self) -> Floats:
+        """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
+        to send to endpoints that decode, for this picker's requests in flight.
+        """
+        return self._columns.sending_tokens[self._slot]
+
+    @property
     def own_prefill_tokens(self) -> Floats:
         """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
         columns, tokens = self._columns, self.inflight_prefill_tokens
@@ -840,6 +888,14 @@ class Candidates:
         """Return the labels of each candidate's endpoint."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
 
+    def labelled(self, label: str, accepted: frozenset[str | None]) -> Bools:
+        """Return bool[n]: whether the value of `label` at each candidate is in `accepted`, which
+        contains None if a missing label is accepted. This is faster than reading `labels`.
+        """
+        if self._endpoints is self._columns.endpoints:
+            return self._columns.labelled(label, accepted)[self._slot]
+        return np.array([labels.get(label) in accepted for labels in self.labels], dtype=np.bool_)
+
     @property
     def nearness(self) -> Ints:
         """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`;
@@ -913,16 +969,24 @@ class Candidates:
     def prefill_numbers_of(self, position: int) -> tuple[float, ...]:
         """Return what determines the time of a prefill at the candidate at `position`.
 
-        These are the prompt tokens that it has not cached, the pending prefill tokens, its measured
-        prefill speed in tokens per second, and its running and waiting requests. If it does not
-        report the latter, or not lately, its requests in flight run and none wait.
+        These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
+        prefill speed in tokens per second, its running requests, and the tokens whose KV blocks it
+        still has to receive and to send. If it does not report its running requests, or not lately,
+        all its requests in flight run.
         """
-        waiting, running, _, _, age_s, inflight, _, pending, _, matched = self.numbers_of(position)
+        columns, slot = self._columns, self._slot.item(position)
+        _, running, _, _, age_s, inflight, _, pending, speed, matched = self.numbers_of(position)
         uncached = max(0.0, self.prompt_tokens - matched * self.block_tokens)
-        speed = self._columns.prefill_drain_tokens_per_s.item(self._slot.item(position))
-        if age_s > REPORTED_S_MAX or isnan(running) or isnan(waiting):
-            running, waiting = inflight, 0.0
-        return uncached, pending, speed, running, waiting, max(0.0, inflight - running)
+        if age_s > REPORTED_S_MAX or isnan(running):
+            running = inflight
+        return (
+            uncached,
+            pending,
+            speed,
+            running,
+            columns.receiving_tokens.item(slot),
+            columns.sending_tokens.item(slot),
+        )
 
     @property
     def prefill_measured_tokens_per_s(self) -> Floats:

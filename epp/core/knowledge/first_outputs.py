@@ -142,7 +142,7 @@ class FirstOutputs:
         self.counted = not self._doubted and self._silent < SILENT_MAX
         # A page may contain infinity.
         counted = min(max(rise, 0.0), RISE_MAX)
-        ours = self._rest + counted * self._share()
+        ours = self._rest + counted * self.share
         expected = self._known + self._late
         whole = int(min(ours, expected + inflight_requests))
         shown = min(expected, whole)
@@ -168,7 +168,8 @@ class FirstOutputs:
         self._uncounted = begun if idle else min(begun, self._uncounted)
         self.to_come_max = waiting + begun - self._uncounted
 
-    def _share(self) -> float:
+    @property
+    def share(self) -> float:
         """Return this picker's share of the requests that the last metrics pages show at the
         endpoint, 0 to 1. It is 1 if they show too few requests of others.
         """

@@ -11,6 +11,11 @@ A request that several endpoints serve has one lease. It holds a lease for each 
 prefills or encodes (`Lease.earlier`), which ends with the first sign of that stage's end and no
 later than the request. Every lease counts at its own endpoint; one that is closed, or whose
 endpoint left, has no effect on the others.
+
+An endpoint that decodes a prompt which another endpoint computes receives KV blocks for it. Until
+its first output, the tokens of these blocks count at both endpoints: as received at one, and as
+sent at the other. Half of them count once the prefill has ended, because a transfer that has begun
+is halfway through on average.
 """
 
 import heapq
@@ -176,6 +181,16 @@ class Lease(Struct, eq=False, gc=False):
     """Predicted latency at the endpoint in `slot`, or None if nothing is predicted."""
     counted: bool = True
     """False if another lease of the same request counts the request at the endpoint in `slot`."""
+    moved_tokens: float = 0.0
+    """Number of prompt tokens whose KV blocks the endpoint in `slot` receives from an endpoint that
+    computes the prompt; 0 if it computes the prompt itself.
+    """
+    transfer_tokens: float = 0.0
+    """Estimate of how many of `moved_tokens` have not arrived."""
+    sender: tuple[int, int] = (-1, 0)
+    """Slot and generation of the endpoint that sends these KV blocks; the slot is -1 if it is
+    unknown.
+    """
 
     def undrain(self) -> float:
         """Count all uncached tokens of the request as tokens to compute again. Return how many of
@@ -195,8 +210,8 @@ class _Backlog:
 
     __slots__ = (
         *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
-        *("rises_s", "scraped_at_s", "seen_tokens", "shown_at_s", "speed"),
-        *("unhindered_at_s", "unhindered_tokens"),
+        *("received_total", "receiving", "rises_s", "scraped_at_s", "seen_tokens"),
+        *("seen_transfer_tokens", "shown_at_s", "speed", "unhindered_at_s", "unhindered_tokens"),
     )
 
     def __init__(self, believed_tokens_per_s: float) -> None:
@@ -205,6 +220,16 @@ class _Backlog:
         """Requests that are older than those in `queue` and whose prompts are assumed to be
         computed. Evidence of their first outputs is still expected.
         """
+        self.receiving: dict[Lease, None] = {}
+        """Requests whose prompts other endpoints compute, without a first output, oldest first.
+        They are not in `queue`, because their first outputs do not come in its order.
+        """
+        self.received_total = math.nan
+        """Number of prompt tokens whose KV blocks the engine has received since it started, on the
+        last metrics page; NaN if not reported.
+        """
+        self.seen_transfer_tokens = 0.0
+        """Number of these tokens of requests whose first output the picker saw after that page."""
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
@@ -364,6 +389,37 @@ class _Backlog:
                 requests -= 1
         return tokens
 
+    def arrived(self, received_total: float, first_outputs: int) -> list[Lease]:
+        """Return those of the oldest `first_outputs` requests without a first output that are in
+        `receiving`.
+
+        `received_total` is the number of tokens in all KV blocks that the engine received, as its
+        metrics page counts them at the first output. It shows which first outputs are of
+        `receiving`, those whose prefill has ended before all others. If it is not reported, the
+        first outputs are assumed to come in the order of the requests.
+        """
+        rise = received_total - self.received_total
+        self.received_total = received_total
+        seen_tokens, self.seen_transfer_tokens = self.seen_transfer_tokens, 0.0
+        receiving = sorted(self.receiving, key=_not_begun)
+        if isnan(rise):
+            waiting = [*receiving, *(lease for lease in self.queue if not lease.prefilled)]
+            waiting.sort(key=lambda lease: (_not_begun(lease), lease.opened_at_s))
+            return [lease for lease in waiting[:first_outputs] if lease.moved_tokens]
+        tokens = rise * self.first_outputs.share - seen_tokens
+        found: list[Lease] = []
+        for lease in receiving:
+            # The number of tokens is an estimate, so it is rounded to whole requests.
+            if len(found) < first_outputs and lease.moved_tokens < 2.0 * tokens:
+                tokens -= lease.moved_tokens
+                found.append(lease)
+        return found
+
+
+def _not_begun(lease: Lease) -> bool:
+    """Return whether the transfer of the KV blocks of `lease` is not known to have begun."""
+    return bool(lease.moved_tokens) and lease.transfer_tokens == lease.moved_tokens
+
 
 class InflightLedger:
     """The ledger of requests in flight: the open leases, and their sums in the columns of the pool."""
@@ -406,6 +462,48 @@ class InflightLedger:
         self._charge(lease, prefill_tokens, now)
         return lease
 
+    def receive(self, lease: Lease, tokens: float, sender: tuple[int, int]) -> None:
+        """Count the KV blocks of `tokens` prompt tokens as in transfer to the endpoint of `lease`,
+        which was opened or moved there just now, because another endpoint computes the prompt.
+
+        `sender` is the slot and the generation of that endpoint; the slot is -1 if it is unknown.
+        """
+        backlog = self._backlogs[lease.slot]
+        if backlog.queue and backlog.queue[-1] is lease:
+            backlog.queue.pop()
+        backlog.receiving[lease] = None
+        lease.moved_tokens, lease.sender = tokens, sender
+        self._count_transfer(lease, tokens)
+
+    def _count_transfer(self, lease: Lease, tokens: float) -> None:
+        """Add `tokens` to those in transfer for `lease`, at the endpoints that receive and send
+        them.
+        """
+        lease.transfer_tokens += tokens
+        columns, (sender, generation) = self._columns, lease.sender
+        columns.receiving_tokens[lease.slot] = columns.receiving_tokens.item(lease.slot) + tokens
+        if sender >= 0 and generation == self._generations.get(sender, 0):
+            columns.sending_tokens[sender] = columns.sending_tokens.item(sender) + tokens
+
+    def _begin_transfer(self, lease: Lease) -> None:
+        """Record that the prefill of `lease` has ended, and that its KV blocks are in transfer. If
+        no metrics page will show the end of the transfer, it is assumed to end at once.
+        """
+        if not (_not_begun(lease) and self.is_live(lease)):
+            return
+        if self._backlogs[lease.slot].first_outputs.counted:
+            self._count_transfer(lease, -lease.moved_tokens / 2.0)
+        else:
+            self._end_transfer(lease)
+
+    def _end_transfer(self, lease: Lease) -> None:
+        """Stop counting the KV blocks of a live lease as in transfer, because they have arrived or
+        are not needed any longer.
+        """
+        self._backlogs[lease.slot].receiving.pop(lease, None)
+        if lease.transfer_tokens:
+            self._count_transfer(lease, -lease.transfer_tokens)
+
     def join(self, lease: Lease) -> None:
         """Stop counting the request of `lease` at its endpoint, because another lease of the same
         request counts it there.
@@ -439,6 +537,8 @@ class InflightLedger:
             self.close_earlier(lease, now)
         if lease.prefilled or not self.is_live(lease):
             return
+        if lease.moved_tokens:
+            self._see_transfer(lease)
         backlog = self._backlogs[lease.slot]
         adapters_reported = self._columns.adapter_generation.item(lease.slot)
         if backlog.first_outputs.counted or adapters_reported or not lease.request.stream:
@@ -453,6 +553,14 @@ class InflightLedger:
         lease.prefilled = True
         backlog.first_outputs.known()
         self._take_stock(lease.slot, backlog, left - computed, computed, now)
+
+    def _see_transfer(self, lease: Lease) -> None:
+        """Record that the picker saw that the KV blocks of a live lease have arrived, which the
+        next metrics page counts.
+        """
+        if not lease.prefilled:
+            self._backlogs[lease.slot].seen_transfer_tokens += lease.moved_tokens
+        self._end_transfer(lease)
 
     def _release_prefill(self, lease: Lease, now: Seconds, *, computed: bool) -> None:
         """Stop counting the tokens of a live lease as pending. `computed` is True if an output or
@@ -497,6 +605,8 @@ class InflightLedger:
         backlog.scraped_at_s = now
         inflight_requests = columns.inflight_requests.item(slot)
         released = first_outputs.scraped(metrics, inflight_requests, since_s=since_s)
+        if metrics.transfers is not None or backlog.receiving:
+            released -= self._take_arrived(backlog, metrics, released)
         if not first_outputs.counted:
             self._drain(slot, now)
             if backlog.shown_at_s == -math.inf:
@@ -520,6 +630,23 @@ class InflightLedger:
             # Both `_drain` and `Candidates` subtract what drained since that time.
             speed = columns.prefill_drain_tokens_per_s.item(slot)
             columns.prefill_drained_at_s[slot] = now - begun_tokens / speed
+
+    def _take_arrived(self, backlog: _Backlog, metrics: EndpointMetrics, released: int) -> int:
+        """End the transfers that a metrics page shows to have arrived, `released` first outputs of
+        this picker's requests among them. Return their number.
+
+        If the page cannot be used, all transfers that have begun are assumed to have arrived.
+        """
+        transfers = metrics.transfers
+        total = math.nan if transfers is None else transfers.received_tokens
+        arrived = backlog.arrived(total, released)
+        for lease in arrived:
+            lease.prefilled = True
+            self._end_transfer(lease)
+        if not backlog.first_outputs.counted:
+            for lease in [one for one in backlog.receiving if not _not_begun(one)]:
+                self._end_transfer(lease)
+        return len(arrived)
 
     def _take_stock(
         self, slot: int, backlog: _Backlog, left: float, computed: float, now: Seconds
@@ -546,6 +673,8 @@ class InflightLedger:
         if lease.earlier:
             self.close_earlier(lease, now, answered=answered)
         if self.is_live(lease):
+            if lease.moved_tokens:
+                self._see_transfer(lease) if answered else self._end_transfer(lease)
             self._release_prefill(lease, now, computed=answered)
             if lease.counted:
                 self._uncount(lease)
@@ -563,6 +692,8 @@ class InflightLedger:
         """
         for earlier in lease.earlier:
             self.close(earlier, now, answered=answered)
+        if lease.moved_tokens:
+            self._begin_transfer(lease)
 
     def close_later(self, lease: Lease, now: Seconds, at_most_s: Seconds) -> None:
         """Schedule the lease to be closed when its request has probably ended, at most `at_most_s`
@@ -584,10 +715,13 @@ class InflightLedger:
         request instead. The leases in `lease.earlier` stay at their endpoints.
         """
         if self.is_live(lease):
+            if lease.moved_tokens:
+                self._end_transfer(lease)
             self._release_prefill(lease, now, computed=False)
             if lease.counted:
                 self._uncount(lease)
             self._leave_queue(lease)
+        lease.moved_tokens = lease.transfer_tokens = 0.0
         lease.counted = True
         lease.slot = slot
         lease.opened_at_s = now
@@ -620,7 +754,11 @@ class InflightLedger:
 
     def forget(self, slot: int) -> None:
         """Invalidate all leases at the endpoint in `slot`, because it left or restarted."""
+        backlog = self._backlogs.get(slot)
+        for lease in [] if backlog is None else [*backlog.receiving]:
+            self._end_transfer(lease)
         self._generations[slot] = self._generations.get(slot, 0) + 1
+        self._columns.receiving_tokens[slot] = self._columns.sending_tokens[slot] = 0.0
         self._backlogs.pop(slot, None)
         self._sent.pop(slot, None)
         self._believe_speed(slot, None)

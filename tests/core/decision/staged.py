@@ -70,6 +70,8 @@ def sums(scheduler):
     """Return what the requests in flight add up to, over all endpoints."""
     columns = scheduler.pool.columns
     n = len(columns)
+    moving = float(columns.receiving_tokens[:n].sum() + columns.sending_tokens[:n].sum())
+    assert scheduler.ledger.open_leases or moving == 0.0
     return (
         int(columns.inflight_requests[:n].sum()),
         int(columns.inflight_context_tokens[:n].sum()),

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from epp.core.decision.account import Route
-from epp.core.decision.inputs import PageScraped
+from epp.core.decision.inputs import PageScraped, RequestEnded
 from epp.core.decision.stages import ByTime, Order, PrefillWork, Stages
+from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics, Refusal
 from epp.plugins.filters import DecodeRole, PrefillRole
 from epp.plugins.stage_time import DecodeTime, PrefillTime
@@ -26,8 +27,8 @@ works = st.builds(
     pending_tokens=tokens,
     tokens_per_s=st.floats(1_000.0, 100_000.0),
     decoding_requests=counts,
-    waiting_requests=counts,
-    arriving_requests=counts,
+    receiving_tokens=tokens,
+    sending_tokens=tokens,
 )
 links = st.floats(1e8, 1e12)
 
@@ -71,12 +72,18 @@ def test_a_remote_prefill_waits_for_earlier_prefills_at_the_decode_endpoint():
 
 
 def test_a_transfer_shares_the_network_with_those_of_other_requests():
-    alone, beside = work(1_000), structs.replace(work(1_000), waiting_requests=3.0)
+    """It takes longer, and delays what is left of the others when it begins."""
     moved_s = 1_000 * RULE.transfer_s_per_token
-    first_s = RULE.remote_s(1_000, alone, work(0))
-    assert RULE.remote_s(1_000, beside, work(0)) - first_s == pytest.approx(3 * moved_s)
-    behind = structs.replace(work(1_000), arriving_requests=50.0)
-    assert RULE.remote_s(1_000, behind, work(0)) == pytest.approx(51 * moved_s)
+    computed_s = RULE.remote_overhead_s(1_000)
+    alone = RULE.remote_s(1_000, work(1_000), work(0))
+    assert alone == pytest.approx(computed_s + moved_s)
+    for ahead in (0.0, 50_000.0):
+        receiving = structs.replace(work(1_000), receiving_tokens=ahead)
+        sending = structs.replace(work(0), sending_tokens=50_000.0)
+        beside = RULE.remote_s(1_000, receiving, sending)
+        assert beside == pytest.approx(51 * moved_s + 50 * moved_s - computed_s)
+    few = structs.replace(work(1_000), receiving_tokens=100.0)
+    assert RULE.remote_s(1_000, few, work(0)) == alone
 
 
 def test_a_few_prompt_tokens_delay_no_request():
@@ -87,8 +94,7 @@ def test_a_few_prompt_tokens_delay_no_request():
 def test_more_uncached_tokens_speak_for_a_remote_prefill_if_the_link_is_faster_than_the_prefill(
     local, remote, more, times
 ):
-    shares = 1.0 + local.waiting_requests + local.arriving_requests
-    link = times * shares * local.tokens_per_s * RULE.kv_bytes_per_token
+    link = times * local.tokens_per_s * RULE.kv_bytes_per_token
     rule = structs.replace(RULE, link_bytes_per_s=link)
     fewer = structs.replace(local, uncached_tokens=max(0.0, local.uncached_tokens - more))
     if saves(rule, fewer, remote):
@@ -99,6 +105,14 @@ def test_more_uncached_tokens_speak_for_a_remote_prefill_if_the_link_is_faster_t
 def test_a_longer_queue_at_the_prefill_endpoint_speaks_against_it(local, remote, more):
     longer = structs.replace(remote, pending_tokens=remote.pending_tokens + more)
     if saves(RULE, local, longer):
+        assert saves(RULE, local, remote)
+
+
+@given(works, works, tokens)
+def test_transfers_of_other_requests_speak_against_a_remote_prefill(local, remote, more):
+    receiving = structs.replace(local, receiving_tokens=local.receiving_tokens + more)
+    sending = structs.replace(remote, sending_tokens=remote.sending_tokens + more)
+    if saves(RULE, receiving, sending):
         assert saves(RULE, local, remote)
 
 
@@ -184,6 +198,29 @@ def test_an_endpoint_of_both_roles_counts_what_its_prefill_delays():
         page = EndpointMetrics(waiting_requests=0.0, running_requests=20.0, kv_cache_usage=0.0)
         scheduler.take(PageScraped(slot, page), 0.0)
     assert route(scheduler, chat(4_096)) is Route.DECODE_ONLY
+
+
+def test_transfers_in_flight_keep_prompts_at_the_decode_endpoint_of_a_slow_network():
+    """The network needs 0.2 s for a prompt, and a prefill delays eight requests by 0.26 s each."""
+    slow = {"link_bytes_per_second": 5e9}
+    stages = Stages(
+        decode=profile("decode", DecodeRole(), scorers=[DecodeTime(**slow)]),
+        prefill=profile("prefill", PrefillRole(), scorers=[PrefillTime(**slow)]),
+        prefill_if=structs.replace(RULE, link_bytes_per_s=5e9),
+        order=Order.PREFILL_FIRST,
+    )
+    scheduler = pool_of(("prefill", "decode"), stages)
+    busy_decode(scheduler, 8)
+    texts = [bytes([65 + at]) for at in range(12)]
+    decisions = [scheduler.schedule(chat(4_096, text=text), 0.0) for text in texts]
+    remote = [one for one in decisions if one.account.route is Route.PREFILL_DECODE]
+    assert 1 < len(remote) < 12
+    assert scheduler.pool.columns.receiving_tokens[:2].tolist() == [0.0, len(remote) * 4_096.0]
+    assert scheduler.pool.columns.sending_tokens[:2].tolist() == [len(remote) * 4_096.0, 0.0]
+    for one in remote:
+        scheduler.take(RequestEnded(one.lease, Outcome(status=200)), 1.0)
+    assert not scheduler.pool.columns.receiving_tokens[:2].any()
+    assert not scheduler.pool.columns.sending_tokens[:2].any()
 
 
 def test_a_queue_at_the_prefill_endpoints_sends_prompts_to_decode_endpoints():

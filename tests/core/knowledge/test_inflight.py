@@ -12,7 +12,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Columns
 from epp.core.knowledge.inflight import InflightLedger, Outcome
 from epp.core.knowledge.load_report import LoadReport
-from epp.core.types import AdapterReport, EndpointMetrics
+from epp.core.types import AdapterReport, EndpointMetrics, KvTransfers, Stage
 from tests.builders import endpoint, request
 
 RATE = 100.0
@@ -242,6 +242,128 @@ def test_what_no_page_has_counted_is_still_to_be_computed():
     assert there.left(2.3) == 100.0
     there.page(2.5, more=1)
     assert there.left(2.5) == 0.0
+
+
+class Receiving(Counted):
+    """The endpoint of `Counted`, and another one that computes prompts for it."""
+
+    def receive(self, now, tokens=100.0):
+        """Send a request whose prompt the other endpoint computes."""
+        prefill = self.ledger.open(
+            request(), 1, matched_blocks=0, prefill_tokens=tokens, now=now, stage=Stage.PREFILL
+        )
+        decode = self.send(now, tokens=0.0)
+        decode.earlier = (prefill,)
+        self.ledger.receive(decode, tokens, (1, prefill.generation))
+        return decode
+
+    def told(self, now, more, received):
+        """`received` is the number of tokens that the endpoint has received in all."""
+        self.page(now, more=more, transfers=KvTransfers(received_tokens=received))
+
+    @property
+    def moving(self):
+        columns = self.columns
+        assert columns.receiving_tokens[0] == columns.sending_tokens[1]
+        return columns.receiving_tokens.item(0)
+
+
+def test_received_tokens_show_whose_first_output_a_page_counts():
+    """The older request waits for its KV blocks while the newer one is computed."""
+    there = Receiving()
+    there.told(0.0, 0, 500.0)
+    there.receive(0.0)
+    there.send(0.0)
+    assert (there.moving, there.left(0.0)) == (100.0, 100.0)
+    there.told(0.2, 1, 500.0)
+    assert (there.moving, there.left(0.2)) == (100.0, 0.0)
+    there.told(0.4, 1, 600.0)
+    assert there.moving == 0.0
+
+
+@pytest.mark.parametrize("received", [(500.0, 610.0, 700.0), (500.0, 590.0, 700.0)])
+def test_received_tokens_are_rounded_to_requests(received):
+    there = Receiving()
+    before, one, both = received
+    there.told(0.0, 0, before)
+    there.receive(0.0)
+    there.receive(0.0)
+    there.told(0.2, 1, one)
+    assert there.moving == 100.0
+    there.told(0.4, 1, both)
+    assert there.moving == 0.0
+
+
+def test_without_received_tokens_the_oldest_request_has_the_first_output():
+    there = Receiving()
+    there.receive(0.0)
+    there.ledger.close_earlier(there.receive(0.0), 0.0)
+    there.send(0.1)
+    there.page(0.2, more=1)
+    assert (there.moving, there.left(0.2)) == (100.0, 100.0), "the prefill of the older one goes on"
+    there.page(0.4, more=2)
+    assert (there.moving, there.left(0.4)) == (0.0, 0.0)
+
+
+def test_a_transfer_is_halfway_once_the_prefill_has_ended():
+    there = Receiving()
+    decode = there.receive(0.0)
+    there.ledger.close_earlier(decode, 0.1)
+    there.ledger.close_earlier(decode, 0.2)
+    assert there.moving == 50.0
+    there.ledger.first_output(decode, 0.3)
+    assert there.moving == 0.0
+    there.ledger.close(decode, 0.4, answered=True)
+    assert there.moving == 0.0
+
+
+def test_a_transfer_that_no_page_will_show_ends_with_the_prefill():
+    ledger, columns = ledger_of()
+    there = Receiving()
+    there.ledger, there.columns = ledger, columns
+    decode = there.receive(0.0)
+    assert there.moving == 100.0
+    ledger.close_earlier(decode, 0.1)
+    assert there.moving == 0.0
+
+
+def test_a_first_output_that_was_seen_is_not_taken_for_another():
+    """The page counts the transfer whose first output the picker saw, and a computed prompt."""
+    there = Receiving()
+    there.told(0.0, 0, 500.0)
+    seen = there.receive(0.0)
+    there.receive(0.0)
+    there.send(0.0)
+    there.ledger.first_output(seen, 0.1)
+    assert there.moving == 100.0
+    there.told(0.2, 2, 600.0)
+    assert (there.moving, there.left(0.2)) == (100.0, 0.0)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_an_endpoint_that_left_neither_receives_nor_sends(slot):
+    there = Receiving()
+    decode = there.receive(0.0)
+    there.ledger.forget(slot)
+    assert there.columns.sending_tokens[1] == 0.0
+    there.ledger.close(decode, 0.1)
+    assert there.columns.receiving_tokens.tolist() == there.columns.sending_tokens.tolist()
+    assert not there.columns.receiving_tokens.any()
+
+
+def test_a_moved_request_receives_at_its_new_endpoint():
+    ledger, columns = ledger_of(slots=3)
+    there = Receiving()
+    there.ledger, there.columns = ledger, columns
+    decode = there.receive(0.0)
+    ledger.move(decode, 2, 0.0, 0.1)
+    assert not columns.receiving_tokens.any()
+    ledger.receive(decode, 80.0, decode.sender)
+    assert columns.receiving_tokens[:3].tolist() == [0.0, 0.0, 80.0]
+    assert columns.sending_tokens[:3].tolist() == [0.0, 80.0, 0.0]
+    ledger.close(decode, 0.2)
+    assert not columns.receiving_tokens.any()
+    assert not columns.sending_tokens.any()
 
 
 def test_a_long_prompt_becomes_shorter_from_page_to_page():

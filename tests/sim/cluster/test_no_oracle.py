@@ -66,6 +66,8 @@ SEEN_OF_CANDIDATES = {
     "inflight_context_tokens": "own decisions",
     "unreported_requests": "own decisions since the last scrape",
     "inflight_prefill_tokens": "own decisions, first tokens counted on the metrics page, drained between pages",
+    "receiving_tokens": "own decisions, first and received tokens counted on the metrics page",
+    "sending_tokens": "own decisions, first and received tokens counted on the metrics page",
     "own_prefill_tokens": "own decisions, first tokens counted on the metrics page, drained between pages",
     "prefill_tokens_per_s": "configuration",
     "prefill_measured_tokens_per_s": "configuration, first tokens counted on the metrics page",

@@ -3,10 +3,12 @@
 import pytest
 from msgspec import structs
 
+from epp.configuration.config import DEFAULT_CONFIG
 from epp.configuration.defaults import default_with_stages
 from epp.core.types import Stage
 from sim.cluster.links import KVTransferSettings
-from sim.cluster.policies import PolicySource, SchedulerPolicy
+from sim.cluster.policies import PolicySource, SchedulerPolicy, policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_request import Fate
 from sim.engine.links import LINKS
 from tests.core.decision.staged import ROLE
@@ -14,6 +16,8 @@ from tests.core.journal.test_staged_reenactment import ALWAYS
 from tests.sim.made import arrival, arrivals, cluster, kind
 
 ROLES = ("prefill", "decode", "decode")
+TRANSFERS = KVTransferSettings(link=LINKS["roce200"])
+BY_ROLE = default_with_stages({Stage.PREFILL}).text
 SOURCE = PolicySource(name="staged", text=ALWAYS, source="staged")
 
 
@@ -105,6 +109,26 @@ def test_the_picker_sees_the_headers_when_the_decode_engine_has_the_request():
         assert seen_s > request.handover.prefilled_at
         assert seen_s < request.first_token_at
     assert len(times) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "kv_transfer", "chosen"),
+    [
+        ("default", ROLES, TRANSFERS, BY_ROLE),
+        ("default", ROLES, None, DEFAULT_CONFIG),
+        ("default", ("decode", "decode"), TRANSFERS, DEFAULT_CONFIG),
+        ("homing", ROLES, TRANSFERS, DEFAULT_CONFIG),
+    ],
+)
+def test_the_built_in_default_is_that_of_the_product(name, roles, kv_transfer, chosen):
+    """Only pods that prefill and do not decode change the default; a named strategy never changes."""
+    settings = ClusterSettings(
+        pods=tuple(kind().with_role(role) for role in roles), kv_transfer=kv_transfer
+    )
+    policy = settings.policy_of(policy_source(name))
+    assert (policy.name, policy.text) == (name, chosen)
+    opened = settings.opener(policy_source(name))(1).settings
+    assert (opened.stages.prefill is None) == (chosen == DEFAULT_CONFIG)
 
 
 def test_the_default_by_role_prefills_long_prompts_elsewhere_and_short_ones_not():

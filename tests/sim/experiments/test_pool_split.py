@@ -128,11 +128,13 @@ def staged(tmp_path):
 MEANS = ("--requests-per-s", "4", "--prompt-tokens", "3000", "--output-tokens", "60")
 
 
-def test_a_split_is_proposed_and_shown(tmp_path, staged, capsys):
+@pytest.mark.parametrize("named", ["staged.yaml", "default"])
+def test_a_split_is_proposed_and_shown(named, tmp_path, staged, capsys, monkeypatch):
     """Both kinds of pools are in the summary and in the reports."""
+    monkeypatch.chdir(staged.parent)
     out = tmp_path / "out"
     assert main([
-        "size", *MEANS, "--requests", "60", "--slo", "ttft-p90=2", "--split", str(staged),
+        "size", *MEANS, "--requests", "60", "--slo", "ttft-p90=2", "--split", named,
         "--kv-link", "nvlink", "--seeds", "3", "--pods-max", "4", "--answer-only", "--out", str(out),
         "--workers", "1",
     ]) == 0  # fmt: skip
@@ -157,7 +159,7 @@ def test_a_split_is_proposed_and_shown(tmp_path, staged, capsys):
     [
         (("--roles", "prefill=1,decode=1"), "--split lets it propose roles"),
         (("--kv-link", "nvlink"), "give --split too"),
-        (("--split", "default"), "--split default: expected a configuration with a prefill stage"),
+        (("--split", "homing"), "--split homing: expected a configuration with a prefill stage"),
         (("--split", "random"), "--split random: expected a configuration with a prefill stage"),
     ],
 )

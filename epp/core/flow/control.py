@@ -529,9 +529,12 @@ class FlowControl:
 
     def _exceeds(self, requests: int, size: int, body_bytes: int) -> bool:
         """Return whether a queue with so many requests and bytes exceeds this picker's share of the
-        limits of the whole queue. `size` includes `body_bytes` of the last request.
+        limits of the whole queue, or its own memory. `size` includes `body_bytes` of the last
+        request.
         """
         settings, shares = self.settings, self._shares
+        if settings.memory_bytes_max and size > settings.memory_bytes_max:
+            return True
         if settings.requests_max and requests > shares.share_of(settings.requests_max):
             return True
         used = size - body_bytes

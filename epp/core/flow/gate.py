@@ -1,8 +1,8 @@
 """The gate of flow control: whether a request must wait.
 
 The gate is open for a request if each stage that it may need has an endpoint that is loaded to less
-than the ceiling of the request's priority. A mean over the pool would hide a full endpoint behind idle ones, and an idle one
-behind full ones.
+than the ceiling of the request's priority. A mean over the pool would hide a full endpoint behind
+idle ones, and an idle one behind full ones.
 
 With learned room and without ceilings, the gate does not restrict the choice of the endpoint. The
 scorers weigh a wait against a cached prefix, and a request that may only go where room is loses its
@@ -41,10 +41,6 @@ class Gate:
     ) -> None:
         self._shares = shares or FlowShares()
         self.rooms = Rooms(columns, self._shares)
-        self.saturation = 0.0
-        """Mean load of the candidates for which `load` was last computed; above 1 if they are
-        overloaded. With learned room and without ceilings, `has_room` does not compute it.
-        """
         self._priorities: frozenset[int] = frozenset()
         self._loads_heard = 0
         """Number of reports of peers at the last look."""
@@ -138,9 +134,7 @@ class Gate:
 
     def load(self, stage: Stage | None, candidates: Candidates) -> Floats:
         """Return float64[n]: the load of each candidate for `stage`."""
-        load = self._detector.load(candidates, self.rooms, stage)
-        self.saturation = float(load.mean())
-        return load
+        return self._detector.load(candidates, self.rooms, stage)
 
     def ceiling(self, request: InferenceRequest, load: Floats) -> float:
         """Return the load up to which requests with the priority of `request` may use endpoints

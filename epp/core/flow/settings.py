@@ -83,6 +83,10 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Maximum wait in seconds while the pool has no endpoint; 0 for no limit."""
     waits_for_endpoints: bool = True
     """True if requests wait while the pool has no endpoint; False to refuse them at once."""
+    memory_bytes_max: int = 0
+    """Maximum number of body bytes in the queue of one picker, whose memory it protects; 0 for no
+    limit. Pickers divide `bytes_max`, but not this limit.
+    """
     agents: AgentAdmission | None = None
     """Settings of the admission of agent sessions, or None if no band has `Fairness.SESSIONS`."""
     identity_headers: tuple[str, ...] = ()
@@ -119,13 +123,11 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
             return self.default_negative_band
         return self.default_band
 
-    def within(self, bytes_max: int) -> "FlowSettings":
-        """Return these settings with at most `bytes_max` body bytes in the whole queue; 0 for no
-        further limit.
+    def within(self, memory_bytes_max: int) -> "FlowSettings":
+        """Return these settings with at most `memory_bytes_max` body bytes in the queue of each
+        picker; 0 for no such limit.
         """
-        if not bytes_max or 0 < self.bytes_max <= bytes_max:
-            return self
-        return structs.replace(self, bytes_max=bytes_max)
+        return structs.replace(self, memory_bytes_max=memory_bytes_max)
 
     def budget_s(self, band: BandSettings, *, empty_pool: bool) -> Seconds:
         """Return the maximum wait in seconds of the requests of `band` for the present state of the

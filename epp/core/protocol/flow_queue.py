@@ -38,6 +38,8 @@ OUTPUT_WEIGHT: Final = 2.0
 llm-d-router use this weight.
 """
 
+_ANY_REQUEST: Final = InferenceRequest(request_id="")
+"""Request that any endpoint may serve, for the saturation of the whole pool."""
 FLOWS_SHOWN: Final = 8
 """Maximum number of flows of a band that `waiting_flows` returns."""
 FLOW_CHARACTERS_MAX: Final = 256
@@ -98,7 +100,7 @@ class QueueSnapshot(Struct, frozen=True):
     totals: FlowTotals
     bands: tuple[BandSnapshot, ...]
     saturation: float | None
-    """Mean load of the endpoints at the last look, or None without a gate."""
+    """Mean load of the endpoints of the fullest stage, or None without a gate."""
     evicted: Mapping[int, int] = field(default_factory=dict)
     """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
 
@@ -322,7 +324,8 @@ class FlowQueue:
             outcomes[State.PLACED, priority] += count
         totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
         evicted = dict(self.control.evictions.evicted)
-        return QueueSnapshot(totals, bands, None if gate is None else gate.saturation, evicted)
+        saturation = None if gate is None else self._pool.saturation(_ANY_REQUEST, now)
+        return QueueSnapshot(totals, bands, saturation, evicted)
 
     def waiting_flows(self, now: Seconds) -> dict[int, list[WaitingFlow]]:
         """Return the flows with most waiting requests of each band, by priority. Each band has at

@@ -10,7 +10,7 @@ from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, Re
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.bands import State
 from epp.core.flow.control import PLACED_MAX
-from epp.core.flow.detectors import ConcurrencyDetector
+from epp.core.flow.detectors import ConcurrencyDetector, RoomDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.flow_queue import FLOWS_SHOWN, FlowQueue, Place
@@ -268,6 +268,31 @@ def test_waiting_bodies_take_no_more_than_the_picker_has_for_them(configured):
     picker.queue.pump(0.0)
     assert picker.results["c"].reason is RefusalReason.SATURATED
     assert picker.queue.control.bytes == 20
+
+
+def test_peers_do_not_divide_the_memory_of_a_picker():
+    picker = Picker(memory_bytes=25)
+    picker.scheduler.state.shares.pickers = 4
+    picker.enter("a")
+    assert isinstance(picker.enter("b"), Place)
+    assert isinstance(picker.enter("c"), Place)
+    assert picker.queue.control.bytes == 20
+
+
+def test_the_saturation_falls_when_the_endpoints_drain():
+    """Also if nothing waits any more."""
+    picker = Picker(detector=RoomDetector())
+    # Requests of other clients count once they are on two pages.
+    picker.scheduler.take(PageScraped(0, busy(waiting=400.0)), 0.0)
+    picker.scheduler.take(PageScraped(0, busy(waiting=400.0)), 0.1)
+    assert picker.queue.snapshot(0.1).saturation > 1.0
+    picker.scheduler.take(PageScraped(0, busy(waiting=0.0)), 0.2)
+    picker.scheduler.take(PageScraped(0, busy(waiting=0.0)), 0.3)
+    assert picker.queue.snapshot(0.3).saturation < 0.5
+
+
+def busy(waiting):
+    return EndpointMetrics(waiting_requests=waiting, running_requests=1.0, kv_cache_usage=0.1)
 
 
 def test_a_displaced_request_whose_client_left_is_not_answered():

@@ -788,8 +788,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_flow_saturation",
         "ratio",
-        "Mean load of the endpoints as a share of their room, when the queue last computed it. With "
-        "learned room, this is when a request last began to wait or was refused.",
+        "Mean load of the endpoints of the fullest stage as a share of their room; 1 without ready "
+        "endpoints.",
     ),
     _sampled(
         "homing_tokenize_compared_total",

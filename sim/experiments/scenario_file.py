@@ -164,7 +164,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
         for pod in kinds:
             if sum(one.scales(pod) for one in self.autoscalers) > 1:
                 raise ClusterSettingsError(
-                    f"[[autoscaler]]: expected one for each pod, got two for pods with {pod.labels}"
+                    f"[[autoscaler]]: expected at most one for each pod, got more for pods with {pod.labels}"
                 )
         joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
         if pods + joining > PODS_MAX:
@@ -216,7 +216,9 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     ]
     transfers = any(kind.transfers for kind in (*kinds, *_joining(events)))
     if single["kv_transfer"] is not None and not transfers:
-        raise ScenarioError(f"{path}: [kv_transfer]: expected [[pods]] with a role, got none.")
+        raise ScenarioError(
+            f"{path}: [kv_transfer]: expected pods with a role in this file, got none."
+        )
     rates = [
         _convert(f"{path}: [[rates]] {number}", fields, Rate)
         for number, fields in enumerate(tables["rates"], start=1)

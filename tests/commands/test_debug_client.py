@@ -115,7 +115,7 @@ def test_an_answer_without_an_end_is_cut(monkeypatch):
 )
 def test_what_is_no_address_of_a_picker_is_refused(url):
     """Before anything is sent."""
-    with pytest.raises(NoAnswerError, match="is not a URL such as"):
+    with pytest.raises(NoAnswerError, match="is not http://host:port or https"):
         DebugClient(url)
 
 

@@ -61,7 +61,9 @@ def test_without_a_link_the_decode_endpoint_is_chosen_as_without_a_prefill_endpo
     assert best(unlinked, peer=0, **columns) == best(unlinked, **alone)
 
 
-@pytest.mark.parametrize("name", ["overhead", "overhead_per_token"])
-def test_an_overhead_is_a_time(name):
-    with pytest.raises(ValueError, match=f"{name} must be a duration of 0s or more"):
+@pytest.mark.parametrize(
+    ("name", "key"), [("overhead", "overhead"), ("overhead_per_token", "overheadPerToken")]
+)
+def test_an_overhead_is_a_time(name, key):
+    with pytest.raises(ValueError, match=f"{key} is -1s; it must be at least 0s and below 1h"):
         RemotePrefillTimes(**{name: Duration(-1.0)})

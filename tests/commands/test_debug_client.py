@@ -92,7 +92,7 @@ CUT = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"
 @pytest.mark.parametrize("spoken", [b"SSH-2.0-OpenSSH\r\n", b"", CUT])
 def test_what_speaks_something_else_is_told(spoken):
     """Not a picker, or not a page."""
-    with Server(spoken) as server, pytest.raises(NoAnswerError, match="does not answer"):
+    with Server(spoken) as server, pytest.raises(NoAnswerError, match="gives no whole answer"):
         DebugClient(server.url).get("/", accept="*/*")
 
 

@@ -137,7 +137,7 @@ BAD_LINES = [
         AZURE + "2023-11-16 18:17:03,1,99999999999\n",
         2,
         "GeneratedTokens",
-        "an integer of at least 0",
+        "an integer from 0 to 10,000,000",
     ),
     (AZURE + "2023-11-16 18:17:03,1\n", 2, "", "Expected 3 columns, got 2"),
     (AZURE + "yesterday,1,1\n", 2, "TIMESTAMP", "Expected a date and a time, got 'yesterday'"),

@@ -48,10 +48,10 @@ class DebugClient:
             parts = urlsplit(self.url)
             port = parts.port
         except ValueError as error:
-            raise NoAnswerError(f"{url} is not a URL such as http://127.0.0.1:9090") from error
+            raise NoAnswerError(f"{url} is not http://host:port or https://host:port") from error
         bare = not (parts.path or parts.query or parts.fragment or parts.username)
         if parts.scheme not in {"http", "https"} or not parts.hostname or not bare:
-            raise NoAnswerError(f"{url} is not a URL such as http://127.0.0.1:9090")
+            raise NoAnswerError(f"{url} is not http://host:port or https://host:port")
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
         self._token = token
@@ -83,7 +83,7 @@ class DebugClient:
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             hint = f"forward its port, for example with `{PORT_FORWARD}`"
-            raise NoAnswerError(f"{self.url} does not answer: {why}; {hint}") from error
+            raise NoAnswerError(f"{self.url} gives no whole answer: {why}; {hint}") from error
         finally:
             connection.close()
 
@@ -139,4 +139,6 @@ def _checked(token: str, name: str, *, allow_none: bool = False) -> str:
     sound = token.isascii() and token.isprintable() and " " not in token
     if sound and (token or allow_none):
         return token
-    raise NoAnswerError(f"{name} has no valid token, expected one line without spaces")
+    raise NoAnswerError(
+        f"{name} has no valid token, expected one line of printable ASCII without spaces"
+    )

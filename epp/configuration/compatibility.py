@@ -372,7 +372,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "slo-headroom-tier-filter": "use latency-scorer, which prefers endpoints that meet the SLO",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "outlier-ejection-filter": (
-        f"it needs no filter in a profile: declare {OutlierEjection.type_name}, or nothing"
+        f"outlier ejection needs no filter: remove it, or declare {OutlierEjection.type_name}"
     ),
     "file-discovery": "endpoints are given with --endpoints-file: remove it",
     "round-robin-picker": "use max-score-picker, which picks equal scores round robin",

@@ -164,8 +164,8 @@ class VllmRenderer(Parameters, frozen=True):
         files = (self.ca_cert_path, self.client_cert_path)
         if self.endpoint_discovery is not None and (any(files) or self.insecure_skip_verify):
             raise ValueError(
-                "discovered endpoints render by http: remove caCertPath, clientCertPath, "
-                "clientKeyPath and insecureSkipVerify, or set url"
+                "endpoints found by endpointDiscovery render by http: remove caCertPath, "
+                "clientCertPath, clientKeyPath and insecureSkipVerify, or endpointDiscovery"
             )
 
 

@@ -108,7 +108,7 @@ def _upgraded(document: "_Document", source: str) -> Upgraded:
             return Upgraded(document.text, tuple(changes))
         read_mapping(document.text, source)
         document.compose()
-    raise ConfigError([f"{source}: has more than {CHANGES_MAX} parts to rewrite"])
+    raise ConfigError([f"{source}: has {CHANGES_MAX} or more parts to rewrite"])
 
 
 # --- the text ---------------------------------------------------------------------------------------

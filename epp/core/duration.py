@@ -54,4 +54,4 @@ def check_above_zero(name: str, span: Duration) -> None:
     `name` is the name of the parameter in the message.
     """
     if not (math.isfinite(span) and span > 0):
-        raise ValueError(f"{name} is {float(span)}s; it must be a duration above 0s")
+        raise ValueError(f"{name} is {float(span)}s; it must be finite and above 0s")

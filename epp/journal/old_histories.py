@@ -101,7 +101,7 @@ def _opened(frame: bytes, path: Path, number: int) -> Opened:
     except msgspec.DecodeError:
         head = _Head("", 0, "", "", 0.0)
     if frame[:1] != b"h" or (head.format, head.version) != (_FORMAT, _VERSION):
-        raise JournalError(f"{path} has another version, expected version {_VERSION}")
+        raise JournalError(f"{path} does not begin like a decision history of version {_VERSION}")
     return Opened(
         level=Level.DECISIONS,
         origin=head.origin,

@@ -210,7 +210,10 @@ def frames_of(path: Path) -> Iterator[bytes]:
         while length := file.read(LENGTH.size):
             count = LENGTH.unpack(length)[0] if len(length) == LENGTH.size else 0
             if count > FRAME_BYTES_MAX:
-                raise JournalError(f"{path} is broken: it has a frame of {count} bytes")
+                raise JournalError(
+                    f"{path} is broken: it has a frame of {count} bytes, expected at "
+                    f"most {FRAME_BYTES_MAX}"
+                )
             frame = file.read(count)
             if not count or len(frame) < count:
                 raise EOFError

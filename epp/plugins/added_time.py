@@ -172,9 +172,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
     """
 
     def __post_init__(self) -> None:
-        for name in ("adapter_load", "adapter_wait"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be a duration of 0s or more")
+        for name, span in (("adapterLoad", self.adapter_load), ("adapterWait", self.adapter_wait)):
+            if not (math.isfinite(span) and span >= 0):
+                raise ValueError(f"{name} is {span:g}s; it must be finite and at least 0s")
 
     @property
     def producer(self) -> str | None:

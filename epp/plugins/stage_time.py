@@ -75,9 +75,12 @@ class RemotePrefillTimes(TransferTime, frozen=True, dict=True):
     """
 
     def __post_init__(self) -> None:
-        for name in ("overhead", "overhead_per_token"):
-            if not 0.0 <= getattr(self, name) < 3600.0:
-                raise ValueError(f"{name} must be a duration of 0s or more and less than an hour")
+        for name, span in (
+            ("overhead", self.overhead),
+            ("overheadPerToken", self.overhead_per_token),
+        ):
+            if not 0.0 <= span < 3600.0:
+                raise ValueError(f"{name} is {span:g}s; it must be at least 0s and below 1h")
 
     @cached_property
     def rule(self) -> ByTime:

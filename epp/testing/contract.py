@@ -146,7 +146,7 @@ def check_plugin(  # noqa: PLR0913  one argument per option
     verbs = [verb for verb in _VERBS if callable(getattr(kind, verb, None))]
     if not (issubclass(kind, Struct) and len(verbs) == 1):
         raise ContractError(
-            f"{kind.__name__} is not a plugin: expected a msgspec.Struct with one of "
+            f"{kind.__name__} is not a plugin: expected a msgspec.Struct with exactly one of "
             f"the methods {', '.join(_VERBS)}"
         )
     subject = _Subject(

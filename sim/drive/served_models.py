@@ -60,7 +60,7 @@ async def check_served(settings: DriveSettings, asked: Mapping[str, str]) -> Non
     missing = [name for name in asked if name not in served]
     if missing:
         raise NotServedError(
-            f"{settings.url} does not serve the model {_listed(missing)} of the trace. It serves "
+            f"{settings.url} does not serve {_listed(missing)}, the model that requests would name. It serves "
             f"{_listed(served)}: choose one with --model NAME, or with --model TRACED=NAME for one "
             "model of the trace. --unlisted-models sends the requests without this check."
         )

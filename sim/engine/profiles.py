@@ -340,7 +340,7 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.kv_tokens < KV_TOKENS_MIN:
             raise ValueError(
-                f"leaves {self.kv_tokens} tokens for the KV cache; expected at least "
+                f"the weights leave {self.kv_tokens} tokens for the KV cache; expected at least "
                 f"{KV_TOKENS_MIN}"
             )
 
@@ -402,7 +402,7 @@ def find_profile(text: str) -> Profile:
         return next(iter(profiles.values()))
     if not name:
         raise ProfileError(
-            f"{path} has several profiles; expected {path}:NAME with one of {', '.join(profiles)}."
+            f"{path}: no profile is named; expected {path}:NAME with one of {', '.join(profiles)}."
         )
     if name not in profiles:
         raise ProfileError(f"{path}: no profile {name!r}; expected one of {', '.join(profiles)}.")

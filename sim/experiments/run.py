@@ -380,7 +380,7 @@ def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterat
                 settings.trace,
                 0,
                 f"request {arrival.index}",
-                f"Expected an arrival at most {SPAN_S_MAX / 86_400:.0f} days after the first request, got "
+                f"Expected arrival and think times of at most {SPAN_S_MAX / 86_400:.0f} days, got "
                 f"{wait_s / 86_400:,.0f} days (--speed {settings.speed:g})",
             )
         yield arrival

@@ -219,7 +219,9 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     ]
     transfers = any(kind.transfers for kind in (*kinds, *_joining(events)))
     if single["kv_transfer"] is not None and not transfers:
-        raise ScenarioError(f"{path}: [kv_transfer]: expected [[pods]] with a role, got none.")
+        raise ScenarioError(
+            f"{path}: [kv_transfer]: expected pods with a role in this file, got none."
+        )
     rates = [
         _convert(f"{path}: [[rates]] {number}", fields, Rate)
         for number, fields in enumerate(tables["rates"], start=1)

@@ -147,5 +147,8 @@ def _rates(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not 1 <= len(rates) <= run_options.RUNS_MAX or not all(0 < rate < 1e6 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates such as 2,4,8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of rates such as 2,4,8: expected 1 to {run_options.RUNS_MAX} "
+            "rates, each above 0 and below 10^6"
+        )
     return tuple(sorted(set(rates)))

@@ -37,7 +37,7 @@ def roles_named(text: str, *, pods_max: int) -> tuple[str, ...]:
         if role in counts:
             raise ValueError(f"the role {role} is given twice; expected once")
         if not count.isascii() or not count.isdigit() or not int(count[:9]):
-            raise ValueError(f"{part!r} has no number of pods; expected {role}=COUNT")
+            raise ValueError(f"{part!r} has no number of pods above 0; expected {role}=COUNT")
         counts[role] = int(count[:9])
     if sum(counts.values()) > pods_max:
         raise ValueError(f"{text!r} is {sum(counts.values())} pods; expected at most {pods_max}")

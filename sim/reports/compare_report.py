@@ -197,7 +197,7 @@ def _lost(configs: dict[str, ComparedConfig]) -> list[str]:
         elif fates:
             sentences.append(
                 f"{name} did not complete {report.share(counts.share_lost)} of its requests ({fates}). "
-                "No other measure includes these requests."
+                "Except goodput, no other measure includes these requests."
             )
     return sentences
 

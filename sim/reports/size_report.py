@@ -411,7 +411,7 @@ def _other_kind(summary: SizeSummary, chosen: SizedSummary) -> str:
     with_pods = [one for one in others if one.pods is not None]
     how = "Split into prefill and decode pods" if split else "Without a split"
     if not with_pods:
-        return f" {how}, no number of pods up to {summary.pods_max:,} keeps the bounds."
+        return f" {how}, no number of pods of this profile up to {summary.pods_max:,} keeps the bounds."
     best = min(with_pods, key=lambda one: one.pods or 0)
     return f" {how}, {best.pods:,} pods{_divided(best)} are needed."
 
@@ -502,7 +502,7 @@ def _basis(summary: SizeSummary) -> list[str]:
         told.append(
             "A bound is kept if its 95 % limit is within the bound. One more replay with "
             "other traffic of this kind then keeps it 19 times out of 20. This does not cover traffic that "
-            f"differs from the whole trace, or an engine that differs from its profile. {_neighbours(summary)}"
+            f"differs from the whole trace, or an engine that differs from its profile.{_neighbours(summary)}"
         )
     return told
 
@@ -538,12 +538,14 @@ def _why_excluded(part: WarmUpSummary) -> str:
 
 def _neighbours(summary: SizeSummary) -> str:
     """Return sentences about the next higher and the next lower number of pods, which confirm the
-    answer.
+    answer. They begin with a space; "" if there is no answer.
     """
-    pods = None if summary.chosen is None else summary.options[summary.chosen].pods
+    if summary.chosen is None:
+        return ""
+    pods = summary.options[summary.chosen].pods
     above = "" if pods == summary.pods_max else ". The next higher number keeps them too"
     below = "" if pods == 1 else ". The next lower number does not"
-    return f"The answer is the smallest number that keeps all bounds{above}{below}."
+    return f" The answer is the smallest number that keeps all bounds{above}{below}."
 
 
 def _rate(stretch: DemandSummary) -> float:

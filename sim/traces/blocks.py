@@ -14,11 +14,11 @@ block size.
 
 
 def check_ids(ids: Iterable[int], field: str) -> None:
-    """Raise `FieldError` unless all block ids are below 2^64."""
+    """Raise `FieldError` unless all block ids are from 0 to 2^64 - 1."""
     try:
         array("Q", ids)
     except OverflowError:
-        raise FieldError(field, "Expected ids below 2^64") from None
+        raise FieldError(field, "Expected ids from 0 to 2^64 - 1") from None
 
 
 def check_block_tokens(block_tokens: int) -> None:
@@ -41,8 +41,9 @@ def check_blocks(blocks: Sequence[int], prompt_tokens: int, block_tokens: int, f
     whole, rest = divmod(prompt_tokens, block_tokens)
     if whole <= len(blocks) <= whole + bool(rest):
         return
+    expected = f"{whole} or {whole + 1}" if rest else str(whole)
     raise FieldError(
         field,
-        f"Expected {whole + bool(rest)} ids for {prompt_tokens} tokens in blocks of "
+        f"Expected {expected} ids for {prompt_tokens} tokens in blocks of "
         f"{block_tokens}, got {len(blocks)}",
     )

@@ -40,7 +40,7 @@ def captured(folder: Path) -> BinaryIO:
     except JournalError as problem:
         raise TraceError(str(folder), 0, "", str(problem)) from None
     if len(sizes) != 1:
-        told = ", ".join(map(str, sorted(sizes)))
+        told = ", ".join(map(str, sorted(sizes))) or "none"
         raise TraceError(
             str(folder), 0, "", f"Expected blocks of one size in all files, got {told}"
         )

@@ -65,15 +65,15 @@ def count(row: Mapping[str, Any], name: str, lowest: int) -> int:
     if lowest <= number <= _TOKENS_MAX and number.is_integer():
         return int(number)
     got = "none" if value is None or value == "" else repr(value)[:40]
-    raise FieldError(name, f"Expected an integer of at least {lowest}, got {got}")
+    raise FieldError(name, f"Expected an integer from {lowest} to {_TOKENS_MAX:,}, got {got}")
 
 
 def _cells(line: bytes, delimiter: str) -> list[str]:
     try:
         return next(csv.reader([line.decode().rstrip("\r\n")], delimiter=delimiter))
     except csv.Error:
-        longest = f"cells of at most {csv.field_size_limit()} characters"
-        raise FieldError("", f"Expected a row without line breaks, {longest}") from None
+        longest = f"with cells of at most {csv.field_size_limit()} characters"
+        raise FieldError("", f"Expected a row without line breaks and {longest}") from None
 
 
 def _delimiter(header: bytes) -> str:

@@ -201,7 +201,9 @@ def _ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
         if isinstance(value, float) and value.is_integer():
             whole = int(value)
         if whole is None or whole < 0:
-            raise FieldError(name, f"Expected ids of blocks, got {value!r:.40}")
+            raise FieldError(
+                name, f"Expected ids of blocks, integers of at least 0, got {value!r:.40}"
+            )
         ids.append(whole)
     return tuple(ids)
 

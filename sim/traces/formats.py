@@ -63,7 +63,7 @@ def _check(path: Path, known: Format, options: ReadOptions) -> None:
         if getattr(options, name) and name not in takes:
             flag = f"--{name.replace('_', '-')}"
             raise TraceError(
-                str(path), 0, "", f"Expected no {flag}: the format {known.name} defines it"
+                str(path), 0, "", f"Expected no {flag}: the format {known.name} does not use it"
             )
 
 

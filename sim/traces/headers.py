@@ -23,7 +23,9 @@ def headers_of(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     headers: dict[str, str] = {}
     for name, value in given.items():
         if not _NAME.fullmatch(name):
-            raise FieldError("headers", "Expected header names of RFC 9110, got an invalid one")
+            raise FieldError(
+                "headers", "Expected header names of RFC 9110 with at most 128 characters"
+            )
         if name.lower() in headers:
             raise FieldError("headers", f"Expected {name.lower()} once, got it twice")
         if len(value) > VALUE_CHARACTERS_MAX:

@@ -171,7 +171,7 @@ def prompt_text(arrival: Arrival) -> str:
         if shortest == 1 and arrival.index >= _FIRST_TOKEN_OWN:
             raise ValueError(
                 f"Request {arrival.index} ends in text of its own after blocks of different lengths; "
-                f"expected at most {_FIRST_TOKEN_OWN:,} requests of this kind."
+                f"expected this only for the first {_FIRST_TOKEN_OWN:,} requests."
             )
         parts.append(_text(_OWN_FIRST, arrival.index, left))
     return "".join(parts)

@@ -73,7 +73,9 @@ def _columns(text: str) -> tuple[tuple[str, str], ...]:
 def _block_tokens(text: str) -> int:
     number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
     if not 0 < number <= _BLOCK_TOKENS_MAX:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected an integer from 1 to {_BLOCK_TOKENS_MAX}, got {text!r}"
+        )
     return number
 
 
@@ -83,5 +85,7 @@ def _rate(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number <= _RATE_MAX:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a number above 0 and at most 10^9, got {text!r}"
+        )
     return number

@@ -124,7 +124,7 @@ def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | Non
         return TextPrompt("", {"model": model, **value})
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         got = "none" if value is None else type(value).__name__
-        raise FieldError(name, f"Expected a text or messages, got {got}")
+        raise FieldError(name, f"Expected a text, messages or a request, got {got}")
     if any("from" in one for one in value):
         return _shared_conversation(value, name, model)
     body: dict[str, Any] = {"model": model, "messages": value}

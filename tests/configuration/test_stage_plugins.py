@@ -169,4 +169,4 @@ def test_the_deadline_of_a_prefill_is_a_duration():
     assert config.stages.prefill_deadline_s == 15.0
     assert loaded(*STAGED).stages.prefill_deadline_s == 60.0
     (problem,) = problems(handler(prefillDeadline="0s"))
-    assert "prefillDeadline is 0.0s; it must be a duration above 0s" in problem
+    assert "prefillDeadline is 0.0s; it must be finite and above 0s" in problem

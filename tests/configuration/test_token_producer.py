@@ -108,7 +108,7 @@ def test_the_fields_own_parameters_load():
         ({"hf": {}}, "the picker loads nothing from a hub"),
         ({"udsTokenizerConfig": {}}, "use `vllm`"),
         ({"local": {}}, "autoDiscoveryDir or modelTokenizerMap"),
-        ({"tokenizeTimeout": "0s"}, "tokenizeTimeout is 0.0s; it must be a duration above 0s"),
+        ({"tokenizeTimeout": "0s"}, "tokenizeTimeout is 0.0s; it must be finite and above 0s"),
         ({"vllm": {"url": "renderer:8000"}}, "expected one such as"),
         ({"vllm": {"url": "http://r:99999"}}, "expected one such as"),
         ({"vllm": {"url": "http://u:p@r"}}, "expected one such as"),

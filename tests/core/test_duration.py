@@ -24,7 +24,7 @@ def test_anything_else_is_refused_in_one_sentence(text):
 def test_a_span_that_must_last_is_refused_when_it_does_not(span_s):
     """By its name, and with what it is."""
     check_above_zero("ttl", Duration(1e-9))
-    with pytest.raises(ValueError, match=r"ttl is .*; it must be a duration above 0s"):
+    with pytest.raises(ValueError, match=r"ttl is .*; it must be finite and above 0s"):
         check_above_zero("ttl", Duration(span_s))
 
 

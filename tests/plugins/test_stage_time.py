@@ -76,7 +76,9 @@ def test_decode_goes_to_an_endpoint_with_less_to_receive_if_the_prefill_is_elsew
     assert best(DecodeTime(link_bytes_per_second=0.0), peer=0, **receiving) == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["overhead", "overhead_per_token"])
-def test_an_overhead_is_a_time(name):
-    with pytest.raises(ValueError, match=f"{name} must be a duration of 0s or more"):
+@pytest.mark.parametrize(
+    ("name", "key"), [("overhead", "overhead"), ("overhead_per_token", "overheadPerToken")]
+)
+def test_an_overhead_is_a_time(name, key):
+    with pytest.raises(ValueError, match=f"{key} is -1s; it must be at least 0s and below 1h"):
         RemotePrefillTimes(**{name: Duration(-1.0)})

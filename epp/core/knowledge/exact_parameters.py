@@ -95,9 +95,7 @@ class CostAwareMemoryConfig(Parameters, frozen=True):
             return None
         given = _BYTES.fullmatch(self.size.strip())
         if given is None:
-            raise ValueError(
-                f"size is {self.size!r}; expected a number of bytes with a unit, such as 2GiB"
-            )
+            raise ValueError(f"size is {self.size!r}; expected a number of bytes such as 2GiB")
         number, prefix, binary = given.groups()
         size_bytes = float(number) * (1_024 if binary else 1_000) ** _PREFIXES.index(prefix.lower())
         return max(1, int(size_bytes))
@@ -124,7 +122,7 @@ class KvBlockIndexConfig(Parameters, frozen=True):
         if self.redis_config is not None or self.valkey_config is not None:
             raise ValueError(
                 "an index in Redis or Valkey is not supported, because each picker receives the "
-                "events of every engine; remove `redisConfig`"
+                "events of every engine; remove `redisConfig` and `valkeyConfig`"
             )
 
     @property

@@ -76,7 +76,10 @@ def _pairs(text: str) -> Iterable[tuple[str, float]]:
         if not name.startswith(_PREFIX):
             continue  # a value of another engine, such as cpu_utilization
         if len(number) > _NUMBER_LENGTH_MAX or "_" in number:
-            raise ValueError(f"expected a number, got {len(number)} characters")
+            raise ValueError(
+                f"expected a number of at most {_NUMBER_LENGTH_MAX} characters without `_`, got "
+                f"{len(number)} characters"
+            )
         yield name.removeprefix(_PREFIX), float(number)
 
 

@@ -532,7 +532,7 @@ def _hash(told: _Hash) -> int:
     if isinstance(told, int):
         return told & _HASH_MASK
     if not 8 <= len(told) <= 64:
-        raise ValueError("a digest has 8 to 64 bytes")
+        raise ValueError(f"a digest has {len(told)} bytes, expected 8 to 64")
     return int.from_bytes(told[-8:], "big")
 
 

@@ -125,8 +125,9 @@ class ZmtpConnection:
                     if end < start:
                         break
                     size = int.from_bytes(wire[at + 1 : start], "big")
-                if size > (COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX):
-                    raise ZmtpError(f"sent a frame of {size} bytes")
+                most = COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX
+                if size > most:
+                    raise ZmtpError(f"sent a frame of {size} bytes; expected at most {most}")
             if end < start + size:
                 break
             at = start + size
@@ -139,7 +140,9 @@ class ZmtpConnection:
             parts.append(body)
             parts_bytes += size
             if len(parts) > PARTS_MAX or parts_bytes > MESSAGE_BYTES_MAX:
-                raise ZmtpError(f"sent a message of more than {PARTS_MAX} parts or too many bytes")
+                raise ZmtpError(
+                    f"sent a message of more than {PARTS_MAX} parts or {MESSAGE_BYTES_MAX} bytes"
+                )
             if not flags & _MORE:
                 found.append(tuple(parts))
                 parts.clear()
@@ -156,7 +159,7 @@ class ZmtpConnection:
         if len(wire) < _GREETING_BYTES:
             return 0
         if wire[10] < 3:
-            raise ZmtpError(f"speaks ZMTP {wire[10]}; expected 3")
+            raise ZmtpError(f"speaks ZMTP {wire[10]}; expected 3 or later")
         if bytes(wire[12:32]) != _MECHANISM:
             raise ZmtpError("demands a security mechanism; expected NULL")
         self._greeted = True

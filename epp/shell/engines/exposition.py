@@ -554,9 +554,7 @@ class PageReader:
         every = [engine.names for engine in engines]
         gauges = [(*names.waiting, *names.running, *names.kv_cache_usage) for names in every]
         wanted = ", ".join(gauge[0].name.decode() for gauge in gauges if gauge)
-        raise ExpositionError(
-            f"the page of {len(page)} bytes has no load gauge, expected one of {wanted}"
-        )
+        raise ExpositionError(f"the page of {len(page)} bytes has no load gauge such as {wanted}")
 
     def _engines_of(self, labels: Mapping[str, str]) -> tuple[_Engine, ...]:
         """Return the engine that the endpoint's labels name, or all engines if they name none."""
@@ -795,7 +793,9 @@ def _number(name: bytes, line: bytes, text: bytes) -> float:
     except ValueError:
         value = None
     if value is None or len(text) > _NUMBER_BYTES_MAX:
-        raise ExpositionError(f"{_shown(name)} has a value that is not a number")
+        raise ExpositionError(
+            f"{_shown(name)} has a value that is not a number of at most {_NUMBER_BYTES_MAX} bytes"
+        )
     return value if 0 <= value <= VALUE_MAX else math.nan
 
 

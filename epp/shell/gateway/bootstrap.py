@@ -741,7 +741,7 @@ def _split(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):
-        raise ValueError(f"address {address!r} is not host:port, an IPv6 host in brackets")
+        raise ValueError(f"address {address!r} is not host:port; an IPv6 host needs brackets")
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= 65_535):
         raise ValueError(f"address {address!r} does not end in a port of 1 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)

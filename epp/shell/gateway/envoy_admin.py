@@ -100,7 +100,7 @@ class EnvoyAdmin:
         if not self._silent:
             self._silent = True
             _log.warning(
-                "the Envoy beside this picker does not answer at its admin port, so the picker does not wait for it",
+                "the Envoy beside this picker gives no valid answer at its admin port, so the picker does not wait for it",
                 port=self._port,
                 path=path.partition("?")[0],
                 problem=problem,

@@ -1084,7 +1084,7 @@ class _Crowd:
         if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
             return
         _log.warning(
-            "more connections of gateways than the limit: the idlest were asked to leave",
+            "more connections of gateways than the limit: idle ones were closed or new ones refused",
             evicted=self._evicted,
             refused=self._refused,
             last_peer=self._peer,

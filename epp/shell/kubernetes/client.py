@@ -161,7 +161,7 @@ class KubeClient:
             tls = self._credentials.tls()
         except (OSError, ssl.SSLError) as problem:
             raise KubeConfigError(
-                f"the certificate for the API server is invalid: {problem}"
+                f"the certificates for the API server cannot be used: {problem}"
             ) from problem
         connector = aiohttp.TCPConnector(
             limit=CONNECTIONS_MAX, ssl=tls if tls is not None else True
@@ -254,7 +254,9 @@ class KubeClient:
             # Timeouts of aiohttp are OSErrors too. A timeout of an enclosing `asyncio.timeout`
             # arrives as a cancellation instead.
             raise ApiError(
-                ApiFailure.SILENT, f"{what}: no byte for {silence_s_max:g} s"
+                ApiFailure.SILENT,
+                f"{what}: no connection within {self._connect_timeout_s:g} s, or no byte for "
+                f"{silence_s_max:g} s",
             ) from problem
         except (aiohttp.ClientError, OSError) as problem:
             raise ApiError(

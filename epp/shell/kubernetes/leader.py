@@ -38,7 +38,10 @@ class ElectionTiming(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.retry_s < self.renew_deadline_s < self.lease_s:
-            raise ValueError("expected retry_s < renew_deadline_s < lease_s")
+            raise ValueError(
+                "expected 0 < retry_s < renew_deadline_s < lease_s, got "
+                f"{self.retry_s:g}, {self.renew_deadline_s:g} and {self.lease_s}"
+            )
 
 
 class LeaseSpec(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -65,7 +65,9 @@ def unpack(content: bytes, now_s: Seconds) -> tuple[list[bytes], Seconds]:
         raise SnapshotError("it does not match the checksum that it contains")
     age_s = now_s - created_ms / 1000
     if not -SKEW_S_MAX <= age_s <= SNAPSHOT_AGE_S_MAX:
-        raise SnapshotError(f"it is {age_s:.0f} s old, expected at most {SNAPSHOT_AGE_S_MAX:.0f}")
+        raise SnapshotError(
+            f"it is {age_s:.0f} s old, expected {-SKEW_S_MAX:.0f} to {SNAPSHOT_AGE_S_MAX:.0f}"
+        )
     return _frames(body), max(0.0, age_s)
 
 

@@ -333,7 +333,7 @@ def _strategies(wanted: tuple[str, ...] | None, size: str) -> tuple[str, ...]:
         return wanted
     if not rivals_installed():
         raise PolicyNameError(
-            f"a leaderboard without --strategies needs all of them, and {RIVALS_MISSING}"
+            f"a leaderboard needs all strategies unless --strategies names some, and {RIVALS_MISSING}"
         )
     if wanted is None and size == "full":
         return LEADING

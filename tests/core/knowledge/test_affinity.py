@@ -225,7 +225,7 @@ def test_settings_open_and_adopt_their_own_kind_only():
         index.resize(0, 1, 1)
         with pytest.raises(msgspec.ValidationError, match="unknown"):
             msgspec.convert({"unknown": 1}, type(settings))
-    with pytest.raises(ValueError, match=r"ttl is .*; it must be a duration above 0s"):
+    with pytest.raises(ValueError, match=r"ttl is .*; it must be finite and above 0s"):
         SessionIndexSettings(ttl=Duration(0))
 
 

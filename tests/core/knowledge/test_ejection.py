@@ -228,8 +228,8 @@ def test_never_more_are_away_than_may_be_and_all_come_back(count, percent, most,
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ("baseEjectionTime: 0s", "baseEjectionTime is 0.0s; it must be a duration above 0s"),
-        ("window: 0s", "window is 0.0s; it must be a duration above 0s"),
+        ("baseEjectionTime: 0s", "baseEjectionTime is 0.0s; it must be finite and above 0s"),
+        ("window: 0s", "window is 0.0s; it must be finite and above 0s"),
         (
             "maxEjectionTime: 10s",
             "maxEjectionTime is 10s; it must be at least baseEjectionTime, 30s",

@@ -62,7 +62,7 @@ def test_all_that_the_samples_of_the_field_write_is_read():
     [
         ({"indexerConfig": {"kvBlockIndexConfig": {"redisConfig": {}}}}, "remove `redisConfig`"),
         ({"indexerConfig": {"tokenizersPoolConfig": {}}}, "token-producer"),
-        ({"speculativeTTL": "0s"}, "speculativeTTL is 0.0s; it must be a duration above 0s"),
+        ({"speculativeTTL": "0s"}, "speculativeTTL is 0.0s; it must be finite and above 0s"),
         ({"kvEventsConfig": {"engineType": "other"}}, "other"),
         (
             {"kvEventsConfig": {"zmqEndpoint": "tcp://picker:5557"}},
@@ -74,7 +74,7 @@ def test_all_that_the_samples_of_the_field_write_is_read():
         ({"indexerConfig": {"kvBlockIndexConfig": {"metricsLoggingInterval": "x"}}}, "duration"),
         (
             {"indexerConfig": {"kvBlockIndexConfig": {"costAwareMemoryConfig": {"size": "much"}}}},
-            "size is 'much'; expected a number of bytes with a unit",
+            "size is 'much'; expected a number of bytes such as 2GiB",
         ),
     ],
 )

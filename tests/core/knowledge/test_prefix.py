@@ -534,7 +534,7 @@ def test_settings_are_spelt_as_in_the_field():
     assert PrefixIndexSettings(block_size=256, block_size_tokens=128).block_tokens == 128
     with pytest.raises(msgspec.ValidationError, match="lruCapacity"):
         msgspec.convert({"lruCapacity": 5}, PrefixIndexSettings)
-    with pytest.raises(ValueError, match=r"ttl is 0\.0s; it must be a duration above 0s"):
+    with pytest.raises(ValueError, match=r"ttl is 0\.0s; it must be finite and above 0s"):
         PrefixIndexSettings(ttl=Duration(0))
 
 

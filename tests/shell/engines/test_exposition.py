@@ -286,7 +286,7 @@ def test_a_malformed_line_is_refused_in_one_sentence(line):
 @pytest.mark.parametrize("page", ["", "\n", "<html>vllm:num_requests_waiting</html>", "up 1\n"])
 def test_a_page_without_a_load_gauge_is_refused(page):
     """The sentence says how large the page was and which names would have done."""
-    with pytest.raises(ExpositionError, match=r"bytes has no load gauge, expected one of vllm:"):
+    with pytest.raises(ExpositionError, match=r"bytes has no load gauge such as vllm:"):
         read(page)
 
 

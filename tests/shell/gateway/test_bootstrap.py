@@ -334,7 +334,7 @@ def test_ports_and_hosts_are_where_they_were_asked_for():
         ({"listen_port": 0}, "port 0 is not one of 1 to 65535"),
         ({"readiness_port": 70_000}, "port 70000 is not one of"),
         ({"picker_address": "9002"}, "'9002' is not host:port"),
-        ({"picker_address": "::1:9002"}, "an IPv6 host in brackets"),
+        ({"picker_address": "::1:9002"}, "an IPv6 host needs brackets"),
         ({"picker_address": "picker:http"}, "does not end in a port"),
         ({"round_robin": ("10.0.0.1:99999",)}, "does not end in a port"),
         ({"message_timeout_s": 0.0}, "is not above 0"),

@@ -83,7 +83,7 @@ async def test_a_file_that_is_too_old_is_ignored(tmp_path):
     exchange, after = file_of(tmp_path, at_s=1_800_004_000.0)
     with structlog.testing.capture_logs() as lines:
         assert not await after.load()
-    assert lines[0]["problem"] == "it is 4000 s old, expected at most 3600"
+    assert lines[0]["problem"] == "it is 4000 s old, expected -60 to 3600"
     assert exchange.snapshot_frames == []
 
 

@@ -135,8 +135,8 @@ def test_ctrl_c_leaves_what_was_done(trace, tmp_path, capsys):
             ["--url", "http://x", "--requests", "x"],
             "expected a whole number of at least 1, got 'x'",
         ),
-        (["--url", "http://x", "--speed", "0"], "expected a number above 0, got '0'"),
-        (["--url", "http://x", "--speed", "x"], "expected a number above 0, got 'x'"),
+        (["--url", "http://x", "--speed", "0"], "expected a finite number above 0, got '0'"),
+        (["--url", "http://x", "--speed", "x"], "expected a finite number above 0, got 'x'"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(given, problem, trace, capsys):
@@ -178,7 +178,10 @@ def test_a_model_that_is_not_served_stops_the_drive(trace, tmp_path, capsys):
         served.serve("llama", "qwen")
         assert drive(trace, served.url, *blocks, "--out", out) == 1
         said = capsys.readouterr().err
-        assert "does not serve the model 'trace' of the trace. It serves 'llama', 'qwen'" in said
+        assert (
+            "does not serve 'trace', the model that requests would name. It serves 'llama', 'qwen'"
+            in said
+        )
         assert "--model NAME" in said
         assert not served.asked
         assert not out.exists()

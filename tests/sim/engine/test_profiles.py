@@ -235,7 +235,7 @@ def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, sentence):
         ),
         (
             "memory = {bytes = 1, weight_bytes = 2, kv_bytes_per_token = 8}",
-            "memory: leaves -.* tokens for the KV cache; expected at least 256",
+            "memory: the weights leave -.* tokens for the KV cache; expected at least 256",
         ),
         (
             "memory = {bytes = nan, weight_bytes = 2, kv_bytes_per_token = 8}",

@@ -63,7 +63,7 @@ def test_flags_give_pods_roles_and_a_network(trace):
     ("flags", "says"),
     [
         (("--roles", "prefill=1,encode=1"), "expected roles of both, decode, prefill, prefill-dec"),
-        (("--roles", "prefill"), "'prefill' has no number of pods; expected prefill=COUNT"),
+        (("--roles", "prefill"), "'prefill' has no number of pods above 0; expected prefill=COUNT"),
         (("--roles", "prefil=2"), "'prefil=2' names no role"),
         ((*ROLES, "--kv-link", "fast"), "expected one of nvlink"),
         ((*ROLES, "--kv-nics", "0"), "'0' is not an integer from 1 to 64"),

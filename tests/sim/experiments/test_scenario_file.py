@@ -290,7 +290,7 @@ def test_a_file_that_is_named_lies_beside_the_scenario(tmp_path):
         ("[[pods]]\nrole = 'encode'", "[[pods]] 1: role: expected one of both, decode, prefill, prefill-decode, got 'encode'"),
         ("[[pods]]\nnics = 2", "[[pods]] 1: nics: expected a role too"),
         ("[[pods]]\nrole = 'decode'\nnics = 0", "[[pods]] 1: nics: expected a whole number of at least 1"),
-        ("[kv_transfer]", "[kv_transfer]: expected [[pods]] with a role, got none"),
+        ("[kv_transfer]", "[kv_transfer]: expected pods with a role in this file, got none"),
         (ROLE + "[kv_transfer]\nlink = 'infiniband'", "[kv_transfer]: link: expected one of nvlink"),
         (ROLE + "[kv_transfer]\nsetup_s = 1", "expected gigabytes_per_s and setup_s together"),
         (ROLE + "[kv_transfer]\nsetup_s = 1\ngigabytes_per_s = 1\nlink = 'nvlink'", "expected link or gigabytes_per_s"),

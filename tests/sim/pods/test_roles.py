@@ -27,7 +27,7 @@ def test_roles_are_counted_in_their_order():
         ("prefil=1", "'prefil=1' names no role; expected one of both, decode"),
         ("", "'' names no role"),
         ("decode=1,decode=2", "the role decode is given twice"),
-        ("decode", "'decode' has no number of pods; expected decode=COUNT"),
+        ("decode", "'decode' has no number of pods above 0; expected decode=COUNT"),
         ("decode=0", "'decode=0' has no number of pods"),
         ("decode=-1", "'decode=-1' has no number of pods"),
         ("decode=3,prefill=2", "is 5 pods; expected at most 4"),

@@ -190,16 +190,31 @@ HOSTILE = [
     ('{"timestamp": true, "input_tokens": 1, "output_tokens": 1}', "timestamp: Expected a time"),
     ('{"timestamp": 1' + "0" * 3000 + ', "input_tokens": 1, "output_tokens": 1}', "trace:1"),
     ('{"timestamp": 1, "input_tokens": 1e400, "output_tokens": 1}', "trace:1"),
-    ('{"timestamp": 1, "input_tokens": 1.5, "output_tokens": 1}', "integer of at least 1, got 1.5"),
-    ('{"timestamp": 1, "input_tokens": 99999999, "output_tokens": 1}', "integer of at least 1"),
-    ('{"timestamp": 1, "input_tokens": [1], "output_tokens": 1}', "integer of at least 1, got [1]"),
+    (
+        '{"timestamp": 1, "input_tokens": 1.5, "output_tokens": 1}',
+        "integer from 1 to 10,000,000, got 1.5",
+    ),
+    (
+        '{"timestamp": 1, "input_tokens": 99999999, "output_tokens": 1}',
+        "integer from 1 to 10,000,000",
+    ),
+    (
+        '{"timestamp": 1, "input_tokens": [1], "output_tokens": 1}',
+        "integer from 1 to 10,000,000, got [1]",
+    ),
     ('{"timestamp": 1, "input_tokens": 5, "output_tokens": 1, "prefix": [-1]}', "ids of blocks"),
     ('{"timestamp": 1, "input_tokens": 5, "output_tokens": 1, "prefix": ["a"]}', "ids of blocks"),
     ('{"prompt": "", "output_tokens": 5}', "prompt: Expected at least one token, got an"),
-    ('{"prompt": "a", "x": 1}\n{"prompt": 5}', "prompt: Expected a text or messages, got int"),
-    ('{"messages": [5]}', "messages: Expected a text or messages, got list"),
+    (
+        '{"prompt": "a", "x": 1}\n{"prompt": 5}',
+        "prompt: Expected a text, messages or a request, got int",
+    ),
+    ('{"messages": [5]}', "messages: Expected a text, messages or a request, got list"),
     ('{"conversations": [{"from": "human", "value": 5}]}', "Expected texts under `from` and"),
-    ('{"prompt": null, "text": "", "x": 1}', "prompt: Expected a text or messages, got none"),
+    (
+        '{"prompt": null, "text": "", "x": 1}',
+        "prompt: Expected a text, messages or a request, got none",
+    ),
     ("PAR1 and then nothing", "Expected a whole Parquet file"),
 ]
 
@@ -302,7 +317,9 @@ def test_told_columns_go_before_a_format_that_is_recognised(trace_of):
 def test_an_option_that_a_format_ignores_is_refused(trace_of):
     """Rather than the user believing that it had an effect."""
     rows = [{"format": "homing-capture", "version": 1}]
-    with pytest.raises(TraceError, match="Expected no --time-unit: the format capture defines it"):
+    with pytest.raises(
+        TraceError, match="Expected no --time-unit: the format capture does not use it"
+    ):
         trace_of(rows, time_unit="s")
     with pytest.raises(TraceError, match="Expected no --columns"):
         trace_of(rows, format="mooncake", columns=(("prompt_tokens", "a"),))
@@ -560,8 +577,8 @@ def test_a_converted_prompt_leaves_no_text(tmp_path):
         (["--columns", "timestamp"], "is not WHAT=NAME"),
         (["--columns", "timestamp=a,"], "is not WHAT=NAME"),
         (["--time-unit", "h"], "--time-unit: expected s, ms, us or ns, got 'h'"),
-        (["--rate-per-s", "0"], "expected a number above 0, got '0'"),
-        (["--block-tokens", "x"], "expected a whole number of at least 1, got 'x'"),
+        (["--rate-per-s", "0"], "expected a number above 0 and at most 10^9, got '0'"),
+        (["--block-tokens", "x"], "expected an integer from 1 to 1000000, got 'x'"),
     ],
 )
 @pytest.mark.parametrize("command", [["trace", "inspect"], ["replay"]])

@@ -64,7 +64,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
         return default
     number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 7 else 0
     if not 1 <= number <= NUMBER_MAX:
-        raise OtelVariableError(f"{name}: expected a number from 1 to {NUMBER_MAX}, got {text!r}")
+        raise OtelVariableError(f"{name}: expected an integer from 1 to {NUMBER_MAX}, got {text!r}")
     return number
 
 

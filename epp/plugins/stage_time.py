@@ -101,8 +101,8 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
     The cost is t + r p / s + 2 max(y m - t, 0) with t = (b + p) / s. b are the pending prefill tokens
     of the endpoint, p is the prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, s
     is the configured prefill speed, and m is the time in which the KV cache of one token moves. y are
-    the tokens whose KV blocks the endpoint still has to send for earlier requests. Those that are
-    left when this prompt is computed delay its transfer, and are delayed by it.
+    the tokens whose KV blocks the endpoint still has to send for earlier requests. Their transfers
+    delay that of this prompt, and it delays them, if they are not over when the prompt is computed.
     """
 
     type_name: ClassVar[str] = "prefill-time-scorer"

@@ -552,8 +552,6 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
         saturated=column(lambda: random.random() < 0.3),
         inflight_requests=column(lambda: random.randint(0, 9)),
         inflight_prefill_tokens=column(lambda: random.uniform(0, 1e6)),
-        receiving_tokens=column(lambda: random.uniform(0, 1e6)),
-        sending_tokens=column(lambda: random.uniform(0, 1e6)),
         matched_blocks=column(lambda: random.randint(0, total)),
         total_blocks=total,
         adapters=column(lambda: _adapters(random)),
@@ -561,6 +559,8 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
         attributes=column(lambda: _attributes(subject, plugin, random)),
         affinities=dict(_affinities(subject, plugin, asked, random, n)),
         prompt_tokens=asked.prompt_tokens,
+        receiving_tokens=column(lambda: random.uniform(0, 1e6)),
+        sending_tokens=column(lambda: random.uniform(0, 1e6)),
     )
 
 

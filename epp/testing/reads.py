@@ -17,6 +17,7 @@ _OF_CANDIDATES: Final[Mapping[str, str]] = {
     "adapters_reported": "adapter_state",
     "prefill_alike": "prefill_tokens_per_s",
     "name_of": "endpoints",
+    "labelled": "labels",
     "prefix_match": "matched_blocks",
 }
 """Name under which a plugin declares the read of a column, by the other names under which it can

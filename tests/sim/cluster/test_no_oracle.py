@@ -83,6 +83,7 @@ SEEN_OF_CANDIDATES = {
     "prefill_alike": "configuration",
     "endpoints": "discovery",
     "labels": "discovery",
+    "labelled": "discovery",
     "nearness": "discovery",
     "slot": "own",
     "peer": "own choice for an earlier stage of the request",

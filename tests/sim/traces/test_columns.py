@@ -190,9 +190,18 @@ HOSTILE = [
     ('{"timestamp": true, "input_tokens": 1, "output_tokens": 1}', "timestamp: Expected a time"),
     ('{"timestamp": 1' + "0" * 3000 + ', "input_tokens": 1, "output_tokens": 1}', "trace:1"),
     ('{"timestamp": 1, "input_tokens": 1e400, "output_tokens": 1}', "trace:1"),
-    ('{"timestamp": 1, "input_tokens": 1.5, "output_tokens": 1}', "integer from 1 to 10,000,000, got 1.5"),
-    ('{"timestamp": 1, "input_tokens": 99999999, "output_tokens": 1}', "integer from 1 to 10,000,000"),
-    ('{"timestamp": 1, "input_tokens": [1], "output_tokens": 1}', "integer from 1 to 10,000,000, got [1]"),
+    (
+        '{"timestamp": 1, "input_tokens": 1.5, "output_tokens": 1}',
+        "integer from 1 to 10,000,000, got 1.5",
+    ),
+    (
+        '{"timestamp": 1, "input_tokens": 99999999, "output_tokens": 1}',
+        "integer from 1 to 10,000,000",
+    ),
+    (
+        '{"timestamp": 1, "input_tokens": [1], "output_tokens": 1}',
+        "integer from 1 to 10,000,000, got [1]",
+    ),
     ('{"timestamp": 1, "input_tokens": 5, "output_tokens": 1, "prefix": [-1]}', "ids of blocks"),
     ('{"timestamp": 1, "input_tokens": 5, "output_tokens": 1, "prefix": ["a"]}', "ids of blocks"),
     ('{"prompt": "", "output_tokens": 5}', "prompt: Expected at least one token, got an"),

@@ -402,7 +402,7 @@ def test_a_cache_size_that_is_no_count_is_unknown(text):
 def test_a_label_chooses_and_an_unknown_one_tries_all():
     """The newer label wins; a type without a table is no reason to be blind."""
     both = {ENGINE_LABELS[0]: "sglang", ENGINE_LABELS[1]: "vllm"}
-    with pytest.raises(ExpositionError, match=r"expected one of sglang:num_queue_reqs$"):
+    with pytest.raises(ExpositionError, match=r"no load gauge such as sglang:num_queue_reqs$"):
         read("vllm:num_requests_running 3\n", both)
     metrics = read("vllm:num_requests_running 3\n", {ENGINE_LABELS[0]: "unheard-of"})
     assert metrics.running_requests == 3.0
@@ -414,7 +414,7 @@ def test_names_can_be_overridden():
     page = 'my_queue{kind="batch",x="z"} 1\nmy_queue{kind="batch",x="y"} 6\n'
     reader = PageReader({"mine": names})
     assert reader.read(page.encode(), {}).waiting_requests == 6.0
-    with pytest.raises(ExpositionError, match=r"expected one of my_queue$"):
+    with pytest.raises(ExpositionError, match=r"no load gauge such as my_queue$"):
         reader.read(b"process_start_time_seconds 1\n", {})
 
 

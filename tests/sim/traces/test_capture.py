@@ -154,14 +154,14 @@ def line(**fields):
         (HEADER.replace("64}", "60}"), "trace:1: Expected blocks of a multiple or a divisor"),
         (HEADER + line(blocks="AAA="), "trace:2: blocks: Expected 8 bytes"),
         (HEADER + line(blocks="%"), "trace:2: blocks: Invalid base64"),
-        (HEADER + line(blocks=base64.b64encode(bytes(40)).decode()), "blocks: Expected 2 ids"),
+        (HEADER + line(blocks=base64.b64encode(bytes(40)).decode()), "blocks: Expected 1 or 2 ids"),
         (HEADER + line(parts=[[1, 99], [2, 2]]), "trace:2: parts: Expected at most 100 tokens"),
         (
             HEADER + line(parts=[[1, 0]]),
             r"trace:2: parts\[\d?\.*\]\[1\]: Expected a whole number of at least 1",
         ),
-        (HEADER + line(parts=[[2**64, 1]]), "trace:2: parts: Expected ids below"),
-        (HEADER + line(answer=2**64), "trace:2: answer: Expected ids below"),
+        (HEADER + line(parts=[[2**64, 1]]), "trace:2: parts: Expected ids from 0 to"),
+        (HEADER + line(answer=2**64), "trace:2: answer: Expected ids from 0 to"),
         (HEADER + line(after=0), "trace:2: after: Expected an earlier line than 0, got 0"),
         (
             HEADER + line(prompt_tokens=0),

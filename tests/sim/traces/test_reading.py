@@ -141,7 +141,7 @@ BAD_LINES = [
     ),
     (AZURE + "2023-11-16 18:17:03,1\n", 2, "", "Expected 3 columns, got 2"),
     (AZURE + "yesterday,1,1\n", 2, "TIMESTAMP", "Expected a date and a time, got 'yesterday'"),
-    (AZURE + "2023-11-16 18:17:03,0,1\n", 2, "ContextTokens", "of at least 1, got '0'"),
+    (AZURE + "2023-11-16 18:17:03,0,1\n", 2, "ContextTokens", "from 1 to 10,000,000, got '0'"),
     (BURSTGPT + "nan,GPT-4,1,1,2,API log\n", 2, "Timestamp", "Expected a time"),
     (BURSTGPT.encode() + b"1,\xff,1,1,2,API log\n", 2, "", "Expected UTF-8"),
     (AZURE + "2023-11-16\r18:17:03,1,1\n", 2, "", "Expected a row without line breaks"),

@@ -81,7 +81,7 @@ def test_variables_can_turn_it_off(variables, environment):
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "expected grpc or http/protobuf"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "OTEL_BSP_MAX_QUEUE_SIZE: expected an integer from 1"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "9" * 5_000}, "expected an integer from 1 to 1000000"),
-        ({"OTEL_BSP_SCHEDULE_DELAY": "5s"}, "OTEL_BSP_SCHEDULE_DELAY: expected a number"),
+        ({"OTEL_BSP_SCHEDULE_DELAY": "5s"}, "OTEL_BSP_SCHEDULE_DELAY: expected an integer"),
         ({"OTEL_EXPORTER_OTLP_TIMEOUT": "hunter2"}, "variables cannot be used: ValueError"),
         ({"OTEL_EXPORTER_OTLP_COMPRESSION": "hunter2"}, "variables cannot be used"),
     ],

@@ -124,11 +124,11 @@ def test_a_number_of_requests_is_placed_between_two_pages():
     """As many as llm-d-router places in 50 ms; the next page lets more go."""
     driven = Driven("llm-d-gate")
     for number in range(50):
-        assert not driven.scheduler.holds(request(prompt_tokens=1), 0.0)
+        assert not driven.scheduler.admission.holds(request(prompt_tokens=1), 0.0)
         driven.send(f"{number}")
-    assert driven.scheduler.holds(request(prompt_tokens=1), 0.0)
+    assert driven.scheduler.admission.holds(request(prompt_tokens=1), 0.0)
     driven.report(0, running=25.0)
-    assert not driven.scheduler.holds(request(prompt_tokens=1), 0.0)
+    assert not driven.scheduler.admission.holds(request(prompt_tokens=1), 0.0)
 
 
 def test_a_burst_overshoots_the_gate_and_is_served_in_order():

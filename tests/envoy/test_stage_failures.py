@@ -4,7 +4,8 @@ import asyncio
 import json
 import signal
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from itertools import count
 
 import aiohttp
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.envoy, pytest.mark.timeout(120)]
 
 MODEL = "m"
 TRIES_MAX = 200
+RECEIVED = r'homing_peer_records_total\{direction="received",outcome="applied"\}'
 
 
 class Pool:
@@ -62,7 +64,7 @@ async def start(tmp_path):
     """Start pods of these roles, each text a process of its own, and so many pickers."""
     async with AsyncExitStack() as opened:
 
-        async def started(*roles, pickers=1, fallback=""):
+        async def started(*roles, pickers=1, fallback="", prefix_weight=1):
             pods, endpoints = {}, []
             for place, role in enumerate(roles):
                 child = await opened.enter_async_context(
@@ -81,7 +83,9 @@ async def start(tmp_path):
                     del pod["url"]
                     endpoints.append(pod | {"name": f"{place}-{pod['name']}"})
             (tmp_path / "endpoints.json").write_text(json.dumps({"endpoints": endpoints}))
-            (tmp_path / "config.yaml").write_text(CONFIG % fallback)
+            prefix = "  - pluginRef: prefix-cache-scorer\n"
+            config = CONFIG.replace(prefix, f"{prefix}    weight: {prefix_weight}\n") % fallback
+            (tmp_path / "config.yaml").write_text(config)
             ports = free_ports(pickers)
             peers = ",".join(f"127.0.0.1:{port}" for port in ports)
             processes = []
@@ -152,39 +156,50 @@ async def test_a_killed_prefill_pod_is_replaced_by_another(start):
     assert set(await pool.routes()) == {"prefill-decode"}
 
 
-async def received(picker):
-    """The number of records that arrived from the other picker."""
-    async with aiohttp.ClientSession() as session, session.get(picker.metrics_url) as response:
-        lines = (await response.text()).splitlines()
-    wanted = 'homing_peer_records_total{direction="received",outcome="applied"} '
-    return next(
-        (float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted)), 0.0
-    )
+async def received(pool):
+    """The number of records that all pickers received from each other."""
+    return sum([await metric(picker, RECEIVED) for picker in pool.pickers])
+
+
+async def more_received(pool, than):
+    return await received(pool) > than
 
 
 async def test_two_pickers_know_each_others_prefills(start):
-    """Envoy asks them in turn. The second turn of each chat is decided by the other picker."""
-    pool = await start("prefill=2", "decode=2", pickers=2)
+    """Envoy asks them in turn. The second turn of each chat is decided by the other picker. A picker
+    may believe that a request is active for as long as the record of its end is on the way, so the
+    prefix has the greater weight.
+    """
+    pool = await start("prefill=2", "decode=2", pickers=2, prefix_weight=10)
     others = count(100)
 
-    async def hear_each_other():
-        """Records of decisions before both connections are open do not arrive."""
-        assert [await pool.chat(next(others)) for _ in pool.pickers] == [200] * len(pool.pickers)
-        return all([await received(one) for one in pool.pickers])
+    async def heard():
+        """True if the second picker knew what the first decided for a new chat. Records arrive in
+        their order, so it knows the older decisions of the first as well.
+        """
+        number, before, arrived = next(others), await pool.routes(), await received(pool)
+        assert await pool.chat(number) == 200
+        # Before both connections are open no record arrives, and later an older one may.
+        with suppress(AssertionError):
+            await until(partial(more_received, pool, arrived), "a record", timeout_s=1.0)
+        assert await pool.chat(number) == 200
+        return (await pool.routes()).get("decode-only", 0) == before.get("decode-only", 0) + 1
 
-    await until(hear_each_other, "both pickers to receive records")
-    before = (await pool.routes())["prefill-decode"]
-    arrived = [await received(one) for one in pool.pickers]
+    async def each_other_heard():
+        for _ in pool.pickers:
+            await until(heard, "a picker to know what the other decided")
+            # The other picker decides the next chat first.
+            assert await pool.chat(next(others)) == 200
+
+    await each_other_heard()
+    before = await pool.routes()
     chats = 9
     assert [await pool.chat(number) for number in range(chats)] == [200] * chats
-    assert await pool.routes() == {"prefill-decode": before + chats}
-
-    async def told():
-        now = [await received(one) for one in pool.pickers]
-        return sum(now) - sum(arrived) >= 2 * chats
-
-    await until(told, "records to arrive")
+    first_turn = before | {"prefill-decode": before["prefill-decode"] + chats}
+    assert await pool.routes() == first_turn
+    await each_other_heard()
+    before = await pool.routes()
     assert [await pool.chat(number) for number in range(chats)] == [200] * chats
-    assert await pool.routes() == {"prefill-decode": before + chats, "decode-only": chats}
+    assert await pool.routes() == before | {"decode-only": before["decode-only"] + chats}
     for picker in pool.pickers:
         assert await metric(picker, "homing_request_error_total") == 0

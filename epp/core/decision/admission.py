@@ -105,7 +105,7 @@ class Admission:
         if not self._alone:
             return offered
         candidates = self._state.candidates(offered.with_room, {}, request, now)
-        keep = gate.with_room(candidates, request)
+        keep = gate.with_room(candidates, request, now)
         if keep.all() or not keep.any():
             return offered
         return structs.replace(offered, with_room=offered.with_room[keep])

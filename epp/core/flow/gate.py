@@ -123,10 +123,15 @@ class Gate:
         load = self.load(stage, candidates)
         return bool((load < self.ceiling(request, load)).any())
 
-    def with_room(self, candidates: Candidates, request: InferenceRequest) -> Bools:
+    def with_room(
+        self, candidates: Candidates, request: InferenceRequest, now: Seconds
+    ) -> Bools:
         """Return bool[n]: whether each candidate may be chosen for `request`, if the gate restricts
         decisions.
         """
+        if not self.restricts:
+            lead = Lead(request.prompt_tokens, self.rivalry.is_alone(request, now))
+            return self.rooms.is_open(candidates, lead)
         load = self.load(None, candidates)
         ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
         found: Bools = load < ceiling

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.flow.shares import FlowShares
-from epp.core.knowledge.candidates import Candidates, Columns, Floats
+from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
 from epp.core.knowledge.inflight import ARRIVAL_S_PER_TOKEN, OUTPUT_TOKENS_ESTIMATE, Lease
 from epp.core.types import EndpointMetrics, Seconds
 
@@ -224,6 +224,11 @@ class Rooms:
         slots, queue, requests, kv, pending, pending_max = self._parts(candidates, lead)
         load: Floats = np.maximum(requests / (slots + queue), pending / pending_max)
         return np.fmax(load, kv)
+
+    def is_open(self, candidates: Candidates, lead: Lead) -> Bools:
+        """Return bool[n]: whether each candidate has room for a request with `lead`."""
+        found: Bools = self.load(candidates, lead) < 1.0
+        return found
 
     def unstarted_requests(self, candidates: Candidates) -> Floats:
         """Return float64[n]: the requests of all pickers since the last page whose prompts are

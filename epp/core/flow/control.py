@@ -29,6 +29,8 @@ then asks for another call at once, so that a burst does not block the event loo
 """
 HEADS_MAX: Final = 16
 """Maximum number of flows of a band whose next request is compared with the gate in one call."""
+import os
+LOOK_MAX=int(os.environ.get('OVL','16'))
 EVICTED_MAX: Final = 16
 """Maximum number of requests that one call evicts."""
 
@@ -50,6 +52,12 @@ class Pool(Protocol):
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether `request` can be placed, because an endpoint that may serve it has room for
         its priority.
+        """
+        ...
+
+    def hold_s(self, request: InferenceRequest, now: Seconds) -> Seconds:
+        """Return how long `request` should wait for an endpoint that has no room but more of its
+        prompt cached than those with room.
         """
         ...
 
@@ -358,7 +366,20 @@ class FlowControl:
             return False
         if band.of_agents and not self._admits(ticket, now):
             return False
-        return self._pool.has_room(ticket.request, now)
+        return self._pool.has_room(ticket.request, now) and not self._is_held(ticket, now)
+
+    def _is_held(self, ticket: Ticket, now: Seconds) -> bool:
+        """Return whether `ticket` lets others take the room."""
+        import os
+        f = float(os.environ.get("OVH", "1"))
+        if f == 0.0:
+            return False
+        hold_s = f*self._pool.hold_s(ticket.request, now)
+        if hold_s <= 0.0:
+            return False
+        if ticket.held_since_s is None:
+            ticket.held_since_s = now
+        return now - ticket.held_since_s < hold_s
 
     def _passes(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
         """Return whether the new `ticket` belongs to an admitted agent session and only sessions
@@ -393,7 +414,10 @@ class FlowControl:
                     return None
                 continue
             if self._pool.has_room(ticket.request, now):
-                return ticket
+                for each in islice(band.of_flow(ticket), LOOK_MAX):
+                    if not self._is_held(each, now):
+                        return each
+                continue
             # The endpoints of its subset are full, which need not hold for others of its flow.
             if ticket.request.subset is not None:
                 other = self._behind(band, ticket, now)

@@ -93,7 +93,7 @@ class Gate:
         if self.restricts:
             return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
         rivalry = self.rivalry
-        lead = Lead(request.prompt_tokens, rivalry.is_alone(request, now))
+        lead = self.lead(request, now)
         found = self._is_open(offered, request, lead)
         if found:
             rivalry.found_room()
@@ -123,6 +123,17 @@ class Gate:
         load = self.load(stage, candidates)
         return bool((load < self.ceiling(request, load)).any())
 
+    def lead(self, request: InferenceRequest, now: Seconds) -> Lead:
+        import os
+        low = request.priority < self.rivalry.highest and not self.rivalry.is_alone(request, now)
+        return Lead(request.prompt_tokens, self.rivalry.is_alone(request, now), kv_max=float(os.environ.get('OVK','1')) if low else 1.0, share=float(os.environ.get('OVP','1')) if low else 1.0)
+
+    def keeps_to_room(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether a decision for `request` may only choose the endpoints of `with_room`."""
+        import os
+        v=os.environ.get('OV','A')
+        return self.restricts or (not self.rivalry.is_alone(request, now) and (v!='A' or self.rivalry.holding))
+
     def with_room(
         self, candidates: Candidates, request: InferenceRequest, now: Seconds
     ) -> Bools:
@@ -130,7 +141,7 @@ class Gate:
         decisions.
         """
         if not self.restricts:
-            lead = Lead(request.prompt_tokens, self.rivalry.is_alone(request, now))
+            lead = self.lead(request, now)
             return self.rooms.is_open(candidates, lead)
         load = self.load(None, candidates)
         ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
@@ -207,7 +218,7 @@ class Gate:
         if not count:
             return "no endpoint may serve it"
         load = self.load(None, candidates)
-        lead = Lead(request.prompt_tokens, self.rivalry.is_alone(request, now))
+        lead = self.lead(request, now)
         if self._learns:
             load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())

@@ -27,6 +27,7 @@ class Rivalry:
 
     def __init__(self, settings: FlowSettings) -> None:
         self.settings = settings
+        self.highest = -10**9
         self.holding = False
         """True if requests wait in the queue. The queue sets it."""
         self._last: tuple[str, int] | None = None
@@ -41,6 +42,7 @@ class Rivalry:
         with it.
         """
         last, self._last = self._last, (flow, priority)
+        self.highest = max(self.highest, priority)
         if last is None or last == self._last or not self._passes(flow, priority, *last):
             return False
         begins = now >= self._until_s

@@ -110,6 +110,8 @@ class Lead(Struct, frozen=True):
     prompt_tokens: int = 0
     """Length of the prompt of the request; with 0, the limit holds for any length."""
     alone: bool = False
+    kv_max: float = 1.0
+    share: float = 1.0
     """True if no other flow or priority competes for the endpoints."""
 
     def tokens_max(self, speed: Floats, interval_s: Floats) -> Floats:
@@ -118,7 +120,9 @@ class Lead(Struct, frozen=True):
         """
         if self.alone:
             return np.full(len(speed), math.inf)
-        found: Floats = speed * (interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        import os
+        f=float(os.environ.get('OVI','1'))
+        found: Floats = self.share * speed * (f * interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
         return np.maximum(found, 1.0)
 
     def least_share(self, interval_s: Floats) -> Floats | float:
@@ -127,7 +131,9 @@ class Lead(Struct, frozen=True):
         """
         if self.alone:
             return 1.0
-        return interval_s / (interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        import os
+        f=float(os.environ.get('OVI','1'))
+        return f*interval_s / (f*interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
 
 
 class Spare(Struct, frozen=True):
@@ -316,6 +322,7 @@ class Rooms:
         coming = np.maximum(sent_tokens, pending) + growing
         kv = candidates.kv_cache_usage + coming / candidates.kv_capacity_tokens
         pending_max = lead.tokens_max(candidates.prefill_measured_tokens_per_s, interval_s)
+        kv = kv / lead.kv_max
         peers = self._shares.pickers - 1
         if peers:
             kv = kv + peers * sent_tokens / candidates.kv_capacity_tokens

@@ -14,6 +14,11 @@ from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds, Stage
 
+HOLD_FACTOR: Final = 8.0
+"""Longest time that a request waits for a cached prefix while another endpoint has room, divided by
+the prefill time that the prefix saves. It is above 1, because the time of an engine is lost for all
+requests that wait, while others use the room in the meantime.
+"""
 _NONE: Final[Mapping[str, Affinity]] = MappingProxyType({})
 
 
@@ -65,11 +70,16 @@ class Admission:
 
     def hold_s(self, request: InferenceRequest, now: Seconds) -> Seconds:
         """Return how long `request` should wait for an endpoint that has no room but more of its
-        prompt cached: the additional time that the endpoints with room would compute it.
+        prompt cached: `HOLD_FACTOR` times the additional prefill time at an endpoint with room.
         """
         state = self._state
         gate = state.gate
-        if gate is None or gate.restricts or not self._alone or not gate.keeps_to_room(request, now):
+        if (
+            gate is None
+            or gate.restricts
+            or not self._alone
+            or not gate.keeps_to_room(request, now)
+        ):
             return 0.0
         known = state.indexes.joint(request, len(state.pool.columns.endpoints), now)
         if known is None or not known.matched.any():
@@ -78,8 +88,8 @@ class Admission:
         is_open = gate.with_room(candidates, request, now)
         if is_open.all() or not is_open.any():
             return 0.0
-        time_s = candidates.uncached_tokens / candidates.prefill_measured_tokens_per_s
-        return float(time_s[is_open].min() - time_s.min())
+        prefill_s = candidates.uncached_tokens / candidates.prefill_measured_tokens_per_s
+        return HOLD_FACTOR * float(prefill_s[is_open].min() - prefill_s.min())
 
     def saturation(self, request: InferenceRequest, now: Seconds) -> float:
         """Return the mean load of the endpoints of the fullest stage of `request`; 1.0 without
@@ -102,7 +112,10 @@ class Admission:
                 return gate.why_full(
                     candidates, request, lambda slot: pool.endpoint_in(slot).name, now
                 )
-        return "requests before it take the room of the endpoints"
+        return (
+            "requests before it take the room of the endpoints, or a full endpoint has more of its "
+            "prompt cached"
+        )
 
     def of_stages(
         self, request: InferenceRequest, now: Seconds

@@ -28,9 +28,9 @@ PLACED_MAX: Final = 64
 then asks for another call at once, so that a burst does not block the event loop.
 """
 HEADS_MAX: Final = 16
-"""Maximum number of flows of a band whose next request is compared with the gate in one call."""
-import os
-LOOK_MAX=int(os.environ.get('OVL','16'))
+"""Maximum number of flows of a band whose next request is compared with the gate in one call, and of
+requests of one flow that may take the room which the first one leaves to them.
+"""
 EVICTED_MAX: Final = 16
 """Maximum number of requests that one call evicts."""
 
@@ -133,6 +133,10 @@ class FlowControl:
         """Time at which the pool became empty or got its first endpoint again."""
         self._draining = False
         self._rate = DrainRate()
+        self._held_until_s: Seconds = math.inf
+        """Time until which no ticket that left room to others in the last pump takes it; inf if none
+        did.
+        """
         self._again_at_s: Seconds | None = None
         """Time of the last pump if it ended because of `PLACED_MAX`."""
 
@@ -206,7 +210,7 @@ class FlowControl:
         """Place waiting tickets while there is room, and return their verdicts."""
         self._note_pool(now)
         self._add_charges(now)
-        self._again_at_s = None
+        self._again_at_s, self._held_until_s = None, math.inf
         verdicts: Verdicts = []
         if self._empty_pool:
             return verdicts
@@ -267,7 +271,7 @@ class FlowControl:
             ends_s.append(max(now, self._limited[0][0]))
         if self.settings.evicts and self.evictions and not self._empty_pool:
             ends_s += self._next_evictions_s(now)
-        end_s = min(ends_s)
+        end_s = min(*ends_s, max(now, self._held_until_s))
         return None if end_s == math.inf else end_s
 
     def settled(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
@@ -369,17 +373,19 @@ class FlowControl:
         return self._pool.has_room(ticket.request, now) and not self._is_held(ticket, now)
 
     def _is_held(self, ticket: Ticket, now: Seconds) -> bool:
-        """Return whether `ticket` lets others take the room."""
-        import os
-        f = float(os.environ.get("OVH", "1"))
-        if f == 0.0:
-            return False
-        hold_s = f*self._pool.hold_s(ticket.request, now)
-        if hold_s <= 0.0:
+        """Return whether `ticket` leaves the room to others, because it waits for an endpoint that
+        has more of its prompt cached.
+        """
+        hold_s = self._pool.hold_s(ticket.request, now)
+        if not hold_s:
             return False
         if ticket.held_since_s is None:
             ticket.held_since_s = now
-        return now - ticket.held_since_s < hold_s
+        until_s = ticket.held_since_s + hold_s
+        if now >= until_s:
+            return False
+        self._held_until_s = min(self._held_until_s, until_s)
+        return True
 
     def _passes(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
         """Return whether the new `ticket` belongs to an admitted agent session and only sessions
@@ -414,9 +420,10 @@ class FlowControl:
                     return None
                 continue
             if self._pool.has_room(ticket.request, now):
-                for each in islice(band.of_flow(ticket), LOOK_MAX):
-                    if not self._is_held(each, now):
-                        return each
+                if not self._is_held(ticket, now):
+                    return ticket
+                if (other := self._unheld_behind(band, ticket, now)) is not None:
+                    return other
                 continue
             # The endpoints of its subset are full, which need not hold for others of its flow.
             if ticket.request.subset is not None:
@@ -435,6 +442,17 @@ class FlowControl:
             if self._pool.has_room(ticket.request, now):
                 return ticket
             full.add(subset)
+        return None
+
+    def _unheld_behind(self, band: Band, head: Ticket, now: Seconds) -> Ticket | None:
+        """Return the first ticket in the flow of `head` that may take the room which `head` leaves to
+        it, or None.
+        """
+        for ticket in islice(band.of_flow(head), HEADS_MAX):
+            if ticket is head or not self._pool.has_room(ticket.request, now):
+                continue
+            if not self._is_held(ticket, now):
+                return ticket
         return None
 
     def _evict(self, now: Seconds) -> bool:

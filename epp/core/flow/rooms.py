@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.flow.shares import FlowShares
-from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
+from epp.core.knowledge.candidates import Candidates, Columns, Floats
 from epp.core.knowledge.inflight import ARRIVAL_S_PER_TOKEN, OUTPUT_TOKENS_ESTIMATE, Lease
 from epp.core.types import EndpointMetrics, Seconds
 
@@ -42,6 +42,11 @@ is higher than what was known.
 SLOTS_S: Final = 0.5
 """Seconds for which an engine must run the same number of requests and queue others, on page after
 page, before that number is assumed to be its slots. One long step of an engine takes less time.
+"""
+KV_OUTRANKED: Final = 0.95
+"""Used share of the KV cache up to which an endpoint has room for a request while requests of higher
+priority compete with it. The rest makes up for answers that become longer than expected, which
+would otherwise leave no room for the next request of higher priority.
 """
 KV_FULL: Final = 0.9
 """Used share of the KV cache from which a queue may be caused by the cache instead of the slots."""
@@ -101,8 +106,9 @@ class RoomOf(Struct, frozen=True, kw_only=True):
 class Lead(Struct, frozen=True):
     """The prefill work that may be pending at an endpoint that has room for a request.
 
-    An endpoint needs other work until the request reaches its engine, and the picker learns from
-    the next page that a prompt is computed. With less pending it would idle while requests wait.
+    An endpoint needs other work until the request reaches its engine. The next page tells which
+    prompts are computed, and is half an interval away on average. With less pending it would idle
+    while requests wait. With more, a prompt would wait in the engine for those before it.
     A request that competes with none may as well wait in the engine, as long as the KV cache has
     room for its prompt.
     """
@@ -110,8 +116,8 @@ class Lead(Struct, frozen=True):
     prompt_tokens: int = 0
     """Length of the prompt of the request; with 0, the limit holds for any length."""
     alone: bool = False
-    kv_max: float = 1.0
-    share: float = 1.0
+    outranked: bool = False
+    """True if requests of higher priority compete, for which a part of the KV cache stays free."""
     """True if no other flow or priority competes for the endpoints."""
 
     def tokens_max(self, speed: Floats, interval_s: Floats) -> Floats:
@@ -120,9 +126,7 @@ class Lead(Struct, frozen=True):
         """
         if self.alone:
             return np.full(len(speed), math.inf)
-        import os
-        f=float(os.environ.get('OVI','1'))
-        found: Floats = self.share * speed * (f * interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        found: Floats = speed * (interval_s / 2.0 + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
         return np.maximum(found, 1.0)
 
     def least_share(self, interval_s: Floats) -> Floats | float:
@@ -131,9 +135,7 @@ class Lead(Struct, frozen=True):
         """
         if self.alone:
             return 1.0
-        import os
-        f=float(os.environ.get('OVI','1'))
-        return f*interval_s / (f*interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        return interval_s / (interval_s + 2.0 * ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
 
 
 class Spare(Struct, frozen=True):
@@ -231,11 +233,6 @@ class Rooms:
         load: Floats = np.maximum(requests / (slots + queue), pending / pending_max)
         return np.fmax(load, kv)
 
-    def is_open(self, candidates: Candidates, lead: Lead) -> Bools:
-        """Return bool[n]: whether each candidate has room for a request with `lead`."""
-        found: Bools = self.load(candidates, lead) < 1.0
-        return found
-
     def unstarted_requests(self, candidates: Candidates) -> Floats:
         """Return float64[n]: the requests of all pickers since the last page whose prompts are
         estimated to be pending still.
@@ -322,7 +319,8 @@ class Rooms:
         coming = np.maximum(sent_tokens, pending) + growing
         kv = candidates.kv_cache_usage + coming / candidates.kv_capacity_tokens
         pending_max = lead.tokens_max(candidates.prefill_measured_tokens_per_s, interval_s)
-        kv = kv / lead.kv_max
+        if lead.outranked:
+            kv = kv / KV_OUTRANKED
         peers = self._shares.pickers - 1
         if peers:
             kv = kv + peers * sent_tokens / candidates.kv_capacity_tokens

@@ -468,14 +468,14 @@ def test_the_choice_is_restricted_to_endpoints_with_room_while_competing_request
 
 def test_a_request_waits_for_a_full_endpoint_with_its_prefix_only_while_competing_requests_wait():
     picker = learned_picker()
-    prompt = {"tenant": "a", "prompt_tokens": 6_400, "blocks": tuple(range(1, 101))}
-    before = picker.enter("first", **prompt).endpoint
+    prompt = {"prompts": (b"x" * 25_600,), "prompt_tokens": 6_400}
+    before = picker.enter("first", tenant="a", **prompt).endpoint
     slot = picker.scheduler.pool.slot_of(before)
     full = EndpointMetrics(kv_cache_usage=1.0, block_size_tokens=16, blocks_total=1_000)
     picker.scheduler.take(PageScraped(slot, full), 0.2)
     picker.enter("other", 0.2, tenant="b", prompt_tokens=10)
     admission = picker.scheduler.admission
-    again = request(request_id="again", prompt_tokens=6_400, blocks=prompt["blocks"])
+    again = request(request_id="again", **prompt)
     assert admission.hold_s(again, 0.2) == 0.0
     picker.scheduler.state.gate.rivalry.holding = True
     assert admission.hold_s(again, 0.2) > 0.0

@@ -181,8 +181,8 @@ class StageSections:
         names: StageNames,
         places: Mapping[str, object],
     ) -> ConfiguredPlugin | None:
-        """Return the decider of `stage`. Return None if the stage has no decider or no profile, or
-        after a problem.
+        """Return the decider of `stage`, or None if the stage has no decider or no profile, or if
+        the decider does not fit the stage. Add a warning or a problem to `findings` in these cases.
         """
         there = names.profiles.get(stage) in places
         always = names.order is Order.PREFILL_FIRST and stage is Stage.PREFILL

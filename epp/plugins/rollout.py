@@ -121,7 +121,9 @@ class RolloutScreener(Parameters, frozen=True):
     )
 
     revision_gating: RevisionGating
-    """Choice of the revision."""
+    """Rule by which a revision is drawn for each request: the mode, the required roles and the names
+    of the labels.
+    """
     scope: Scope = field(default_factory=Scope)
     """Pods that count, by `labelSelector`, such as "app=vllm,role in (prefill,decode)"; all if it is
     empty.

@@ -102,7 +102,9 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     bands: Mapping[int, BandSettings] = field(default_factory=dict)
     """Settings of a band by its priority."""
     default_band: BandSettings = BandSettings()
-    """Settings of bands that `bands` does not name."""
+    """Settings of bands that `bands` does not name; `default_negative_band` may replace it below
+    priority 0.
+    """
     default_negative_band: BandSettings | None = None
     """Settings of bands with a priority below 0 that `bands` does not name, or None for those of
     `default_band`.

@@ -715,8 +715,8 @@ class ExactIndex:
                 depths[rank] = max(depths.item(rank), min(known.item(number), usable))
 
     def _number_of(self, slot: int, rank: int) -> int:
-        """Return the number under which a rank of `slot` is recorded in the index of decisions for
-        ranks.
+        """Return the number that stands for `rank` of `slot` in the index of decisions for ranks.
+        Assign the next free number if the rank has none.
         """
         placed = self._slot(slot).placed
         number = placed.get(rank)

@@ -19,7 +19,7 @@ RETRIED: Final = frozenset({429, 503})
 _ASKED_AGAIN: Final = frozenset(
     {Failure.POD_DIED, Failure.PREFILL_POD_DIED, Failure.KV_TRANSFER, Failure.NO_PICKER}
 )
-"""Failures after which a client retries."""
+"""Failures of a request after which a simulated client sends the request again."""
 
 ENDED_MAX: Final = 65_536
 """Maximum number of ended requests whose end time is stored, for following turns that arrive

@@ -185,7 +185,7 @@ class StageSummary(Summary, frozen=True, kw_only=True):
     refusals: dict[str, int]
     """Number of refused requests by the stage that had no pod, or only saturated ones."""
     prefill_legs: int
-    """Number of prefill legs that ended."""
+    """Number of ended prefill legs of the counted requests."""
     prefill_s: Distribution
     """Seconds from the arrival at the picker to the end of the prefill leg."""
     reservation_s: Distribution

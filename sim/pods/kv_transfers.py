@@ -35,7 +35,7 @@ class KVTransferParams(Struct, kw_only=True):
     """The members of `kv_transfer_params` that an engine reads; it ignores all others."""
 
     do_remote_decode: bool = False
-    """True in the prefill leg."""
+    """True for the prefill leg of a disaggregated request: another engine decodes."""
     do_remote_prefill: bool = False
     """True in the decode leg. The other members then describe the blocks of the prefill leg."""
     remote_engine_id: str | None = None

@@ -50,7 +50,9 @@ class FlowShares:
         self.reports = 0
         """Number of reports of this picker's load to its peers so far."""
         self.loads_heard = 0
-        """Number of reports so far by which peers may have made room."""
+        """Number of reports received from peers so far after which endpoints may have more room
+        than before.
+        """
         self.fresh: dict[Key, float] = {}
         """Charges by peers that the queue has not added to its flows yet, by key."""
         self._own: OrderedDict[Key, float] = OrderedDict()
@@ -142,7 +144,9 @@ class FlowShares:
         return True
 
     def take_fresh(self) -> dict[Key, float]:
-        """Return the charges by peers since the last call, by key."""
+        """Return the charges that peers reported since the last call, by the key of the flow
+        (`key_of`).
+        """
         found, self.fresh = self.fresh, {}
         return found
 

@@ -174,7 +174,8 @@ class LatencyErrors(Struct, frozen=True):
     """The median relative errors of one kind of prediction at one endpoint; NaN if unknown."""
 
     observed: int
-    """Number of observations so far."""
+    """Number of observed times with which predictions of this kind were compared at the endpoint.
+    """
     estimate: float
     learned: float
     used: str

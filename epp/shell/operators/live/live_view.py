@@ -187,7 +187,7 @@ class LivePrefills(Struct, frozen=True, kw_only=True):
     """The requests in flight whose prompt one endpoint computes for another, in the live view."""
 
     prefill: str
-    """Name of the endpoint that prefills."""
+    """Name of the prefill endpoint of the pair."""
     decode: str
     """Name of the endpoint that receives the KV cache and decodes."""
     requests: int

@@ -56,8 +56,8 @@ class PriorityHoldback(Parameters, frozen=True):
     """Give the highest priority the ceiling `max_ceiling`, the lowest one `min_ceiling`, and others
     ceilings between them.
 
-    They fall by rank, ceiling = max - rank * (max - min) / (N - 1), or by the value of the priority.
-    One band alone has `max_ceiling`.
+    The ceilings fall by rank, ceiling = max - rank * (max - min) / (N - 1), or by the value of the
+    priority. One band alone has `max_ceiling`.
     """
 
     type_name: ClassVar[str] = "priority-holdback-policy"

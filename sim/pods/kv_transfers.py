@@ -123,7 +123,7 @@ class HeldBlocks:
         return True
 
     def close(self) -> None:
-        """Stop all leases."""
+        """Drop all held blocks, and cancel the timers that would release them."""
         for _, timer in self._held.values():
             timer.cancel()
         self._held.clear()

@@ -133,7 +133,7 @@ class Band:
         """Tokens that the band was charged while bands shared room, divided by its weight."""
         self._flows: dict[str, _Flow] = {}
         self._waiting: dict[str, _Flow] = {}
-        """Flows with a waiting ticket."""
+        """Flows of the band that have a waiting ticket, by name of the flow's queue."""
         self._tickets: OrderedDict[int, Ticket] = OrderedDict()
         """All waiting tickets by number, oldest first."""
         self._counts: dict[str, int] = {}

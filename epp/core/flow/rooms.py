@@ -146,7 +146,7 @@ class Spare(Struct, frozen=True):
     tokens: float
     """Number of tokens that the KV cache of each has room for; inf if unknown."""
     slots: frozenset[int]
-    """Slots of the pool with these endpoints."""
+    """Slots of the endpoints with room."""
 
 
 NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0, frozenset())
@@ -163,7 +163,9 @@ class Rooms:
         """Value of `FlowShares.reports` when `untold` and `untold_tokens` were last set to 0."""
         self._rows: Floats = np.empty((len(_ROWS), 0))
         self.answer_tokens = float(OUTPUT_TOKENS_ESTIMATE)
-        """Expected number of tokens of an answer."""
+        """Expected number of tokens of an answer, by which the KV cache for a new request is
+        estimated.
+        """
         self._grow()
 
     def __repr__(self) -> str:

@@ -111,7 +111,7 @@ class Outlier(Struct, frozen=True, kw_only=True):
     to 1; NaN if there were too few answers.
     """
     since_s: Seconds = -math.inf
-    """Time at which the endpoint became an outlier."""
+    """Time since which the endpoint has been an outlier."""
 
 
 class _Average:

@@ -26,7 +26,9 @@ Counter: TypeAlias = Callable[[int], float | None]
 class _Refused(Struct, frozen=True):
     slots: tuple[int, ...]
     counts: tuple[float | None, ...]
-    """Counter of each endpoint when the response came."""
+    """Number of refusals by each endpoint of `slots` on its last page when the response came, or
+    None if unknown.
+    """
     sent_at_s: Seconds
     at_s: Seconds
 
@@ -35,11 +37,11 @@ class Judged(Struct, frozen=True):
     """A response 503 after its endpoints' pages came."""
 
     slots: tuple[int, ...]
-    """Slots of the endpoints that served the request."""
+    """Slots of the endpoints that served the refused request together."""
     full: tuple[int, ...]
     """Slots of those that refused requests meanwhile; () if one of the endpoints failed."""
     sent_at_s: Seconds
-    """Time at which the request was sent."""
+    """Time at which the refused request was sent to its endpoints."""
 
 
 class RefusedPairs:

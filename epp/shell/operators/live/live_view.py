@@ -58,7 +58,8 @@ class LiveLatency(Struct, frozen=True):
     predicted_s: Seconds | None
     observed_s: Seconds | None
     error: float | None
-    """Median relative error of the better source."""
+    """Median relative error of the better of two sources of predictions, `estimate` and `learned`.
+    """
 
 
 class LiveBand(Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class LiveBand(Struct, frozen=True, kw_only=True):
     flows: int
     oldest_wait_s: Seconds
     most: list[WaitingFlow]
-    """Flows with most waiting requests, most first."""
+    """Flows of the band with most waiting requests, most first."""
 
 
 class LiveEndpoint(Struct, frozen=True, kw_only=True):
@@ -234,7 +235,7 @@ class Live(Struct, frozen=True, kw_only=True):
     queue: list[LiveBand] | None = None
     """Bands with waiting requests, highest priority first, or None if requests do not wait."""
     evicted_total: int = 0
-    """Number of evicted requests since the start."""
+    """Number of running requests that the queue evicted since the start of the picker."""
 
 
 class LiveView:

@@ -82,11 +82,13 @@ class StageDeciders(Parameters, frozen=True):
     """The names of the deciders of the stages. A decider says for which requests a stage runs."""
 
     prefill: _Name | None = None
-    """Name of the decider of the prefill stage. The stage never runs without one, unless prefill is
-    chosen first.
+    """Name of the plugin that decides whether the prefill stage runs. The stage never runs without
+    one, unless prefill is chosen first.
     """
     encode: _Name | None = None
-    """Name of the decider of the encode stage. The stage never runs without one."""
+    """Name of the plugin that decides whether the encode stage runs. The stage never runs without
+    one.
+    """
 
 
 class DisaggHandler(Parameters, frozen=True):

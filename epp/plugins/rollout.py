@@ -69,7 +69,7 @@ class RequiredRoles(Parameters, frozen=True):
 
 
 class RevisionGating(Parameters, frozen=True):
-    """The choice of the revision that serves a request."""
+    """The parameters of the choice of the revision that serves a request."""
 
     mode: GatingMode
     require_roles: RequiredRoles | None = None

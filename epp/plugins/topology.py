@@ -26,7 +26,7 @@ from epp.plugins.contract import (
 
 
 class Affinity(StrEnum):
-    """A level of the topology, as a parameter."""
+    """The values of a parameter that names a level of the topology, such as zone."""
 
     HOST = "host"
     RACK = "rack"

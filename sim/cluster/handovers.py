@@ -149,7 +149,9 @@ class Handover:
 
 
 class Handovers:
-    """All handovers of a cluster. `gate` is the gateway."""
+    """The handovers of all disaggregated requests of a cluster, from the prefill to the decode pod.
+    `gate` is the gateway.
+    """
 
     def __init__(
         self, settings: KVTransferSettings | None, loop: Loop, pods: Pods, gate: Gate

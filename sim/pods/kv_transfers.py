@@ -62,7 +62,7 @@ class Leg(Protocol):
 
 
 class LegOwner(Protocol):
-    """The pod as its transfers use it."""
+    """The interface of the pod that the KV transfers of its legs use."""
 
     def release(self, request: EngineRequest) -> None:
         """Release the held blocks of a prefill leg."""

@@ -72,7 +72,7 @@ log = structlog.get_logger("sim")
 
 
 class _Answer(Struct, frozen=True):
-    """The complete answer of another pod."""
+    """The complete HTTP answer of another pod to the sidecar's request."""
 
     status: int
     body: bytes

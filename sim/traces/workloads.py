@@ -154,7 +154,7 @@ class AgentTree(Struct, frozen=True, kw_only=True):
 
 
 class Lengths(Struct, frozen=True, kw_only=True):
-    """Prompts that share no text with each other."""
+    """Content of a workload: prompts of given lengths that share no text with each other."""
 
     prompt: Spread
     output: Spread

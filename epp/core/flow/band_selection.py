@@ -16,7 +16,7 @@ SATURATION_THRESHOLD: Final = 0.8
 
 
 class BandSelection(Protocol):
-    """A rule by which bands take turns."""
+    """A rule by which the bands, one for each priority, take turns in the queue."""
 
     @property
     def shares(self) -> bool:

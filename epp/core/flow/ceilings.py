@@ -14,7 +14,9 @@ from epp.core.parameters import Parameters
 
 
 class CeilingPolicy(Protocol):
-    """A rule that gives each priority a ceiling."""
+    """A rule that gives each priority a ceiling: the load of an endpoint, as a share of its room,
+    up to which requests of this priority may use it.
+    """
 
     def ceilings(self, saturation: float, priorities: Sequence[int]) -> Mapping[int, float]:
         """Return the ceiling of each of `priorities`, which are those of all bands, highest first.

@@ -86,7 +86,7 @@ class Pool(Protocol):
 
 
 class Verdict(Struct, frozen=True):
-    """The end of a ticket in flow control."""
+    """The result of a request's wait in flow control: its ticket, and the decision or refusal."""
 
     ticket: Ticket
     result: object
@@ -550,7 +550,7 @@ class FlowControl:
         )
 
     def _add_charges(self, now: Seconds) -> None:
-        """Add what other pickers charged the flows."""
+        """Add the charges that other pickers reported to the flows of every band."""
         if self._shares.fresh:
             charges = self._shares.take_fresh()
             for band in self._bands.values():

@@ -61,7 +61,7 @@ class Gate:
         self.configure(settings)
 
     def configure(self, settings: FlowSettings) -> None:
-        """Apply `settings`; what was learned of endpoints stays."""
+        """Apply `settings`, and keep the room that was learned of each endpoint."""
         self.settings = self.rivalry.settings = settings
         self._endpoints = 0.0
         self._detector: Detector = settings.detector

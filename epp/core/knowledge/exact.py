@@ -398,7 +398,7 @@ class ExactIndex:
         self._apply(changes, place)
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Record that engines serve LoRA adapters with these names."""
+        """Add `names` to the names of LoRA adapters that engines are known to serve."""
         self._names.adapters_told(names)
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int = 0) -> None:

@@ -103,7 +103,9 @@ class ExpectedLatency(Struct, frozen=True, eq=False):
 
 
 class LatencyEstimator(Protocol):
-    """The source of estimates, such as `added-time-scorer`."""
+    """The source of the estimates with which predictions of latency begin, such as
+    `added-time-scorer`.
+    """
 
     def expected_latency(
         self, request: InferenceRequest, candidates: Candidates, /

@@ -34,7 +34,9 @@ class _Refused(Struct, frozen=True):
 
 
 class Judged(Struct, frozen=True):
-    """A response 503 after its endpoints' pages came."""
+    """The result of examining a response 503 from several endpoints, once their next metrics pages
+    came.
+    """
 
     slots: tuple[int, ...]
     """Slots of the endpoints that served the refused request together."""
@@ -45,7 +47,9 @@ class Judged(Struct, frozen=True):
 
 
 class RefusedPairs:
-    """The responses 503 that wait for pages, oldest first."""
+    """The responses 503 of requests that several endpoints served, oldest first, each until the
+    next metrics pages of its endpoints come.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[_Refused] = deque(maxlen=WAITING_MAX)

@@ -72,7 +72,7 @@ class FlowTotals(Struct):
 
 
 class WaitingFlow(Struct, frozen=True):
-    """The waiting requests of one flow of a band."""
+    """The number of waiting requests of one flow of a band, for operators."""
 
     flow: str
     """Id of the flow, or "" for the requests without one."""
@@ -81,7 +81,7 @@ class WaitingFlow(Struct, frozen=True):
 
 
 class BandSnapshot(Struct, frozen=True):
-    """The waiting requests of one priority."""
+    """The state of a band for one metrics page: its waiting requests, their flows and waits."""
 
     priority: int
     requests: int
@@ -106,7 +106,9 @@ class QueueSnapshot(Struct, frozen=True):
 
 
 class Place:
-    """The place of one request in the queue."""
+    """The place of one request that waits in the queue. The session keeps it until the request has
+    a verdict.
+    """
 
     __slots__ = ("_queue", "_resume", "ticket", "why")
 

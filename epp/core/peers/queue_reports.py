@@ -48,5 +48,5 @@ class QueueReports:
         self._shares.forget(origin)
 
     def count(self, peers: int) -> None:
-        """Note the number of peers that are heard."""
+        """Record the number of peers from which this picker receives reports."""
         self._shares.pickers = 1 + peers

@@ -194,7 +194,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
         prompt = np.array(prompt_tokens)
-        to_compute = self._to_compute(request, candidates)
+        to_compute = self._to_compute(request, candidates, prompt)
         load = _believed_load(candidates)
         requests = candidates.request_load(load)
         # Only the number of requests that others sent is known. Each is assumed to be like this
@@ -281,7 +281,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         """
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
-        to_compute = self._to_compute(request, candidates)
+        to_compute = self._to_compute(request, candidates, np.array(prompt_tokens))
         load = _believed_load(candidates)
         requests = candidates.request_load(load)
         context = requests.unseen * prompt_tokens + requests.context_tokens
@@ -354,13 +354,15 @@ class AddedTime(Parameters, frozen=True, dict=True):
         most = float(limit if limit and limit < self.decode_tokens else self.decode_tokens)
         return most if usual is None or usual > most else usual
 
-    def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
+    def _to_compute(
+        self, request: InferenceRequest, candidates: Candidates, prompt: Floats
+    ) -> Floats:
         """Return float64[n]: the prompt tokens that each candidate has to compute, given its known
-        or assumed cached prefix.
+        or assumed cached prefix. `prompt` is the number of prompt tokens as an array.
         """
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
         missing: Floats = affinity.matched * np.array(-float(candidates.block_tokens))
-        missing += np.array(float(request.prompt_tokens))
+        missing += prompt
         if affinity.total * candidates.block_tokens > request.prompt_tokens:
             np.fmax(missing, _NOTHING, out=missing)
         if not request.moment.replicas_unheard or not self.peer_belief or not affinity.total:

@@ -56,7 +56,7 @@ from epp.core.knowledge.latency import ExpectedLatency, Slo
 from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS, prefill_work
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
-from epp.core.knowledge.request_load import HELD_UP_MAX, RequestLoad
+from epp.core.knowledge.request_load import RequestLoad
 from epp.core.moment import Moment
 from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.blocks import HASH_BYTES
@@ -74,7 +74,6 @@ __all__ = [
     "BYTES_PER_TOKEN",
     "EXACT",
     "HASH_BYTES",
-    "HELD_UP_MAX",
     "HOST_BLOCKS",
     "KV_BYTES_PER_TOKEN",
     "LINK_BYTES_PER_S",

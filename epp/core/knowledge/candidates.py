@@ -151,6 +151,11 @@ class Columns:
     is observed again.
     """
 
+    first_slots: Ints | None = None
+    """Array of the ready slots if these are the first slots of the pool in order, none left out; else
+    None. It is compared by identity.
+    """
+
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
         self.identities: Hashes = np.empty(0, dtype=np.uint64)
@@ -751,9 +756,8 @@ class Candidates:
         speed. Tokens of peers are included.
         """
         columns, slot = self._columns, self._slot
-        n = len(slot)
         # Usually every slot is a candidate. A slice of a column then takes a third of the time.
-        at = slice(n) if n and slot.item(-1) == n - 1 else slot
+        at = slice(len(slot)) if slot is columns.first_slots else slot
         # An array is used here as above, because a Python float takes twice as long.
         done = np.array(self._now) - columns.prefill_drained_at_s[at]
         speed = columns.prefill_drain_tokens_per_s[at]

@@ -89,7 +89,7 @@ def what_it_reads(kind: type[Any]) -> str:
     found: list[str] = []
     if kind.abilities.reads_index:
         is_prefix = kind.producer_type == PrefixIndexSettings.type_name
-        found.append(_PREFIX_INDEX if is_prefix else kind.producer_type)
+        found.append(_PREFIX_INDEX if is_prefix else f"index of {kind.producer_type}")
     found += [_WORDS.get(name, name.replace("_", " ")) for name in kind.abilities.reads]
     return ", ".join(dict.fromkeys(found))
 

@@ -60,11 +60,11 @@ class AddedWork(NamedTuple):
     """The parts of the cost of a request at each of n candidates, float64[n] each."""
 
     queue: Floats
-    """Prefill tokens that are computed before the prompt."""
+    """Prefill tokens of earlier requests that the endpoint computes before this prompt."""
     prefill: Floats
-    """Work of computing the prompt, in prefill tokens."""
+    """Work of computing this request's prompt, in prefill tokens."""
     requests: Floats
-    """Number of requests that the prefill delays."""
+    """Number of requests at the endpoint that the prefill of this request delays."""
     decoding: Floats
     """Decoding in the context of others, and theirs in the context of the request, in prefill tokens.
     """

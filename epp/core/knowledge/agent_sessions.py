@@ -60,9 +60,11 @@ class Room(IntEnum):
 
     NONE = 0
     OF_IDLE = 1
-    """Room if idle sessions are paused."""
+    """The endpoint has room if any of its idle sessions are paused."""
     OF_LONG_IDLE = 2
-    """Room if sessions are paused that are idle for longer than `idle_lease_seconds`."""
+    """The endpoint has room if only sessions are paused that are idle for longer than
+    `idle_lease_seconds`.
+    """
     FREE = 3
 
 
@@ -118,10 +120,10 @@ class _Session(Struct, kw_only=True, eq=False):
     """Slot of the endpoint of the last turn; -1 if that endpoint left or restarted."""
     admitted: bool = False
     running: int = 0
-    """Number of requests in flight."""
+    """Number of the session's requests in flight."""
     idle_since_s: Seconds = 0.0
     used_at_s: Seconds = 0.0
-    """Time of the last request."""
+    """Time of the session's last request."""
 
 
 class AgentSessions:
@@ -137,9 +139,11 @@ class AgentSessions:
         self._reported: Floats = np.empty(0)
         """Size in tokens of the KV cache by slot; NaN if the engine did not report it."""
         self._needed: Floats = np.empty(0)
-        """Tokens of the admitted sessions by slot."""
+        """Number of tokens that the admitted sessions of each endpoint need in its KV cache, by
+        slot.
+        """
         self._admitted: Floats = np.empty(0)
-        """Number of admitted sessions by slot."""
+        """Number of sessions admitted at each endpoint, by slot."""
         self.paused = 0
         """Number of times that a session gave up its room."""
         self.configure(settings)

@@ -209,7 +209,8 @@ class Columns:
         it. A key that no endpoint reports has no column.
         """
         self.topology = DEFAULT_TOPOLOGY
-        """Labels that name the places of endpoints."""
+        """Keys of the endpoint labels whose values name the endpoint's host, rack, zone and region.
+        """
         self._places: tuple[TopologyLabels, int, Ints] | None = None
         """The result of `places_of`, after the labels and the version for which it was computed."""
         self._labelled: tuple[int, dict[tuple[str, frozenset[str | None]], Bools]] = (0, {})

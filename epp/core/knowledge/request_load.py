@@ -52,7 +52,9 @@ class RequestLoad:
         self.requests: _Floats = np.fmax(reported, inflight)
         """Number of reported requests, or of requests in flight if that is greater."""
         self.unseen: _Floats = self.requests - inflight
-        """Number of requests that others sent."""
+        """Number of requests at each candidate that other clients of the engine sent, not this
+        picker.
+        """
         self.waiting_share: _Floats | None = None
         """Share of the requests that wait, or None if none waits at any candidate."""
         self.unseen_waiting: _Floats | None = None

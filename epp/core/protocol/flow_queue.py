@@ -49,7 +49,7 @@ Result: TypeAlias = Decision | Refusal
 
 
 class Waker(Protocol):
-    """Calls `FlowQueue.pump` later."""
+    """A timer that calls `FlowQueue.pump` after the present event or at a given time."""
 
     def soon(self) -> None:
         """Call `pump` once after the present event; repeated calls before that have no effect."""
@@ -68,11 +68,11 @@ class FlowTotals(Struct):
     waits: Counter[tuple[State, int]]
     """Number of requests that waited, by state and priority."""
     waited_s: dict[tuple[State, int], Seconds]
-    """Sum of their waits in seconds."""
+    """Sum of the waits of the requests that waited, in seconds, by state and priority."""
 
 
 class WaitingFlow(Struct, frozen=True):
-    """The waiting requests of one flow of a band."""
+    """The number of waiting requests of one flow of a band, for operators."""
 
     flow: str
     """Id of the flow, or "" for the requests without one."""
@@ -81,7 +81,7 @@ class WaitingFlow(Struct, frozen=True):
 
 
 class BandSnapshot(Struct, frozen=True):
-    """The waiting requests of one priority."""
+    """The state of a band for one metrics page: its waiting requests, their flows and waits."""
 
     priority: int
     requests: int
@@ -106,7 +106,9 @@ class QueueSnapshot(Struct, frozen=True):
 
 
 class Place:
-    """The place of one request in the queue."""
+    """The place of one request that waits in the queue. The session keeps it until the request has
+    a verdict.
+    """
 
     __slots__ = ("_queue", "_resume", "ticket", "why")
 
@@ -234,7 +236,9 @@ class FlowQueue:
         self._owed = [entry for entry in self._owed if entry[0] is not place]
 
     def pump(self, now: Seconds) -> None:
-        """Place what has room, refuse what has waited too long, and resume both."""
+        """Place waiting requests that have room, refuse those that have waited too long, and resume
+        the sessions of both.
+        """
         # A request that is resumed may end another one, and the waker may be called from there.
         if self._pumping:
             self._waker.soon()
@@ -405,7 +409,7 @@ class FlowQueue:
         )
 
     def _rest(self, now: Seconds) -> None:
-        """Set when the queue is pumped again."""
+        """Set the time at which the waker calls `pump` next, or none if no request waits."""
         if not self.control.requests:
             self._scheduler.changed = None
             if self._scheduler.state.gate is not None:
@@ -442,7 +446,7 @@ def _milliseconds(text: str) -> Seconds | None:
 
 
 class _SchedulerPool:
-    """The scheduler as flow control sees it."""
+    """The `Pool` of flow control, backed by a scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

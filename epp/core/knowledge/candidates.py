@@ -661,7 +661,7 @@ class Candidates:
             waits=load.waits,
         )
         last = columns.last_load
-        if last is not None and last[2] is load and slot.item(-1) == len(slot) - 1:
+        if last is not None and last[2] is load and slot is columns.first_slots:
             columns.last_requests = load, requests
             columns.recounted.clear()
         return requests

@@ -31,6 +31,7 @@ def reported(waiting, running):
 def columns_of(made: Candidates) -> Columns:
     columns = made._columns
     columns.kv_capacity_tokens[:] = 1_000.0
+    columns.first_slots = made._slot
     return columns
 
 

@@ -293,6 +293,10 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     """Number of requests that were served by another pod than the first one that the picker named;
     set only if pickers name fallback endpoints. `retries` is set only if clients retry.
     """
+    evicted: int | UnsetType = UNSET
+    """Number of times that a picker evicted a request, also if the client sent it again; set only if
+    the configuration allows evictions.
+    """
 
 
 class KeptRun(Summary, frozen=True, kw_only=True):

@@ -114,6 +114,19 @@ class AgentSessionSettings(Parameters, frozen=True):
         return isinstance(index, AgentSessions) and index.configure(self)
 
 
+class SessionCounts(Struct, frozen=True, kw_only=True):
+    """The agent sessions of one picker."""
+
+    admitted: int
+    """Number of admitted sessions."""
+    tokens: float
+    """Tokens of the KV cache that the admitted sessions need together."""
+    admissions: int
+    """Number of times that a session was admitted, since the start of the picker."""
+    pauses: int
+    """Number of times that a session gave up its room to others, since the start of the picker."""
+
+
 class _Session(Struct, kw_only=True, eq=False):
     tokens: float = 0.0
     slot: int = -1
@@ -144,6 +157,7 @@ class AgentSessions:
         """
         self._admitted: Floats = np.empty(0)
         """Number of sessions admitted at each endpoint, by slot."""
+        self._admissions = 0
         self.paused = 0
         """Number of times that a session gave up its room."""
         self.configure(settings)
@@ -191,6 +205,15 @@ class AgentSessions:
         """Return the tokens of the admitted sessions in `slot`."""
         return self._needed.item(slot) if slot < len(self._needed) else 0.0
 
+    def counts(self) -> SessionCounts:
+        """Return the number and the tokens of the admitted sessions at all endpoints."""
+        return SessionCounts(
+            admitted=int(self._admitted.sum()),
+            tokens=float(self._needed.sum()),
+            admissions=self._admissions,
+            pauses=self.paused,
+        )
+
     # An affinity index.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
@@ -220,6 +243,7 @@ class AgentSessions:
         self._grow(slot + 1)
         session = self._sessions.setdefault(key, _Session())
         self._sessions.move_to_end(key)
+        self._admissions += not session.admitted
         self._leave(key, session)
         size = _size_of(request)
         # Parallel requests of one session may have different histories.

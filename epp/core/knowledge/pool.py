@@ -422,6 +422,8 @@ class EndpointPool:
             else:
                 until_s = min(until_s, due_s)
         self._ready = np.array(ready, dtype=np.int64)
+        in_order = ready == list(range(len(ready)))
+        self.columns.first_slots = self._ready if in_order else None
         self._ready_until_s = until_s
         self.columns.observed_since_s = -math.inf
 

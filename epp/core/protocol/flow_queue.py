@@ -26,7 +26,7 @@ from epp.core.flow.control import FlowControl, Verdicts
 from epp.core.flow.eviction import Running
 from epp.core.flow.settings import HELD_BY_PLUGINS, Fairness, FlowSettings
 from epp.core.flow.uses import FlowUses
-from epp.core.knowledge.agent_sessions import AgentSessions, Standing
+from epp.core.knowledge.agent_sessions import AgentSessions, SessionCounts, Standing
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import FIRST_TOKEN_HEADERS, FLOW_HEADERS, TTL_HEADER, first_of
@@ -103,6 +103,10 @@ class QueueSnapshot(Struct, frozen=True):
     """Mean load of the endpoints of the fullest stage, or None without a gate."""
     evicted: Mapping[int, int] = field(default_factory=dict)
     """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
+    agents: SessionCounts | None = None
+    """Agent sessions, or None if the queue does not admit sessions."""
+    agents_waiting: int = 0
+    """Number of agent sessions with a waiting request; requests without a session count as one."""
 
 
 class Place:
@@ -329,7 +333,8 @@ class FlowQueue:
         totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
         evicted = dict(self.control.evictions.evicted)
         saturation = None if gate is None else self._pool.saturation(_ANY_REQUEST, now)
-        return QueueSnapshot(totals, bands, saturation, evicted)
+        agents = sum(band.flows for _, band in self.control.bands() if band.of_agents)
+        return QueueSnapshot(totals, bands, saturation, evicted, self._pool.agents(), agents)
 
     def waiting_flows(self, now: Seconds) -> dict[int, list[WaitingFlow]]:
         """Return the flows with most waiting requests of each band, by priority. Each band has at
@@ -464,6 +469,11 @@ class _SchedulerPool:
         """Return the agent session of `request`, or "" if it names none."""
         sessions = self._sessions
         return "" if sessions is None else sessions.session_of(request)
+
+    def agents(self) -> SessionCounts | None:
+        """Return the agent sessions, or None if none are admitted."""
+        sessions = self._sessions
+        return None if sessions is None else sessions.counts()
 
     def fits_session(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether a new request need not wait for the admission of its agent session."""

@@ -19,6 +19,8 @@ HOLD_FACTOR: Final = 8.0
 the prefill time that the prefix saves. It is above 1, because the time of an engine is lost for all
 requests that wait, while others use the room in the meantime.
 """
+HOLD_S_MAX: Final[Seconds] = 10.0
+"""Longest time in seconds that a request waits for a cached prefix while another endpoint has room."""
 _NONE: Final[Mapping[str, Affinity]] = MappingProxyType({})
 
 
@@ -71,7 +73,8 @@ class Admission:
 
     def hold_s(self, request: InferenceRequest, now: Seconds) -> Seconds:
         """Return how long `request` should wait for an endpoint that has no room but more of its
-        prompt cached: `HOLD_FACTOR` times the additional prefill time at an endpoint with room.
+        prompt cached: `HOLD_FACTOR` times the additional prefill time at an endpoint with room, at
+        most `HOLD_S_MAX`.
         """
         state = self._state
         gate = state.gate
@@ -90,7 +93,8 @@ class Admission:
         if is_open.all() or not is_open.any():
             return 0.0
         prefill_s = candidates.uncached_tokens / candidates.prefill_measured_tokens_per_s
-        return HOLD_FACTOR * float(prefill_s[is_open].min() - prefill_s.min())
+        saved_s = float(prefill_s[is_open].min() - prefill_s.min())
+        return min(HOLD_FACTOR * saved_s, HOLD_S_MAX)
 
     def saturation(self, request: InferenceRequest, now: Seconds) -> float:
         """Return the mean load of the endpoints of the fullest stage of `request`; 1.0 without

@@ -30,7 +30,7 @@ does not block the event loop.
 """
 HEADS_MAX: Final = 16
 """Maximum number of flows of a band whose next request is compared with the gate in one call, and of
-requests of one flow that may take the room which the first one leaves to them.
+requests behind the first of them that may take the room which it leaves to them.
 """
 EVICTED_MAX: Final = 16
 """Maximum number of requests that one call evicts."""
@@ -418,6 +418,7 @@ class FlowControl:
         """
         if not band.requests:
             return None
+        held = False
         for ticket in band.heads(HEADS_MAX, now, self._ranks(now)):
             if band.of_agents and not self._admits(ticket, now):
                 if ticket.request.subset is None:
@@ -427,8 +428,11 @@ class FlowControl:
             if self._pool.has_room(ticket.request, now):
                 if not self._is_held(ticket, now):
                     return ticket
-                if (other := self._unheld_behind(band, ticket, now)) is not None:
+                # To look behind every held request would take long.
+                other = None if held else self._unheld_behind(band, ticket, now)
+                if other is not None:
                     return other
+                held = True
                 continue
             # The endpoints of its subset are full, which need not hold for others of its flow.
             if ticket.request.subset is not None:

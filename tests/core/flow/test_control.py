@@ -104,6 +104,7 @@ class AnyTraffic(RuleBasedStateMachine):
     """Random calls of all verbs."""
 
     selection = StrictBandSelection()
+    holds = False
 
     def __init__(self):
         super().__init__()
@@ -163,8 +164,9 @@ class AnyTraffic(RuleBasedStateMachine):
         subset=st.sampled_from([None, ("0",), ("1",)]),
         limit_s=st.none() | st.floats(1, 100),
         gateway_s=st.none() | st.floats(1, 100),
+        hold_s=st.floats(0, 30),
     )
-    def arrive(self, priority, flow, cost, size, subset, limit_s, gateway_s):
+    def arrive(self, priority, flow, cost, size, subset, limit_s, gateway_s, hold_s):
         one = ticket(
             str(len(self.tickets)),
             priority=priority,
@@ -176,6 +178,8 @@ class AnyTraffic(RuleBasedStateMachine):
             answer_within_s=gateway_s,
             first_token_within_s=limit_s,
         )
+        if self.holds:
+            self.endpoints.hold_s_of[one.request.request_id] = hold_s
         self.tickets.append(one)
         self.took(come(self.control, one, self.now))
 
@@ -249,7 +253,14 @@ class AnyTraffic(RuleBasedStateMachine):
         for (priority, _), waiting in heads.items():
             # Requests of a band that orders by targets have no target later than the first.
             first = min(waiting, key=self._order) if priority == -1 else waiting[0]
-            assert not self.endpoints.has_room(first.request, self.now)
+            if self.endpoints.has_room(first.request, self.now):
+                self.is_held(first)
+
+    def is_held(self, first):
+        hold_s = self.endpoints.hold_s(first.request, self.now)
+        assert hold_s
+        assert self.now < first.held_since_s + hold_s
+        assert self.control.next_wake(self.now) <= first.held_since_s + hold_s
 
     @staticmethod
     def _order(one):
@@ -277,9 +288,16 @@ class SharingBands(AnyTraffic):
     selection = WeightedBandSelection(saturation_threshold=0.5)
 
 
+class HeldTraffic(AnyTraffic):
+    """Requests leave the room to others for a time, and no longer."""
+
+    holds = True
+
+
 TestAnyTraffic = AnyTraffic.TestCase
 TestSharingBands = SharingBands.TestCase
-for each in (TestAnyTraffic, TestSharingBands):
+TestHeldTraffic = HeldTraffic.TestCase
+for each in (TestAnyTraffic, TestSharingBands, TestHeldTraffic):
     each.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
 
 

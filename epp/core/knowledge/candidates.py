@@ -763,16 +763,24 @@ class Candidates:
     @property
     def receiving_tokens(self) -> Floats:
         """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
-        to receive from endpoints that prefill, for this picker's requests in flight.
+        to receive from endpoints that prefill. Requests of peers are included.
         """
-        return self._columns.receiving_tokens[self._slot]
+        columns = self._columns
+        own = columns.receiving_tokens[self._slot]
+        if columns.peers is not None:
+            own += columns.peers.receiving_tokens(self._slot, len(columns))
+        return own
 
     @property
     def sending_tokens(self) -> Floats:
         """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
-        to send to endpoints that decode, for this picker's requests in flight.
+        to send to endpoints that decode. Requests of peers are included.
         """
-        return self._columns.sending_tokens[self._slot]
+        columns = self._columns
+        own = columns.sending_tokens[self._slot]
+        if columns.peers is not None:
+            own += columns.peers.sending_tokens(self._slot, len(columns))
+        return own
 
     @property
     def own_prefill_tokens(self) -> Floats:
@@ -979,14 +987,13 @@ class Candidates:
         uncached = max(0.0, self.prompt_tokens - matched * self.block_tokens)
         if age_s > REPORTED_S_MAX or isnan(running):
             running = inflight
-        return (
-            uncached,
-            pending,
-            speed,
-            running,
-            columns.receiving_tokens.item(slot),
-            columns.sending_tokens.item(slot),
-        )
+        receiving_tokens = columns.receiving_tokens.item(slot)
+        sending_tokens = columns.sending_tokens.item(slot)
+        if columns.peers is not None:
+            alone = self._slot[position : position + 1]
+            receiving_tokens += columns.peers.receiving_tokens(alone, len(columns)).item(0)
+            sending_tokens += columns.peers.sending_tokens(alone, len(columns)).item(0)
+        return uncached, pending, speed, running, receiving_tokens, sending_tokens
 
     @property
     def prefill_measured_tokens_per_s(self) -> Floats:

@@ -62,3 +62,14 @@ def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Fl
     mean_tokens = PROMPT_TOKENS_RATIO * context_tokens / inflight if inflight else PROMPT_TOKENS
     tokens = (waiting + sent) * mean_tokens
     return np.floor(requests).astype(np.int64), tokens
+
+
+def referenced_tokens(columns: Columns, slots: _Ints) -> _Floats:
+    """Return float64[n]: the tokens in KV blocks that requests reference at each of `slots`, as its
+    metrics page showed them; 0 if unknown.
+
+    Blocks that an endpoint is to receive or to send are among them, except those of requests that
+    wait or came since.
+    """
+    used = columns.kv_cache_usage[slots] * columns.kv_capacity_tokens[slots]
+    return np.nan_to_num(used, nan=0.0, posinf=0.0, neginf=0.0)

@@ -50,6 +50,13 @@ LOAD: Final = np.dtype([("endpoint", "<u8"), ("requests", "<u4"), ("prefill_toke
 uncached tokens.
 """
 
+TRANSFER: Final = np.dtype(
+    [("endpoint", "<u8"), ("receiving_tokens", "<f4"), ("sending_tokens", "<f4")]
+)
+"""Format of the KV transfers of the sender's requests at one endpoint: its hash, and the tokens that
+it still has to receive and to send.
+"""
+
 CHARGE: Final = np.dtype([("flow", "<u8"), ("total", "<f8")])
 """Format of the total that the sender charged to one flow: a hash of the flow, and tokens or
 requests.
@@ -104,6 +111,9 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     """
     waits: bool = False
     """True if requests wait in the queue of the sender."""
+    transfers: bytes = b""
+    """KV transfers of the sender's requests as an array of `TRANSFER`. If `whole`, it has no others.
+    """
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
@@ -151,6 +161,8 @@ def decode(message: bytes) -> Frame:
         raise UnreadableMessageError
     if len(frame.charges) > CHARGES_MAX * CHARGE.itemsize:
         raise UnreadableMessageError
+    if len(frame.transfers) > LOADS_MAX * TRANSFER.itemsize:
+        raise UnreadableMessageError
     return frame
 
 
@@ -184,6 +196,13 @@ def loads_of(blob: bytes) -> "npt.NDArray[np.void]":
     """Return the loads in `blob` as an array of `LOAD`; an incomplete last entry is ignored."""
     whole = len(blob) // LOAD.itemsize
     return np.frombuffer(blob, dtype=LOAD, count=whole)
+
+
+def transfers_of(blob: bytes) -> "npt.NDArray[np.void]":
+    """Return the KV transfers in `blob` as an array of `TRANSFER`; an incomplete last entry is
+    ignored.
+    """
+    return np.frombuffer(blob, dtype=TRANSFER, count=len(blob) // TRANSFER.itemsize)
 
 
 def charges_of(blob: bytes) -> dict[int, float]:

@@ -50,11 +50,16 @@ LOAD: Final = np.dtype([("endpoint", "<u8"), ("requests", "<u4"), ("prefill_toke
 uncached tokens.
 """
 
-TRANSFER: Final = np.dtype(
-    [("endpoint", "<u8"), ("receiving_tokens", "<f4"), ("sending_tokens", "<f4")]
+TOKENS: Final = np.dtype(
+    [
+        ("endpoint", "<u8"),
+        ("context_tokens", "<f4"),
+        ("receiving_tokens", "<f4"),
+        ("sending_tokens", "<f4"),
+    ]
 )
-"""Format of the KV transfers of the sender's requests at one endpoint: its hash, and the tokens that
-it still has to receive and to send.
+"""Format of the tokens of the sender's requests at one endpoint: its hash, their prompt tokens, and
+the tokens whose KV blocks it still has to receive and to send for them.
 """
 
 CHARGE: Final = np.dtype([("flow", "<u8"), ("total", "<f8")])
@@ -111,9 +116,8 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     """
     waits: bool = False
     """True if requests wait in the queue of the sender."""
-    transfers: bytes = b""
-    """KV transfers of the sender's requests as an array of `TRANSFER`. If `whole`, it has no others.
-    """
+    tokens: bytes = b""
+    """Tokens of the sender's requests as an array of `TOKENS`. If `whole`, it has no others."""
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
@@ -161,7 +165,7 @@ def decode(message: bytes) -> Frame:
         raise UnreadableMessageError
     if len(frame.charges) > CHARGES_MAX * CHARGE.itemsize:
         raise UnreadableMessageError
-    if len(frame.transfers) > LOADS_MAX * TRANSFER.itemsize:
+    if len(frame.tokens) > LOADS_MAX * TOKENS.itemsize:
         raise UnreadableMessageError
     return frame
 
@@ -198,11 +202,9 @@ def loads_of(blob: bytes) -> "npt.NDArray[np.void]":
     return np.frombuffer(blob, dtype=LOAD, count=whole)
 
 
-def transfers_of(blob: bytes) -> "npt.NDArray[np.void]":
-    """Return the KV transfers in `blob` as an array of `TRANSFER`; an incomplete last entry is
-    ignored.
-    """
-    return np.frombuffer(blob, dtype=TRANSFER, count=len(blob) // TRANSFER.itemsize)
+def tokens_of(blob: bytes) -> "npt.NDArray[np.void]":
+    """Return the tokens in `blob` as an array of `TOKENS`; an incomplete last entry is ignored."""
+    return np.frombuffer(blob, dtype=TOKENS, count=len(blob) // TOKENS.itemsize)
 
 
 def charges_of(blob: bytes) -> dict[int, float]:

@@ -59,7 +59,7 @@ class SentFrames:
             self._kept.clear()
             self._bytes = 0
         bare = msgspec.structs.replace(
-            frame, load=b"", transfers=b"", whole=False, unread=(), wanted=()
+            frame, load=b"", tokens=b"", whole=False, unread=(), wanted=()
         )
         self._kept.append(_Kept(bare, now))
         self._bytes += len(bare.records)

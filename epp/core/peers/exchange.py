@@ -208,7 +208,7 @@ class PeerExchange:
         self._scheduler = scheduler
         self._queue = QueueReports(scheduler.state.shares)
         self._tokens = TokenReports()
-        self._started_at_s = now
+        self._started_at_s = self._sent_at_s = now
         self._number = self._turn = 0
         self._beat_at_s: Seconds = -math.inf
         self._snapshot = Inbox(self.restored)
@@ -229,7 +229,6 @@ class PeerExchange:
         self._by_hash: dict[int, str] = {}
         self._sent_requests: Ints = np.zeros(0, dtype=np.int64)
         self._sent_tokens: Floats = np.zeros(0)
-        self._sent_at_s = now
         if has_peers:
             scheduler.placements.tell_peers()
         self._count(now)

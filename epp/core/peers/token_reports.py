@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from msgspec import structs
 
-from epp.core.knowledge.candidates import Columns, Floats
+from epp.core.knowledge.candidates import Bools, Columns, Floats
 from epp.core.peers.claims import held_tokens_max
 from epp.core.peers.frames import LOADS_MAX, TOKENS, Frame, tokens_of
 from epp.core.types import Seconds
@@ -36,7 +36,7 @@ class TokenReports:
         sent = np.zeros_like(tokens)
         sent[:, : self._sent.shape[1]] = self._sent
         changed = tokens != 0.0 if whole else np.abs(tokens - sent) > _CHANGE_TOKENS
-        told = changed.any(axis=0)
+        told: Bools = changed.any(axis=0)
         self._sent = np.where(told, tokens, sent)
         slots = told.nonzero()[0][:LOADS_MAX]
         if not len(slots):

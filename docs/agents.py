@@ -65,11 +65,11 @@ class Figures(Struct, frozen=True, kw_only=True):
 
     sessions: float
     session_s: Seconds
-    """Mean completion time of a session."""
+    """Mean time in seconds from the first request of a session to the end of its last answer."""
     ttft_p90_s: Seconds
     hit_rate: float
     failed: float
-    """Number of requests without an answer."""
+    """Number of requests of the run that got no complete answer."""
 
 
 def simulated(run: Run) -> Figures:

@@ -60,12 +60,12 @@ LINK: Final = "roce200"
 PROMPT_TOKENS: Final = 5_000
 OUTPUT_TOKENS: Final = 250
 GUIDE_RATE: Final = 45.0
-"""Requests per second of the guide."""
+"""Requests per second that the guide's benchmark sends."""
 DURATION_S: Final[Seconds] = 120.0
 PREFILL_TOKENS_PER_S: Final = 33_821
 """`peakPrefillThroughput` of the guide's router configuration: one GPU, measured by its authors."""
 BLOCK_TOKENS: Final = 128
-"""`--block-size` of the guide."""
+"""Number of tokens in a KV block (`--block-size`) of the engines in the guide."""
 
 LONG_MODEL: Final = "qwen3-30b-a3b"
 LONG_KV_BYTES: Final = 28e9

@@ -59,7 +59,7 @@ DURATION_S: Final[Seconds] = 60.0
 WARM_UP_S: Final[Seconds] = 10.0
 """Time in seconds after which requests count."""
 BURST_S: Final = (20.0, 25.0)
-"""Beginning and end of the burst."""
+"""Time in seconds, from the start of the run, at which the burst begins and ends."""
 SAMPLE_S: Final[Seconds] = 0.05
 """Interval in seconds at which the queues of the engines are counted."""
 TTFT_TARGET_S: Final[Seconds] = 2.0
@@ -143,7 +143,7 @@ class Row(Struct, frozen=True, kw_only=True):
     """99th percentile of the number of requests that waited in an engine, over pods and time."""
     queue_max: float
     refused: int
-    """Requests that were refused with 429."""
+    """Number of requests of the run that were refused with 429."""
     failed: int
     """Requests that ended with a status of 500 or more."""
     drained_s: float | None

@@ -33,8 +33,8 @@ class Printer(Console):
 
 
 class OutputError(Exception):
-    """The output folder of a command cannot be used, or a result in it cannot be read. The error is
-    one sentence.
+    """Raised if a command cannot use its output folder, or a file or flag that it reads. The
+    message is one sentence.
     """
 
 

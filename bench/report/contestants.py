@@ -58,7 +58,7 @@ class Contestant(Struct, frozen=True, kw_only=True):
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """The endpoints of a measured picker."""
+    """The endpoints among which a measured picker chooses, with their addresses."""
 
     endpoints: int = 100
     pages_port: int | None = None

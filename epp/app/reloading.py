@@ -105,7 +105,9 @@ class Reloading:
         )
 
     def file_changed(self, content: bytes) -> None:
-        """Apply the new `content` of `--config-file`."""
+        """Apply the new `content` of the file `--config-file`, unless a watched ConfigMap is in
+        force instead of it.
+        """
         if self._cluster is not None:
             # The cluster knows whether the file or the watched ConfigMap is in force.
             self._cluster.config.file_changed(content)

@@ -184,7 +184,9 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
 
 
 def _prefills(live: Live) -> Iterable[Text]:
-    """Yield a line with the prefills in flight by pair of endpoints; nothing if there are none."""
+    """Yield the screen's line with the number of prefills in flight for each pair of prefill and
+    decode endpoint; yield nothing if no prefill is in flight.
+    """
     if live.prefills:
         line = Text("prefills in flight: ", no_wrap=True, overflow="ellipsis")
         half = _NAME_COLUMNS_MIN

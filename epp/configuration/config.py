@@ -131,9 +131,11 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     latency: LatencyPrediction | None = None
     """Settings of latency prediction, or None if no latency is predicted."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
-    """Settings of the source of prompts' token ids."""
+    """Settings of the source from which the picker gets the token ids of prompts: a renderer, an
+    engine or a local tokenizer.
+    """
     topology: TopologyLabels = DEFAULT_TOPOLOGY
-    """Labels that name the places of endpoints."""
+    """Keys of the endpoint labels whose values name the endpoint's host, rack, zone and region."""
     primary_port: int = 0
     """Port to which the gateway sends the requests for all data-parallel ranks of a pod, or 0 if it
     sends them to the port of the rank.

@@ -59,7 +59,7 @@ class BuiltIn(Struct, frozen=True):
     """A built-in default configuration."""
 
     source: str
-    """Name that stands in place of a file."""
+    """Name of this configuration in outputs that name the file of other configurations."""
     text: str
     """Configuration document."""
 

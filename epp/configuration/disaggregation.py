@@ -82,11 +82,13 @@ class StageDeciders(Parameters, frozen=True):
     """The names of the deciders of the stages. A decider says for which requests a stage runs."""
 
     prefill: _Name | None = None
-    """Name of the decider of the prefill stage. The stage never runs without one, unless prefill is
-    chosen first.
+    """Name of the plugin that decides whether the prefill stage runs. The stage never runs without
+    one, unless prefill is chosen first.
     """
     encode: _Name | None = None
-    """Name of the decider of the encode stage. The stage never runs without one."""
+    """Name of the plugin that decides whether the encode stage runs. The stage never runs without
+    one.
+    """
 
 
 class DisaggHandler(Parameters, frozen=True):
@@ -104,9 +106,10 @@ class DisaggHandler(Parameters, frozen=True):
     is `time-based-pd-decider`, and the decode endpoint is chosen near the prefill endpoint.
     """
     profiles: StageProfiles | None = None
-    """Name of the profile of each stage."""
+    """Names of the profiles, one for each stage of a request."""
     deciders: StageDeciders | None = None
-    """Name of the decider of each stage."""
+    """Names of the plugins that decide whether the prefill and the encode stage run, one for each.
+    """
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
     """Sign that prefill has ended: `headers` of the response, or `output`, its first bytes. Set
     `output` for sidecars that start prefill and decode at once (SGLang, Mooncake).
@@ -203,9 +206,9 @@ class PdHandler(Parameters, frozen=True):
     prefill_profile: _Name | None = None
     """Name of the profile of the prefill stage; `prefill` if not given."""
     decider_plugin_name: _Name = PD_DECIDER
-    """Name of the decider of the prefill stage."""
+    """Name of the plugin that decides whether the prefill stage runs."""
     primary_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
-    """No effect; `primaryPort` of `data-parallel-profile-handler` has one."""
+    """Accepted without effect; set `primaryPort` of `data-parallel-profile-handler` instead."""
     prefix_plugin_type: str = ""
     """No effect, because the decider reads the index that fills the matched blocks of scorers."""
     prefix_plugin_name: str = ""
@@ -250,9 +253,10 @@ class HeaderHandler(Parameters, frozen=True):
     """
 
     header_name: _Name = "EPP-Profile"
-    """Request header with the name of the profile."""
+    """Name of the request header whose value is the name of the profile that chooses the endpoint.
+    """
     default_profile: _Name = Stage.DECODE.value
-    """Profile of requests without the header."""
+    """Name of the profile for requests without the header."""
 
 
 class StageHeaders(Parameters, frozen=True):

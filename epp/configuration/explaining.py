@@ -89,7 +89,7 @@ def what_it_reads(kind: type[Any]) -> str:
     found: list[str] = []
     if kind.abilities.reads_index:
         is_prefix = kind.producer_type == PrefixIndexSettings.type_name
-        found.append(_PREFIX_INDEX if is_prefix else kind.producer_type)
+        found.append(_PREFIX_INDEX if is_prefix else f"index of {kind.producer_type}")
     found += [_WORDS.get(name, name.replace("_", " ")) for name in kind.abilities.reads]
     return ", ".join(dict.fromkeys(found))
 
@@ -239,10 +239,7 @@ def _stages(stages: Stages, tokens_per_s: float) -> list[str]:
     """
     if stages.named:
         return _named(stages)
-    first = "decode, then encode, then prefill near the decode endpoint"
-    if stages.order is Order.PREFILL_FIRST:
-        first = "prefill, then encode, then decode near the prefill endpoint"
-    lines = [f"stages, chosen in this order: {first}"]
+    lines = [f"stages, chosen in this order: {', then '.join(_in_order(stages))}"]
     prefill_if = stages.prefill_if
     if stages.order is Order.PREFILL_FIRST and not isinstance(prefill_if, ByTime):
         prefill_if = Always()
@@ -261,6 +258,15 @@ def _stages(stages: Stages, tokens_per_s: float) -> list[str]:
     if stages.fallback is None:
         lines += ["", "a request is refused if a stage that must run has no endpoint"]
     return [*lines, f"prefill and encode end with the {stages.prefill_end} of the response"]
+
+
+def _in_order(stages: Stages) -> list[str]:
+    """Return the stages in the order in which their endpoints are chosen."""
+    encode = ["encode"] if stages.encode is not None else []
+    if stages.order is Order.PREFILL_FIRST:
+        return ["prefill", *encode, "decode near the prefill endpoint"]
+    prefill = ["prefill near the decode endpoint"] if stages.prefill is not None else []
+    return ["decode", *encode, *prefill]
 
 
 def _named(stages: Stages) -> list[str]:

@@ -31,7 +31,7 @@ class Findings:
         self.problems.append(f"{self.source}: {sentence}")
 
     def warn(self, sentence: str) -> None:
-        """Add a warning to those of the document."""
+        """Add a warning to the warnings about the document."""
         self.warnings.append(as_one_line(f"{self.source}: {sentence}"))
 
     def raise_problems(self) -> None:

@@ -48,8 +48,8 @@ class ServiceStrategy(StrEnum):
 class ProgramAwareFairness(Parameters, frozen=True):
     """`program-aware-fairness`: the flow that was charged the fewest tokens lately is next.
 
-    A charge loses half of its weight in each `las_half_life_seconds`. It is counted when a request is
-    placed, so that a burst is not free.
+    A charge loses half of its weight in each `las_half_life_seconds`. The flow is charged when a
+    request is placed, so that a burst is not free.
     """
 
     fairness: ClassVar[Fairness] = Fairness.DECAYING_TOKENS
@@ -76,7 +76,8 @@ class FcfsOrdering(Parameters, frozen=True):
 class EdfOrdering(Parameters, frozen=True):
     """`edf-ordering-policy`: the request of a flow whose wait ends first is placed first.
 
-    It differs from the order of arrival only for requests with the header `x-llm-d-inference-ttl`.
+    This order differs from the order of arrival only for requests with the header
+    `x-llm-d-inference-ttl`.
     """
 
     ordering: ClassVar[Ordering] = Ordering.DEADLINE

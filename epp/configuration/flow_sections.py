@@ -69,7 +69,7 @@ class _Template(_Band, frozen=True):
     """The settings of all bands that `priorityBands` does not name."""
 
     priority: int | None = None
-    """No effect."""
+    """Accepted without effect, because a template has no priority."""
 
 
 class FlowControlSection(Parameters, frozen=True):
@@ -89,7 +89,7 @@ class FlowControlSection(Parameters, frozen=True):
 
 
 class FlowSections:
-    """Reads the section `flowControl`, and records its problems."""
+    """A reader of the section `flowControl`, which records the section's problems."""
 
     def __init__(self, declared: DeclaredPlugins) -> None:
         self._declared = declared
@@ -230,7 +230,9 @@ class FlowSections:
         return None if declared is None else declared.plugin
 
     def _detector(self, declared: ConfiguredPlugin | None) -> Any:
-        """Return the detector of the gate; the learned one if none is named."""
+        """Return the detector of the gate; if none is named, return the one that learns the
+        endpoints' room.
+        """
         if declared is None:
             return RoomDetector()
         return self._measure(declared, ())

@@ -90,8 +90,8 @@ class ProfileSections:
         self, where: str, spec: ProfileSpec, *, responds: bool
     ) -> SchedulingProfile | None:
         """Return the profile that `spec`, the item at the place `where` in the document, describes.
-        Return None after a problem. If `responds` is true, the profile contains the plugins that
-        set headers.
+        Return None if the item is invalid, and record the problem. If `responds` is true, the
+        profile contains the plugins that set headers.
         """
         entries = self._entries(where, spec.plugins)
         return self._profile(spec.name, where, entries, self._responders() if responds else ())

@@ -35,7 +35,8 @@ class StageSections:
         """
 
     def acting(self, value: Any) -> Stages | None:
-        """Return the stages that place requests, or None after a problem.
+        """Return the stages that place requests, or None if the document has a problem there, which
+        is recorded in `findings`.
 
         `value` is the section `schedulingProfiles`.
         """
@@ -44,7 +45,9 @@ class StageSections:
         return stages if stages is None or screen is None else replace(stages, screen=screen)
 
     def _acting(self, value: Any) -> Stages | None:
-        """Return the stages without the filters that apply before them, or None after a problem."""
+        """Return the stages, still without the filters that apply before them; None if the document
+        has a problem there, which is recorded.
+        """
         declared = self.declared.plugins.values()
         of_stages = (*STAGE_HANDLERS, HEADER_HANDLER)
         handlers = [plugin for plugin in declared if plugin.type_name in of_stages]
@@ -68,7 +71,9 @@ class StageSections:
         return None if profile is None else Stages(decode=profile)
 
     def _named_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
-        """Return the profiles among which a request header chooses, or None after a problem."""
+        """Return the profiles among which a request header chooses, or None if one of them is
+        invalid, which is recorded.
+        """
         settings: HeaderHandler = handler.plugin
         places = self.profiles.by_name(value)
         named = {
@@ -105,7 +110,9 @@ class StageSections:
         )
 
     def _stages_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
-        """Return the stages whose profiles and deciders `handler` names, or None after a problem."""
+        """Return the stages whose profiles and deciders `handler` names, or None if one of them is
+        invalid, which is recorded.
+        """
         names: StageNames = handler.plugin.stages
         places = self.profiles.by_name(value)
         by_stage = self._profiles(handler, names, places)
@@ -181,8 +188,8 @@ class StageSections:
         names: StageNames,
         places: Mapping[str, object],
     ) -> ConfiguredPlugin | None:
-        """Return the decider of `stage`. Return None if the stage has no decider or no profile, or
-        after a problem.
+        """Return the decider of `stage`, or None if the stage has no decider or no profile, or if
+        the decider does not fit the stage. Add a warning or a problem to `findings` in these cases.
         """
         there = names.profiles.get(stage) in places
         always = names.order is Order.PREFILL_FIRST and stage is Stage.PREFILL

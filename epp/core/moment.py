@@ -29,7 +29,9 @@ class Moment(Struct, frozen=True, kw_only=True, gc=False):
     """
 
     replicas_unheard: int = 0
-    """Number of other pickers of the pool that do not share their decisions with this one."""
+    """Number of other pickers that are expected in the pool and from which this picker receives
+    nothing at present, so that their decisions are unknown.
+    """
     sessions_return: bool = False
     """True if clients send further requests for the sessions that they name, so that scoring by
     session is useful.

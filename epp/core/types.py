@@ -44,9 +44,9 @@ class Stage(StrEnum):
     sends the request to the endpoint of this stage.
     """
     PREFILL = "prefill"
-    """Computation of the prompt's KV cache."""
+    """Stage in which an endpoint computes the KV cache of the prompt."""
     ENCODE = "encode"
-    """Encoding of images, audio and video."""
+    """Stage in which an endpoint encodes the images, audio and video of the prompt."""
 
 
 DECODE: Final = Stage.DECODE
@@ -177,7 +177,7 @@ class KvTransfers(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of prompt tokens whose KV cache the engine received from another."""
     received_bytes: float = math.nan
     failed: float = math.nan
-    """Number of transfers that failed."""
+    """Number of KV-cache transfers that failed."""
     expired: float = math.nan
     """Number of requests whose KV cache the engine dropped, because no other engine read it in time."""
 

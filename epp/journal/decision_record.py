@@ -67,7 +67,7 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
     others: tuple[str, ...]
     """Addresses of further endpoints that work on the encode stage; () for the prefill stage."""
     setting: int
-    """Number under which the scorers and weights that chose the endpoint are recorded."""
+    """Number of the record of the scorers and weights that chose the endpoint."""
     matched_blocks: int
     """Number of prompt blocks that the endpoint was estimated to have cached."""
     eliminated: Mapping[str, int]
@@ -101,7 +101,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
 
     number: int
     setting: int
-    """Number under which the scorers and weights that chose the endpoint are recorded."""
+    """Number of the record of the scorers and weights that chose the endpoint."""
     request_id: str
     model: str
     priority: int
@@ -130,7 +130,7 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     members: int
     """Generation of the pool's endpoints at the decision."""
     states: int
-    """Number under which the endpoint states at the time of the decision are recorded."""
+    """Number of the record of the endpoint states at the time of the decision."""
     runner_up: str = ""
     """Name of the endpoint with the second-best score, or "" if there was none."""
     runner_up_scores: bytes = b""
@@ -177,7 +177,7 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     status: int
     eliminated: Mapping[str, int]
     states: int
-    """Number under which the endpoint states at the time of the refusal are recorded."""
+    """Number of the record of the endpoint states at the time of the refusal."""
     queued: dict[str, object] | None = None
     """Wait of the request in the picker's queue, or None if it did not wait there."""
 

@@ -95,13 +95,13 @@ class ToldStates(_Record, frozen=True, kw_only=True, tag="states"):
 
 
 class ToldApplied(_Record, frozen=True, kw_only=True, tag="applied"):
-    """Record of a configuration document that came into force."""
+    """A journal record that a configuration document came into force."""
 
     document: Applied
 
 
 class ToldRefused(_Record, frozen=True, kw_only=True, tag="refused"):
-    """Record of a configuration document that was rejected."""
+    """A journal record that a configuration document was rejected."""
 
     document: RefusedDocument
 

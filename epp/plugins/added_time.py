@@ -30,6 +30,7 @@ from epp.plugins.contract import (
     Floats,
     InferenceRequest,
     Parameters,
+    RequestLoad,
     prefill_work,
     scores_of_cost,
 )
@@ -38,11 +39,6 @@ DECODE_SHARE: Final = 1e-3
 """Number of prefill tokens computed in the time that one context token adds to each decode step.
 
 The simulator's built-in profiles have 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3 (70B).
-"""
-HELD_UP_MAX: Final = 10.0
-"""Maximum number of waiting requests at an endpoint that count as delayed by a request's memory. In
-deep overload every request waits anyway. Counting all of them would pin prompts to an endpoint
-whose queue never ends.
 """
 HALF_WEIGHT_S: Final = 0.5
 """Time to first token in seconds at which half of `firstTokenWeight` applies.
@@ -54,7 +50,6 @@ from idle pods with an empty cache.
 # The constants are arrays, like all numbers beside arrays below. numpy needs twice as long to add a
 # Python float as to add a hundred numbers.
 _NOTHING: Final = np.zeros(())
-_HELD_UP_MAX: Final = np.array(HELD_UP_MAX)
 _HALF_WEIGHT_S: Final = np.array(HALF_WEIGHT_S)
 _ATTENTION: Final = np.array(-0.5 / ATTENTION_TOKENS)
 
@@ -65,11 +60,11 @@ class AddedWork(NamedTuple):
     """The parts of the cost of a request at each of n candidates, float64[n] each."""
 
     queue: Floats
-    """Prefill tokens that are computed before the prompt."""
+    """Prefill tokens of earlier requests that the endpoint computes before this prompt."""
     prefill: Floats
-    """Work of computing the prompt, in prefill tokens."""
+    """Work of computing this request's prompt, in prefill tokens."""
     requests: Floats
-    """Number of requests that the prefill delays."""
+    """Number of requests at the endpoint that the prefill of this request delays."""
     decoding: Floats
     """Decoding in the context of others, and theirs in the context of the request, in prefill tokens.
     """
@@ -199,7 +194,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
         prompt = np.array(prompt_tokens)
-        to_compute = self._to_compute(request, candidates)
+        to_compute = self._to_compute(request, candidates, prompt)
         load = _believed_load(candidates)
         requests = candidates.request_load(load)
         # Only the number of requests that others sent is known. Each is assumed to be like this
@@ -216,29 +211,30 @@ class AddedTime(Parameters, frozen=True, dict=True):
         adapter_s = None
         if candidates.adapters_reported:
             adapter_s = self.adapter_s(request, candidates)
-        in_seconds = adapter_s is not None or not candidates.prefill_alike
-        if in_seconds or self.first_token_weight:
+        # If all speeds are equal, tokens are compared instead of seconds, and one number replaces an
+        # array.
+        speed_alike = candidates.common_prefill_tokens_per_s
+        in_seconds = adapter_s is not None or speed_alike is None
+        if in_seconds:
             speed = candidates.prefill_tokens_per_s
         if self.first_token_weight:
             first = cost + prefill
             if adapter_s is not None:
                 first += adapter_s * speed
-            # If all speeds are equal, one number replaces an array.
-            half = speed * _HALF_WEIGHT_S if in_seconds else np.array(speed.item(0) * HALF_WEIGHT_S)
-            half_weight = first + half
+            if in_seconds or speed_alike is None:
+                half_weight = first + speed * _HALF_WEIGHT_S
+            else:
+                half_weight = first + np.array(speed_alike * HALF_WEIGHT_S)
             first *= first
             first /= half_weight
             first *= self._weight
             cost += first
-        factor = requests.requests * self._delay
-        factor += self._own_prefill
-        prefill *= factor
+        prefill *= requests.scaled(self._delay, self._own_prefill)
         cost += prefill
         context *= np.array(decode_tokens * DECODE_SHARE)
         cost += context
         cost += requests.requests * np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
-        held_up = requests.waiting_share
-        self._add_memory(cost, load, to_compute, held_up, context, decode_tokens)
+        self._add_memory(cost, load, to_compute, requests, context, decode_tokens)
         if in_seconds:
             cost /= speed
         if adapter_s is not None:
@@ -285,26 +281,21 @@ class AddedTime(Parameters, frozen=True, dict=True):
         """
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
-        to_compute = self._to_compute(request, candidates)
+        to_compute = self._to_compute(request, candidates, np.array(prompt_tokens))
         load = _believed_load(candidates)
-        waiting = load.waiting_requests
-        inflight = candidates.inflight_requests.astype(np.float64)
-        requests = np.fmax(load.requests, inflight)
-        unseen = requests - inflight
-        context = unseen * prompt_tokens + candidates.inflight_context_tokens
+        requests = candidates.request_load(load)
+        context = requests.unseen * prompt_tokens + requests.context_tokens
         queue = candidates.inflight_prefill_tokens
-        held_up = None
-        if load.waits:
-            held_up = waiting / np.maximum(requests, 1.0)
-            queue += unseen * held_up * to_compute.min()
+        if requests.unseen_waiting is not None:
+            queue += requests.unseen_waiting * to_compute.min()
         share = decode_tokens * DECODE_SHARE
         memory = np.zeros(len(to_compute))
-        self._add_memory(memory, load, to_compute, held_up, context * share, decode_tokens)
+        self._add_memory(memory, load, to_compute, requests, context * share, decode_tokens)
         return AddedWork(
             queue=queue,
             prefill=prefill_work(prompt_tokens, to_compute),
-            requests=requests,
-            decoding=share * (context + requests * prompt_tokens),
+            requests=requests.requests,
+            decoding=share * (context + requests.requests * prompt_tokens),
             memory=memory,
         )
 
@@ -329,7 +320,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         cost: Floats,
         load: EngineLoad,
         to_compute: Floats,
-        held_up: Floats | None,
+        requests: RequestLoad,
         decoding: Floats,
         decode_tokens: float,
     ) -> None:
@@ -342,12 +333,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         used, capacity = load.kv_used_tokens, load.kv_capacity_tokens
         over = used + to_compute
         over -= capacity
-        if held_up is not None:
-            over += used * held_up
+        if requests.waiting_kv_tokens is not None and requests.held_up is not None:
+            over += requests.waiting_kv_tokens
             np.maximum(over, _NOTHING, out=over)
-            held = np.fmin(load.waiting_requests, _HELD_UP_MAX)
-            held *= to_compute
-            over += held
+            over += requests.held_up * to_compute
         elif over.item(over.argmax()) <= 0.0:
             return
         else:
@@ -365,13 +354,15 @@ class AddedTime(Parameters, frozen=True, dict=True):
         most = float(limit if limit and limit < self.decode_tokens else self.decode_tokens)
         return most if usual is None or usual > most else usual
 
-    def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
+    def _to_compute(
+        self, request: InferenceRequest, candidates: Candidates, prompt: Floats
+    ) -> Floats:
         """Return float64[n]: the prompt tokens that each candidate has to compute, given its known
-        or assumed cached prefix.
+        or assumed cached prefix. `prompt` is the number of prompt tokens as an array.
         """
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
         missing: Floats = affinity.matched * np.array(-float(candidates.block_tokens))
-        missing += np.array(float(request.prompt_tokens))
+        missing += prompt
         if affinity.total * candidates.block_tokens > request.prompt_tokens:
             np.fmax(missing, _NOTHING, out=missing)
         if not request.moment.replicas_unheard or not self.peer_belief or not affinity.total:

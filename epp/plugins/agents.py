@@ -37,7 +37,7 @@ class AgentIdentity(Parameters, frozen=True):
     type_name: ClassVar[str] = "agent-identity"
 
     additional_session_headers: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
-    """Headers that are looked for before the known ones."""
+    """Names of headers that may name the session; they take precedence over the known headers."""
 
     @property
     def headers(self) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ from epp.core.knowledge.latency import ExpectedLatency, Slo
 from epp.core.knowledge.prefill_speed import ATTENTION_TOKENS, STEP_TOKENS, prefill_work
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
+from epp.core.knowledge.request_load import RequestLoad
 from epp.core.moment import Moment
 from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.blocks import HASH_BYTES
@@ -120,6 +121,7 @@ __all__ = [
     "PrefixIndex",
     "PrefixIndexSettings",
     "ReadsIndex",
+    "RequestLoad",
     "Scorer",
     "Seconds",
     "SessionSources",

@@ -33,11 +33,11 @@ class PullSource(Parameters, frozen=True):
     pull cached blocks.
 
     The possible sources are the ready endpoints, before filters, that are neither ejected nor full.
-    They have at most one cached block of the prompt less than the one of them with the most. A hash
-    of the request's id selects one of these sources, each with the weight 1 / (1 + its waiting
-    requests). The request header `x-kv-cache-source-host-port` contains the address of the selected
-    source if it has at least `minCachedTokenDelta` tokens of the prompt more than the chosen
-    endpoint. The picker removes a header of that name that a client sends.
+    A possible source has at most one cached block of the prompt less than the endpoint with the
+    most among them. A hash of the request's id selects one of these sources, each with the weight 1
+    / (1 + its waiting requests). The request header `x-kv-cache-source-host-port` contains the
+    address of the selected source if it has at least `minCachedTokenDelta` tokens of the prompt
+    more than the chosen endpoint. The picker removes a header of that name that a client sends.
 
     If the index receives KV-cache events, a source counts with the prompt's blocks that it has in
     host memory (`cpu`), from the first block up to the first missing one. An endpoint that sends no

@@ -69,7 +69,7 @@ class RequiredRoles(Parameters, frozen=True):
 
 
 class RevisionGating(Parameters, frozen=True):
-    """The choice of the revision that serves a request."""
+    """The parameters of the choice of the revision that serves a request."""
 
     mode: GatingMode
     require_roles: RequiredRoles | None = None
@@ -121,7 +121,9 @@ class RolloutScreener(Parameters, frozen=True):
     )
 
     revision_gating: RevisionGating
-    """Choice of the revision."""
+    """Rule by which a revision is drawn for each request: the mode, the required roles and the names
+    of the labels.
+    """
     scope: Scope = field(default_factory=Scope)
     """Pods that count, by `labelSelector`, such as "app=vllm,role in (prefill,decode)"; all if it is
     empty.

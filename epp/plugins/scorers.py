@@ -53,7 +53,8 @@ class PrefixCache(Parameters, frozen=True):
     agreement: Agreement = Agreement.AUTO
     """Condition under which pickers agree on an endpoint for a little-known prompt.
 
-    `auto`: other pickers of the pool do not share their decisions; `rendezvous`: always.
+    `auto`: while there are pickers from which this one receives no decisions; `rendezvous`: always;
+    `none`: never.
     """
     agreement_below: Annotated[float, Meta(ge=0, le=1)] = 0.8
     """Share of the prompt's full blocks that any endpoint must have cached so that the cached

@@ -26,7 +26,7 @@ from epp.plugins.contract import (
 
 
 class Affinity(StrEnum):
-    """A level of the topology, as a parameter."""
+    """The values of a parameter that names a level of the topology, such as zone."""
 
     HOST = "host"
     RACK = "rack"
@@ -68,8 +68,8 @@ class TopologyAffinityScorer(Parameters, frozen=True):
     """Prefer endpoints near the endpoint of the other stage, by the nearest place that they share.
 
     The score is 1 for the same host, 0.2 for the same rack, 0.05 for the same zone and 0.02 for the
-    same region. It is 0 without a common place, and for all endpoints if no other stage was chosen
-    before.
+    same region. The score is 0 without a common place, and for all endpoints if no other stage was
+    chosen before.
     """
 
     type_name: ClassVar[str] = "topology-affinity-scorer"

@@ -16,6 +16,7 @@ _OF_CANDIDATES: Final[Mapping[str, str]] = {
     "inflight_requests_of": "inflight_requests",
     "adapters_reported": "adapter_state",
     "prefill_alike": "prefill_tokens_per_s",
+    "common_prefill_tokens_per_s": "prefill_tokens_per_s",
     "name_of": "endpoints",
     "labelled": "labels",
     "prefix_match": "matched_blocks",

@@ -12,7 +12,7 @@ prefill first), classes with queues and limits of their own, and workers that di
 family.
 
 The strategy `dynamo-threshold` refuses requests while every worker is busy, with the thresholds of
-the examples in Dynamo's documentation. They are off by default in Dynamo.
+the examples in Dynamo's documentation. The thresholds are off by default in Dynamo.
 
 All strategies of this family omit Dynamo's filter by adapter, which uses a table of Dynamo's
 frontend that assigns adapters to workers.

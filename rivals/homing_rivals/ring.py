@@ -21,7 +21,7 @@ with 256 points each takes 4 MB.
 
 
 class Ring(Struct, frozen=True):
-    """A hash ring with m points of n candidates."""
+    """A hash ring of n candidates, which has m points in total."""
 
     points: Hashes
     """Positions of the points on the ring, uint64[m], ascending."""

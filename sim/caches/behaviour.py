@@ -35,7 +35,7 @@ class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     type_name: ClassVar[str]
-    """Name of the kind of cache in `--cache`."""
+    """Name by which the flag `--cache` selects this kind of prompt cache."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None

@@ -150,7 +150,9 @@ def prepared_arrivals(
 
 
 class Pace(Struct, frozen=True):
-    """The mean request rate of a trace."""
+    """The mean request rate of a trace, and whether some of its requests wait for the answers to
+    others.
+    """
 
     requests_per_s: float
     """Mean request rate from the start of the trace to its last request; 1 if all requests arrive

@@ -14,12 +14,12 @@ from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
 from sim.traces.arrival import Arrival
 
 RETRIED: Final = frozenset({429, 503})
-"""HTTP statuses after which a client retries."""
+"""HTTP statuses after which a simulated client sends a request again."""
 
 _ASKED_AGAIN: Final = frozenset(
     {Failure.POD_DIED, Failure.PREFILL_POD_DIED, Failure.KV_TRANSFER, Failure.NO_PICKER}
 )
-"""Failures after which a client retries."""
+"""Failures of a request after which a simulated client sends the request again."""
 
 ENDED_MAX: Final = 65_536
 """Maximum number of ended requests whose end time is stored, for following turns that arrive
@@ -50,7 +50,7 @@ class Clients:
         """Requests that have arrived and not ended, by sequence number in order of arrival."""
         self.arrived = 0
         self.retried = 0
-        """Number of retries so far, over all clients."""
+        """Number of requests that clients sent again so far, over all clients."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         """Number of ended requests by their result for the client."""
         self._arrivals: Iterator[Arrival] = iter(arrivals)

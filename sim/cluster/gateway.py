@@ -6,6 +6,9 @@ plus the time of the server's front end. The answer returns after the network de
 the end of a request when the client does. With Homing's own Envoy configuration, response bodies do
 not pass through the picker. It therefore sees first outputs only with `response_chunks`.
 
+A picker that evicts a request makes the gateway refuse it and cancel it at its pod. Here a request
+may be evicted until its first token or, with a prefill pod, until its decode engine accepts it.
+
 A request with a prefill pod reaches the sidecar of its decode pod first, and its prompt is computed
 elsewhere (`sim/cluster/handovers.py`). Without a prefill pod, the sidecar takes no time. The picker
 sees the response headers of such a request when the decode engine has accepted it.
@@ -80,6 +83,8 @@ class Gateway:
         """Number of requests that reached a fallback pod, because the gateway could not connect to
         the first one that the picker named.
         """
+        self.evicted = 0
+        """Number of times that a picker evicted a request, over all attempts of clients."""
 
     # Calls from clients.
 
@@ -96,13 +101,17 @@ class Gateway:
         """
         if request.fate is not None or request.finished_at is not None:
             return
+        self._cancel(request)
+        self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
+        self._end(request, Fate.ABORTED)
+
+    def _cancel(self, request: SimulatedRequest) -> None:
+        """Cancel `request` at the pods that have it."""
         pod = request.pod
         if pod is not None and pod.requests.pop(request.request_id, None) is not None:
             pod.abort(request.request_id)
         if request.handover is not None:
             self.handovers.hang_up(request.handover)
-        self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
-        self._end(request, Fate.ABORTED)
 
     # Calls to pickers.
 
@@ -177,7 +186,18 @@ class Gateway:
             request.metrics_age_s = leg.candidates.metrics_age_s_of(leg.picked)
         if routed.prefill is not None:
             request.handover = self.handovers.plan(request, routed.prefill)
+        self._pickers.offer(request, partial(self._evict, request))
         self._ask(request, routed.endpoint, delay_s)
+
+    def _evict(self, request: SimulatedRequest, refusal: Refusal) -> None:
+        """End `request`, whose response has not begun, with `refusal` of the picker that placed it."""
+        self.evicted += 1
+        self._cancel(request)
+        self._complete(request, Ending.EVICTED, 0)
+        request.forget_placement()
+        request.refusal = refusal
+        request.status = refusal.status
+        self._loop.after(self._settings.network_delay_s, self._end, request, Fate.REFUSED)
 
     # Calls to pods.
 
@@ -189,14 +209,21 @@ class Gateway:
         request.pod = pod
         request.life = pod.life
         if request.handover is not None:
-            self._loop.after(delay_s, self._reach_sidecar, request)
+            self._loop.after(delay_s, self._reach_sidecar, request, request.route)
             return
         frontend_s = pod.kind.profile.frontend_delay_s(request.arrival.prompt_tokens)
-        self._loop.after(delay_s + frontend_s, self._submit, request)
+        self._loop.after(delay_s + frontend_s, self._arrive, request, request.route)
 
-    def _reach_sidecar(self, request: SimulatedRequest) -> None:
-        """Let the sidecar of the decode pod, which now has `request`, send the prefill leg."""
-        if request.fate is None and self._connects(request):
+    def _arrive(self, request: SimulatedRequest, route: Route) -> None:
+        """Submit `request`, unless it was evicted on its way to the pod of `route`."""
+        if request.route is route:
+            self._submit(request)
+
+    def _reach_sidecar(self, request: SimulatedRequest, route: Route) -> None:
+        """Let the sidecar of the decode pod, which now has `request`, send the prefill leg, unless
+        the request was evicted on its way to the pod of `route`.
+        """
+        if request.route is route and request.fate is None and self._connects(request):
             assert request.pod is not None
             assert request.handover is not None
             request.pod.requests[request.request_id] = request
@@ -330,6 +357,7 @@ class Gateway:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = self._loop.now
+                self._pickers.spare(request)
                 if request.handover is None and _several_endpoints(request):
                     self._respond(request)
                 if self._settings.response_chunks:
@@ -351,6 +379,7 @@ class Gateway:
         """Send the response headers of `request`, which the picker receives after the network
         delay.
         """
+        self._pickers.spare(request)
         self._loop.after(self._settings.network_delay_s, self._response_started, request)
 
     def _reschedule(self, request: SimulatedRequest, route: Route) -> None:
@@ -372,6 +401,7 @@ class Gateway:
 
     def _fail(self, request: SimulatedRequest, failure: Failure, status: int) -> None:
         request.failure = failure
+        self._pickers.spare(request)
         self._loop.after(self._settings.network_delay_s, self._failed, request, status)
 
     def _failed(self, request: SimulatedRequest, status: int) -> None:
@@ -384,6 +414,7 @@ class Gateway:
         `ending` and the HTTP `status`.
         """
         request.status = status
+        self._pickers.spare(request)
         if request.route is not None:
             # Pods never return 503 here, so it comes from the gateway, for a pod that is gone.
             tokens = None

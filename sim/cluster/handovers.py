@@ -47,9 +47,9 @@ class HandoverTotals(Struct):
     transfers: int = 0
     """Number of KV transfers that delivered all their bytes."""
     tokens: int = 0
-    """Number of prompt tokens whose KV blocks these transfers moved."""
+    """Number of prompt tokens whose KV blocks the completed KV transfers moved."""
     size_bytes: float = 0.0
-    """Number of bytes that these transfers moved."""
+    """Number of bytes that the completed KV transfers moved."""
     transfer_s: Seconds = 0.0
     """Sum over these transfers of the seconds from the start of a transfer to its end."""
     reservation_s: Seconds = 0.0
@@ -97,7 +97,7 @@ class Handover:
     def __init__(self, request: SimulatedRequest, pod: SimulatedPod) -> None:
         self.request = request
         self.pod = pod
-        """Pod that computes the prompt of the request."""
+        """Prefill pod that computes the prompt of the request."""
         self.life = pod.life
         """Value of the prefill pod's `life` when the picker chose the pod. If the pod's `life` is
         different now, the engine has lost its state since then.
@@ -124,7 +124,8 @@ class Handover:
         self.reserved_at: Seconds | None = None
         """Time when the decode engine reserved the blocks of the whole prompt; None before."""
         self.began_at: Seconds = 0.0
-        """Time when the KV transfer started; 0 before."""
+        """Time in seconds at which the KV transfer of the request started; 0 if it has not started.
+        """
         self.received_at: Seconds | None = None
         """Time when the KV transfer ended; None before, or if it failed."""
         self.size_bytes = 0.0
@@ -148,7 +149,9 @@ class Handover:
 
 
 class Handovers:
-    """All handovers of a cluster. `gate` is the gateway."""
+    """The handovers of all disaggregated requests of a cluster, from the prefill to the decode pod.
+    `gate` is the gateway.
+    """
 
     def __init__(
         self, settings: KVTransferSettings | None, loop: Loop, pods: Pods, gate: Gate

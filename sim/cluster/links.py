@@ -84,7 +84,7 @@ class Transfer:
 
 
 class Network:
-    """All transfers of a cluster."""
+    """A network that starts the KV-cache transfers of a simulated cluster."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop

@@ -12,6 +12,7 @@ read when they are needed, so a queue with requests reads them at each scrape in
 """
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from epp.core.knowledge.inflight import Outcome
@@ -80,6 +81,11 @@ class Pickers:
                 assert page is not None, "a pod begins alive"
                 policy.observe(scraper.endpoint, page, loop.now)
         self._start_all()
+
+    @property
+    def evict(self) -> bool:
+        """True if the configuration of a picker allows evictions."""
+        return any(queue is not None and queue.control.settings.evicts for queue in self.queues)
 
     # Requests to the pickers.
 
@@ -161,6 +167,24 @@ class Pickers:
             queue.settled(place, outcome, self._loop.now)
         policy.complete(route, outcome, self._loop.now)
         self.peering.touched(replica)
+
+    def offer(self, request: SimulatedRequest, evict: Callable[[Refusal], None]) -> None:
+        """Let the picker that routed `request` evict it, if its settings allow, until `spare` is
+        called. `evict` then ends the request with a refusal.
+        """
+        _, route, replica = _routed(request)
+        queue = self.queues[replica]
+        if route.decision is None or queue is None or route.decision.lease.request.priority >= 0:
+            return
+        running = queue.placed(route.decision, evict)
+        if running is not None:
+            request.spare = partial(queue.spare, running)
+
+    def spare(self, request: SimulatedRequest) -> None:
+        """Protect `request` against eviction, because its response begins or it ends."""
+        if request.spare is not None:
+            request.spare()
+            request.spare = None
 
     def configure(self, source: PolicySource) -> None:
         """Switch all pickers, and those that start later, to the configuration of `source`, which

@@ -451,8 +451,8 @@ class SimulatedPod:
             self._announce_reserved()
 
     def _changed(self) -> None:
-        """Continue after blocks were received, released or given up. If no step runs, the metrics
-        page shows the change at once.
+        """Continue after blocks of KV transfers were received, released or dropped. If no step
+        runs, the metrics page shows the change at once.
         """
         if self.engine.ends_at is None:
             self._show()

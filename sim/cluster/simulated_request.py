@@ -1,6 +1,7 @@
 """One simulated request of a client, with its state during the run."""
 
 import math
+from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -47,9 +48,33 @@ class SimulatedRequest:
     """A simulated request and what happened to it. Times are in simulated seconds."""
 
     __slots__ = (
-        "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "handover", "hashes",
-        "life", "metrics_age_s", "passed_over", "place", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries",
-        "route", "routed_at", "sequence", "status", "submitted_at", "wait",
+        "arrival",
+        "arrived_at",
+        "ended_at",
+        "engine",
+        "failure",
+        "fate",
+        "finished_at",
+        "first_token_at",
+        "handover",
+        "hashes",
+        "life",
+        "metrics_age_s",
+        "passed_over",
+        "place",
+        "pod",
+        "policy",
+        "predicted_cached_tokens",
+        "refusal",
+        "replica",
+        "retries",
+        "route",
+        "routed_at",
+        "sequence",
+        "spare",
+        "status",
+        "submitted_at",
+        "wait",
     )  # fmt: skip
 
     def __init__(self, sequence: int, arrival: Arrival, arrived_at: Seconds) -> None:
@@ -68,6 +93,7 @@ class SimulatedRequest:
         first time or again.
         """
         self.routed_at: Seconds | None = None
+        self.forget_placement()
         self.wait: Wait | None = None
         """Handle of the request's wait at its picker, for the renderer or in the queue. None if the
         request does not wait.
@@ -76,30 +102,20 @@ class SimulatedRequest:
         """Place of the request in its picker's queue, also after it was placed; None if it did not
         wait there.
         """
-        self.route: Route | None = None
         self.policy: Policy | None = None
         """Policy of the picker process that routed the request. The process may have ended
         since.
         """
         self.refusal: Refusal | None = None
-        self.pod: SimulatedPod | None = None
-        """Pod to which the gateway sent the request."""
         self.passed_over = 0
         """Number of endpoints that the picker named for the request and that the gateway could not
         use.
         """
         self.life = 0
-        self.predicted_cached_tokens = 0
         self.metrics_age_s: Seconds = math.inf
         """Age in seconds of the chosen pod's metrics when the picker decided; infinite if
         unknown.
         """
-        self.submitted_at: Seconds | None = None
-        self.hashes: PromptHashes | None = None
-        """Hashes of the prompt, stored from routing until the engines have received the request."""
-        self.handover: Handover | None = None
-        """Prefill leg and KV transfer, or None if its pod computes the prompt."""
-        self.engine: EngineRequest | None = None
         self.first_token_at: Seconds | None = None
         self.finished_at: Seconds | None = None
         self.ended_at: Seconds | None = None
@@ -107,6 +123,23 @@ class SimulatedRequest:
         self.failure: Failure | None = None
         self.status = 0
         """HTTP status of the answer; 0 before there is an answer."""
+
+    def forget_placement(self) -> None:
+        """Reset the fields that describe where the request is served. After an eviction they are those
+        of a request that was refused.
+        """
+        self.route: Route | None = None
+        self.pod: SimulatedPod | None = None
+        """Pod to which the gateway sent the request."""
+        self.predicted_cached_tokens = 0
+        self.submitted_at: Seconds | None = None
+        self.hashes: PromptHashes | None = None
+        """Hashes of the prompt, stored from routing until the engines have received the request."""
+        self.handover: Handover | None = None
+        """Prefill leg and KV transfer, or None if its pod computes the prompt."""
+        self.engine: EngineRequest | None = None
+        self.spare: Callable[[], None] | None = None
+        """Function that protects the request against eviction, or None if it cannot be evicted."""
 
     @property
     def cached_tokens(self) -> int:

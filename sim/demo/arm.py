@@ -71,7 +71,7 @@ class DemoPods(Struct, frozen=True, kw_only=True):
 
     profile: str = PROFILE
     blocks: int | None = None
-    """KV blocks of a pod. None means `cache_blocks()`."""
+    """Number of KV blocks of each pod, or None for that of `cache_blocks()`."""
     stream_interval_tokens: int = 1
     """Number of tokens in each chunk of a streamed answer. Larger and thus fewer chunks leave the
     machine more time for the picker.

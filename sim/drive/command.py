@@ -220,7 +220,7 @@ def _headers_in(path: Path | None) -> list[tuple[str, str]]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as problem:
-        raise OutputError(unread(path, problem, "headers")) from None
+        raise OutputError(unread(path, problem, "one header per line")) from None
     if len(lines) > _HEADERS_MAX:
         raise OutputError(f"{path}: expected at most {_HEADERS_MAX} headers, got {len(lines)}")
     try:

@@ -233,7 +233,7 @@ class Engine:
         self._adapters_running: dict[str, int] = {}
         self._admissions = 0
         self._ended_at: Seconds = 0.0
-        """Time when the last pass ended."""
+        """Simulated time in seconds at which the engine's last pass ended."""
         self._saved_at: Seconds = 0.0
         """Time when the prompt cache will have finished writing. No pass computes before it."""
         self._partial: EngineRequest | None = None

@@ -139,7 +139,7 @@ class KVWindow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV cache of a model in which some layers have a sliding window."""
 
     tokens: _Count
-    """Length of the sliding window in tokens."""
+    """Number of tokens in the sliding window of these layers."""
     bytes_per_token: _Count
     """KV-cache bytes per token of all layers with the sliding window together."""
     other_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)]

@@ -44,7 +44,7 @@ class Stretch(Struct, frozen=True, kw_only=True):
     start_s: Seconds
     end_s: Seconds
     places: range
-    """Positions of the stretch's requests in the trace."""
+    """Positions in the trace of the requests that arrive in this period."""
     demand: Demand
 
     def summary(self, busiest: float) -> DemandSummary:

@@ -247,7 +247,7 @@ class Run:
         """Return the summary of the run: measurements, warnings, size of the pool, and messages
         between pickers if they exchange any.
 
-        Hits by cache tier, retries and rescheduled requests are included only if the settings make
+        Hits by cache tier, retries, rescheduled requests and evictions are included only if the settings make
         them possible.
         """
         settings, cluster = self.settings.cluster, self.cluster
@@ -280,6 +280,7 @@ class Run:
             peers=UNSET if peers is None else PeerSummary(**peers),
             retries=cluster.clients.retried if settings.clients.retries else UNSET,
             rescheduled=cluster.gateway.rescheduled if settings.fallback_endpoints_max else UNSET,
+            evicted=cluster.gateway.evicted if cluster.pickers.evict else UNSET,
         )
 
     def stop(self) -> None:

@@ -274,7 +274,9 @@ class Measures:
         self._ages = 0
 
     def add(self, request: SimulatedRequest) -> None:
-        """Add the results of one request that has ended."""
+        """Add the times, tokens and result of `request`, which has ended, to the figures of the
+        run.
+        """
         fate, engine = request.fate, request.engine
         assert fate is not None
         assert request.ended_at is not None

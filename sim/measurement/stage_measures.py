@@ -29,7 +29,9 @@ class StageMeasures:
         self._pods: dict[str, PodLoad] = {}
 
     def add(self, request: SimulatedRequest) -> None:
-        """Add the results of one request that has ended."""
+        """Add the route, the refusal and the prefill leg of `request`, which has ended, to the
+        figures of the stages.
+        """
         handover, refusal = request.handover, request.refusal
         if refusal is not None and refusal.stage is not None:
             stage = refusal.stage.value

@@ -185,7 +185,7 @@ class StageSummary(Summary, frozen=True, kw_only=True):
     refusals: dict[str, int]
     """Number of refused requests by the stage that had no pod, or only saturated ones."""
     prefill_legs: int
-    """Number of prefill legs that ended."""
+    """Number of ended prefill legs of the counted requests."""
     prefill_s: Distribution
     """Seconds from the arrival at the picker to the end of the prefill leg."""
     reservation_s: Distribution
@@ -292,6 +292,10 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     rescheduled: int | UnsetType = UNSET
     """Number of requests that were served by another pod than the first one that the picker named;
     set only if pickers name fallback endpoints. `retries` is set only if clients retry.
+    """
+    evicted: int | UnsetType = UNSET
+    """Number of times that a picker evicted a request, also if the client sent it again; set only if
+    the configuration allows evictions.
     """
 
 
@@ -674,7 +678,8 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     """Highest used share among all bounds with `pods` pods (1 is at the limit)."""
     cost_per_hour: float | None
     cost_per_million_tokens: float | None
-    """Cost per million prompt and output tokens together."""
+    """Cost of serving a million tokens, prompt and output tokens together; None if it is unknown.
+    """
     cost_per_million_output_tokens: float | None
     on_front: bool
     """True if no other option is cheaper and uses no more of its bounds (the option is on the
@@ -762,7 +767,7 @@ class WarmUpSummary(Summary, frozen=True, kw_only=True):
     every load.
     """
     needed_s: float
-    """Time in seconds that caches need to fill."""
+    """Time in seconds that the caches of the pods are estimated to need until they are full."""
     given: bool
     """True if the user set the warm-up with `--warm-up`, False if it was chosen automatically."""
     share_excluded: float
@@ -770,9 +775,9 @@ class WarmUpSummary(Summary, frozen=True, kw_only=True):
     time.
     """
     busiest_s: float
-    """Length of the busiest part in seconds."""
+    """Length in seconds of the busiest part of the unchanged trace."""
     busiest_from_s: float
-    """Start of the busiest part in seconds of the unchanged trace."""
+    """Start of the busiest part, in seconds from the start of the unchanged trace."""
     busiest_excluded: bool
     warning: str
     """Warning, or "" if the warm-up excludes at most a quarter of the requests and not the busiest

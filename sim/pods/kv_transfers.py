@@ -35,7 +35,7 @@ class KVTransferParams(Struct, kw_only=True):
     """The members of `kv_transfer_params` that an engine reads; it ignores all others."""
 
     do_remote_decode: bool = False
-    """True in the prefill leg."""
+    """True for the prefill leg of a disaggregated request: another engine decodes."""
     do_remote_prefill: bool = False
     """True in the decode leg. The other members then describe the blocks of the prefill leg."""
     remote_engine_id: str | None = None
@@ -62,7 +62,7 @@ class Leg(Protocol):
 
 
 class LegOwner(Protocol):
-    """The pod as its transfers use it."""
+    """The interface of the pod that the KV transfers of its legs use."""
 
     def release(self, request: EngineRequest) -> None:
         """Release the held blocks of a prefill leg."""
@@ -123,7 +123,7 @@ class HeldBlocks:
         return True
 
     def close(self) -> None:
-        """Stop all leases."""
+        """Drop all held blocks, and cancel the timers that would release them."""
         for _, timer in self._held.values():
             timer.cancel()
         self._held.clear()

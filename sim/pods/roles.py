@@ -36,9 +36,12 @@ def roles_named(text: str, *, pods_max: int) -> tuple[str, ...]:
             raise ValueError(f"{part!r} names no role; expected one of {', '.join(ROLES)}")
         if role in counts:
             raise ValueError(f"the role {role} is given twice; expected once")
-        if not count.isascii() or not count.isdigit() or not int(count[:9]):
+        digits = count.lstrip("0")
+        if not count.isascii() or not count.isdigit() or not digits:
             raise ValueError(f"{part!r} has no number of pods above 0; expected {role}=COUNT")
-        counts[role] = int(count[:9])
+        if len(digits) > len(str(pods_max)):
+            raise ValueError(f"{part!r} is more than {pods_max} pods; expected at most {pods_max}")
+        counts[role] = int(digits)
     if sum(counts.values()) > pods_max:
         raise ValueError(f"{text!r} is {sum(counts.values())} pods; expected at most {pods_max}")
     return tuple(role for role, count in counts.items() for _ in range(count))

@@ -32,7 +32,7 @@ RANK_HEADER: Final = "x-data-parallel-host-port"
 STAGE_HEADERS: Final = frozenset(
     {PREFILL_HEADER, ENCODE_HEADER, RANK_HEADER, "x-kv-cache-source-host-port"}
 )
-"""Headers that the sidecar does not pass on."""
+"""Names of request headers that the sidecar reads and does not send on to engines."""
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 _CHAT: Final = "/v1/chat/completions"
 _LIMITS: Final[dict[str, tuple[str, ...]]] = {
@@ -72,7 +72,7 @@ log = structlog.get_logger("sim")
 
 
 class _Answer(Struct, frozen=True):
-    """The complete answer of another pod."""
+    """The complete HTTP answer of another pod to the sidecar's request."""
 
     status: int
     body: bytes
@@ -83,7 +83,7 @@ class _Answer(Struct, frozen=True):
         return not HTTPStatus.OK <= self.status < HTTPStatus.MULTIPLE_CHOICES
 
     def response(self) -> web.Response:
-        """Return this answer for the client."""
+        """Return the HTTP response that sends this answer to the client."""
         headers = {"content-type": self.content_type}
         return web.Response(status=self.status, body=self.body, headers=headers)
 

@@ -161,7 +161,7 @@ class Axis(Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> str:
-        """Title of the axis with its unit."""
+        """Title of the axis, with the unit of its numbers."""
         return f"{self.title} ({self.unit})" if self.title and self.unit else self.title
 
 

@@ -219,6 +219,7 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
             if run.rescheduled is not UNSET
             else []
         ),
+        *([["running requests evicted", f"{run.evicted:,}"]] if run.evicted is not UNSET else []),
         ["hit rate", f"{share(run.hit_rate)} of prompt tokens"],
         *(
             []

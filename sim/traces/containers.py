@@ -232,8 +232,9 @@ def _requests_of_results(file: BinaryIO, path: Path) -> Iterator[bytes]:
             told = field_error(problem)
             raise TraceError(str(path), number, told.field, told.expected) from None
         requests = len(results.input_lens)
-        columns = (results.output_lens, results.start_times, results.errors)
-        if any(column and len(column) != requests for column in columns):
+        optional = (results.start_times, results.errors)
+        lengths = {len(results.output_lens), *(len(column) for column in optional if column)}
+        if lengths != {requests}:
             expected = "Expected input_lens, output_lens, start_times and errors of one length"
             raise TraceError(str(path), number, "", expected)
         for place, (prompt, output) in enumerate(

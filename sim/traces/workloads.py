@@ -154,7 +154,7 @@ class AgentTree(Struct, frozen=True, kw_only=True):
 
 
 class Lengths(Struct, frozen=True, kw_only=True):
-    """Prompts that share no text with each other."""
+    """Content of a workload: prompts of given lengths that share no text with each other."""
 
     prompt: Spread
     output: Spread
@@ -172,7 +172,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     source: str = ""
     """Publication from which the parameters were taken; "" for Homing's own."""
     priority: int = 0
-    """Priority of all requests of `content`."""
+    """Priority that all requests generated from `content` have."""
     headers: tuple[tuple[str, str], ...] = ()
     """Headers of all requests of `content`, as (name in lower case, value)."""
     beside: tuple["Workload", ...] = ()

@@ -368,7 +368,7 @@ def test_notes_warn_of_replicas_that_would_be_alone(any_helm, tmp_path, name, mo
             "maxRequests=1024",
             "flowControl.maxRequests is 1024, but Envoy's default circuit",
         ),
-        ("queue", "maxRequests=0", "flowControl.maxRequests is 0, but Envoy's default circuit"),
+        ("queue", "maxRequests=0", "5,000 requests of each priority may wait, but Envoy's"),
         ("standalone", "enabled=true,defaultRequestTTL=60m", "Envoy ends a request after an hour"),
         ("gke", "enabled=true,defaultRequestTTL=600s", "ends them after provider.gke.timeoutSec"),
         ("gke", "enabled=true,maxRequests=2000", "WARNING: flowControl.maxRequests is 2000"),

@@ -65,6 +65,8 @@ def test_what_each_filter_and_scorer_reads_is_told(kind):
 
 def test_an_index_that_is_read_is_told_by_its_type():
     """But for the default prefix index."""
-    assert what_it_reads(SCORERS["no-hit-lru-scorer"]) == "no-hit-lru-producer, prefix index"
+    assert (
+        what_it_reads(SCORERS["no-hit-lru-scorer"]) == "index of no-hit-lru-producer, prefix index"
+    )
     assert what_it_reads(SCORERS["token-load-scorer"]) == ("prefix index, prompt tokens in flight")
     assert what_it_reads(Parameters) == ""

@@ -12,8 +12,9 @@ from epp.core.types import Seconds, Stage
 
 
 class Admission:
-    """The questions that a queue asks before it passes a request to the scheduler. Each answer is a
-    function of the state. Only the gate notes how much room it saw, and since when there is none.
+    """The checks that a queue makes before it passes a request to the scheduler: whether endpoints
+    have room for it, and whether a plugin lets it wait. A check changes no state, except that the
+    gate records the room that it found, and the time since which there is none.
     """
 
     def __init__(self, state: PoolState) -> None:

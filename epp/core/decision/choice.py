@@ -23,7 +23,7 @@ class ProfileState(Struct):
     """The state that one scheduling profile carries from one decision to the next."""
 
     random: Random
-    """Random generator of the picker plugin."""
+    """Random generator that the picker plugin of the profile uses."""
     failures: PluginFailures
     """Failures of the profile's plugins so far."""
     kept_scores: KeptScores | None = None

@@ -113,7 +113,9 @@ class PeerRecorded(Struct, frozen=True, gc=False):
 
 
 class PeersUnheard(Struct, frozen=True, gc=False):
-    """The number of other pickers that serve this pool and do not share their decisions."""
+    """The number of other pickers that are expected in this pool and from which this picker receives
+    nothing at present, so that their decisions are unknown.
+    """
 
     replicas: int
 

@@ -79,7 +79,7 @@ class HoldsRequests(Protocol):
 
 
 class Scorer(Plugin, Protocol):
-    """A scorer, which rates each candidate."""
+    """A plugin that rates each candidate with a score from 0 to 1."""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         """Return float64[n] in [0, 1], with NaN where the column that it needs is unknown.

@@ -69,7 +69,9 @@ class PoolState:
         self.gate: Gate | None = None
         """Estimate of the endpoints' room, or None without flow control."""
         self.replicas_unheard = 0
-        """Number of other pickers that serve this pool and do not share their decisions."""
+        """Number of other pickers that are expected in this pool and from which this picker
+        receives nothing at present.
+        """
         self.load_reports = 0
         """Number of load reports of engines that were read from response headers."""
         self.load_reports_unread = 0

@@ -205,7 +205,8 @@ class Scored(Struct, frozen=True, gc=False):
     profile.
     """
     weights: Floats
-    """Weight of each scorer, float64[scorers]."""
+    """Weight of each scorer of the profile, float64[scorers], in the order of the rows of `scores`.
+    """
 
     @classmethod
     def of(cls, scores: Floats, weights: Floats) -> "Scored":

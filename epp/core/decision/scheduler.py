@@ -110,7 +110,9 @@ class Scheduler:
         self._outcomes = Outcomes(state)
         self._staged = StagedScheduler(state, self.placements)
         self.decisions = 0
-        """Number of decisions so far."""
+        """Number of decisions that this scheduler has made, which is also the number of the last
+        decision.
+        """
         self.changed: Callable[[], None] | None = None
         """Function that is called after each input, set by a queue while requests wait in it."""
         self.shadow_totals = ShadowTotals()

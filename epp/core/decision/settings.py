@@ -60,7 +60,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     labelled_speeds: tuple[LabelledSpeed, ...] = ()
     """Prefill speeds of endpoints by their labels; if several match an endpoint, the first applies."""
     topology: TopologyLabels = DEFAULT_TOPOLOGY
-    """Labels that name the places of endpoints."""
+    """Keys of the endpoint labels whose values name the endpoint's host, rack, zone and region."""
     primary_port: int = 0
     """Port to which the gateway sends the requests for all data-parallel ranks of a pod, or 0 if it
     sends them to the port of the rank.

@@ -81,7 +81,7 @@ def decode_first(
     if isinstance(decode, Refusal):
         return _named(Stage.DECODE, decode)
     cached_tokens = cached_at(decode)
-    encode = _encode(stages, request, choose, cached_tokens)
+    encode = None if stages.encode is None else _encode(stages, request, choose, cached_tokens)
     if isinstance(encode, Refusal):
         return encode
     prefill, rule = None, stages.prefill_if
@@ -113,7 +113,7 @@ def prefill_first(
         if isinstance(remote, Refusal):
             return remote
         prefill = remote
-    encode = _encode(stages, request, choose, 0)
+    encode = None if stages.encode is None else _encode(stages, request, choose, 0)
     if isinstance(encode, Refusal):
         return encode
     peer = -1 if prefill is None else prefill.slot
@@ -211,11 +211,7 @@ def _encode(
     """Return the choice of encode endpoints, None if the encode stage does not run, or the refusal
     if it has no endpoint.
     """
-    if (
-        stages.encode is None
-        or not may_encode_elsewhere(request)
-        or not stages.encode_if.applies(request, cached_tokens)
-    ):
+    if not (may_encode_elsewhere(request) and stages.encode_if.applies(request, cached_tokens)):
         return None
     chosen = choose(Stage.ENCODE, -1)
     return _named(Stage.ENCODE, chosen) if isinstance(chosen, Refusal) else chosen

@@ -46,15 +46,15 @@ class Offer(Struct, frozen=True):
 
     available: Available
     candidates: Candidates
-    """Candidates with room."""
+    """Candidates of the decision: the endpoints in `available` that have room."""
     affinities: Mapping[str, Affinity]
     """Matches of the indexes, by name, which all stages share."""
     staleness: Staleness | None
     rotation: int
-    """Number of decisions before this one."""
+    """Number of decisions before this one, by which ties are broken round robin."""
     now: Seconds
     screened: Mapping[str, Ints] = {}
-    """Slots that were dropped before any stage, by name of the filter."""
+    """Slots of the endpoints that filters dropped before any stage chose, by name of the filter."""
 
 
 class StagedScheduler:

@@ -30,7 +30,9 @@ class AgentAdmission(Struct, frozen=True, kw_only=True):
     """Seconds after which a waiting session is admitted even without room; 0 for never."""
 
     def least_room(self, waited_s: Seconds) -> Room:
-        """Return the least room that admits a session whose request has waited for `waited_s`."""
+        """Return the lowest value of `Room` at which an endpoint admits a session whose request has
+        waited for `waited_s`.
+        """
         limit_s = self.head_wait_s_max
         if not limit_s or waited_s < limit_s / 2:
             return Room.OF_LONG_IDLE

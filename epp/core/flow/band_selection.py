@@ -16,7 +16,7 @@ SATURATION_THRESHOLD: Final = 0.8
 
 
 class BandSelection(Protocol):
-    """A rule by which bands take turns."""
+    """A rule by which the bands, one for each priority, take turns in the queue."""
 
     @property
     def shares(self) -> bool:
@@ -64,9 +64,12 @@ class WeightedBandSelection(Parameters, frozen=True):
     type_name: ClassVar[str] = "weighted-band-selection-policy"
 
     distribution: WeightDistribution = WeightDistribution.PROPORTIONAL
-    """Origin of the weights: the value of a priority or its rank."""
+    """Property of a band from which its weight is computed: the value of its priority or the rank.
+    """
     saturation_threshold: Annotated[float, Meta(ge=0)] = SATURATION_THRESHOLD
-    """Mean load of the pool from which bands share. 1.0 means that the endpoints are full."""
+    """Mean load of the endpoints from which bands share the room by weights; below it, the highest
+    band is always served first. 1.0 means that the endpoints are full.
+    """
 
     @property
     def shares(self) -> bool:

@@ -56,8 +56,8 @@ class Ticket(Struct, kw_only=True, eq=False):
     body_bytes: int = 0
     """Bytes that the picker stores for the request while it waits."""
     wait_s_max: Seconds | None = None
-    """Maximum wait of this request in seconds while the pool has endpoints, or None for that of the
-    settings. A longer one than that has no effect.
+    """Maximum wait of this request in seconds while the pool has endpoints, or None for the maximum
+    of the settings. A value above that maximum has no effect.
     """
     answer_within_s: Seconds | None = None
     """Seconds after which the gateway ends the request if it still waits, or None if it does not."""
@@ -88,10 +88,12 @@ class _Flow:
         self.name = name
         self.weight = weight
         self.key = key
-        """Identifier of the flow between pickers."""
+        """Hash that stands for the flow in messages between pickers."""
         self.counter = 0.0
         self.charged_at_s = 0.0
-        """Time of the value of `counter`, if charges decay."""
+        """Time up to which the decay of charges is included in `counter`; without a meaning if
+        charges do not decay.
+        """
         self.tickets: dict[int, Ticket] = {}
         self._heap: list[tuple[float, int]] = []
         """Sort key and number of each ticket; tickets that were removed may still be in it."""
@@ -101,7 +103,9 @@ class _Flow:
         heapq.heappush(self._heap, (key, ticket.number))
 
     def head(self) -> Ticket:
-        """Return the next ticket. The flow must have one."""
+        """Return the waiting ticket of this flow that is served first. The flow must have a waiting
+        ticket.
+        """
         heap, tickets = self._heap, self.tickets
         while heap[0][1] not in tickets:
             heapq.heappop(heap)
@@ -124,12 +128,12 @@ class Band:
         self._priority = priority
         self._shares = shares or FlowShares()
         self.bytes = 0
-        """Body bytes of all tickets of the band."""
+        """Number of body bytes of the band's waiting tickets."""
         self.counter = 0.0
         """Tokens that the band was charged while bands shared room, divided by its weight."""
         self._flows: dict[str, _Flow] = {}
         self._waiting: dict[str, _Flow] = {}
-        """Flows with a waiting ticket."""
+        """Flows of the band that have a waiting ticket, by name of the flow's queue."""
         self._tickets: OrderedDict[int, Ticket] = OrderedDict()
         """All waiting tickets by number, oldest first."""
         self._counts: dict[str, int] = {}
@@ -209,8 +213,8 @@ class Band:
         self.bytes -= ticket.body_bytes
 
     def _count(self, flow: str, change: int) -> None:
-        """Count a ticket of `flow` that is added or removed, and find the loudest flow again if that
-        one has only half of its tickets left.
+        """Count a ticket of `flow` that is added or removed, and find the flow with most tickets
+        again if the flow that had most has lost half of them.
         """
         counts = self._counts
         count = counts[flow] = counts.get(flow, 0) + change
@@ -293,7 +297,9 @@ class Band:
             self._flows.clear()
 
     def _begin(self, flow: _Flow, now: Seconds) -> None:
-        """Note that `flow` begins to wait."""
+        """Add `flow` to the waiting flows, and raise its counter to the lowest counter among them,
+        or let its charges decay until `now`.
+        """
         if self.settings.fairness is not Fairness.DECAYING_TOKENS:
             counters = [each.counter for each in self._waiting.values()]
             flow.counter = max(flow.counter, min(counters, default=0.0))

@@ -14,7 +14,9 @@ from epp.core.parameters import Parameters
 
 
 class CeilingPolicy(Protocol):
-    """A rule that gives each priority a ceiling."""
+    """A rule that gives each priority a ceiling: the load of an endpoint, as a share of its room,
+    up to which requests of this priority may use it.
+    """
 
     def ceilings(self, saturation: float, priorities: Sequence[int]) -> Mapping[int, float]:
         """Return the ceiling of each of `priorities`, which are those of all bands, highest first.
@@ -56,8 +58,8 @@ class PriorityHoldback(Parameters, frozen=True):
     """Give the highest priority the ceiling `max_ceiling`, the lowest one `min_ceiling`, and others
     ceilings between them.
 
-    They fall by rank, ceiling = max - rank * (max - min) / (N - 1), or by the value of the priority.
-    One band alone has `max_ceiling`.
+    The ceilings fall by rank, ceiling = max - rank * (max - min) / (N - 1), or by the value of the
+    priority. One band alone has `max_ceiling`.
     """
 
     type_name: ClassVar[str] = "priority-holdback-policy"

@@ -24,8 +24,9 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
 
 PLACED_MAX: Final = 64
-"""Maximum number of requests that one call places, and of those whose wait it ends. `next_wake`
-then asks for another call at once, so that a burst does not block the event loop.
+"""Maximum number of waiting requests that one call places, and maximum number that one call refuses
+because they have waited too long. `next_wake` then asks for another call at once, so that a burst
+does not block the event loop.
 """
 HEADS_MAX: Final = 16
 """Maximum number of flows of a band whose next request is compared with the gate in one call."""
@@ -68,7 +69,7 @@ class Pool(Protocol):
         ...
 
     def place(self, request: InferenceRequest, now: Seconds) -> object:
-        """Return the decision, or a `Refusal`."""
+        """Place `request` now. Return the decision, or a `Refusal`."""
         ...
 
     def cost_tokens(self, request: InferenceRequest, decision: object) -> float:
@@ -85,7 +86,7 @@ class Pool(Protocol):
 
 
 class Verdict(Struct, frozen=True):
-    """The end of a ticket in flow control."""
+    """The result of a request's wait in flow control: its ticket, and the decision or refusal."""
 
     ticket: Ticket
     result: object
@@ -126,7 +127,9 @@ class FlowControl:
         self._draining = False
         self._rate = DrainRate()
         self._again_at_s: Seconds | None = None
-        """Time of the last pump if it ended because of `PLACED_MAX`."""
+        """Time of the last pump if it stopped at `PLACED_MAX`, so that another pump is due at once;
+        None otherwise.
+        """
 
     def __repr__(self) -> str:
         return f"<FlowControl [{self.requests} requests wait, {self.bytes} bytes]>"
@@ -383,7 +386,9 @@ class FlowControl:
         return self._pool.admits(ticket.request, now - ticket.enqueued_at_s, now)
 
     def _next_of(self, band: Band, now: Seconds) -> Ticket | None:
-        """Return the first ticket in turn that has room, or None."""
+        """Return the first ticket of `band`, in the order in which its flows take turns, that has
+        room; None if there is none.
+        """
         if not band.requests:
             return None
         for ticket in band.heads(HEADS_MAX, now, self._ranks(now)):
@@ -402,7 +407,9 @@ class FlowControl:
         return None
 
     def _behind(self, band: Band, head: Ticket, now: Seconds) -> Ticket | None:
-        """Return the first ticket in the flow of `head` that has room and another subset, or None."""
+        """Return the first ticket in the flow of `head` that has room and another subset hint than
+        `head`, or None if there is none.
+        """
         full = {head.request.subset}
         for ticket in islice(band.of_flow(head), HEADS_MAX):
             subset = ticket.request.subset
@@ -543,14 +550,16 @@ class FlowControl:
         )
 
     def _add_charges(self, now: Seconds) -> None:
-        """Add what other pickers charged the flows."""
+        """Add the charges that other pickers reported to the flows of every band."""
         if self._shares.fresh:
             charges = self._shares.take_fresh()
             for band in self._bands.values():
                 band.add_charges(charges, now)
 
     def _note_pool(self, now: Seconds) -> None:
-        """Start a new budget for all waiting tickets if the pool became empty, or is no longer."""
+        """Restart the maximum wait of all waiting tickets if the pool became empty, or is no longer
+        empty.
+        """
         empty = self._pool.is_empty(now)
         if empty == self._empty_pool:
             return

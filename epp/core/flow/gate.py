@@ -34,7 +34,9 @@ from epp.core.types import EndpointMetrics, Seconds, Stage
 
 
 class Gate:
-    """The estimate of flow control of how much room the endpoints have."""
+    """An estimate of how many requests the endpoints have room for, and of whether a request must
+    wait.
+    """
 
     def __init__(
         self, settings: FlowSettings, columns: Columns, shares: FlowShares | None = None
@@ -43,19 +45,23 @@ class Gate:
         self.rooms = Rooms(columns, self._shares)
         self._priorities: frozenset[int] = frozenset()
         self._loads_heard = 0
-        """Number of reports of peers at the last look."""
+        """Value of `FlowShares.loads_heard` when the endpoints were last examined."""
         self._spare = NO_SPARE
         self._endpoints = 0.0
-        """Number of open endpoints at the last look, minus what may have been filled since."""
+        """Number of open endpoints when they were last examined, minus those that may be full
+        since.
+        """
         self._open: set[int] = set()
-        """Slots of the open endpoints at the last look, without those that were subtracted."""
+        """Slots of the endpoints that were open when they were last examined, without those that
+        were subtracted from `_endpoints`.
+        """
         self._requests = self._tokens = 0.0
         """Numbers of requests and of tokens of the KV cache that each open endpoint has room for."""
         self.rivalry = Rivalry(settings)
         self.configure(settings)
 
     def configure(self, settings: FlowSettings) -> None:
-        """Apply `settings`; what was learned of endpoints stays."""
+        """Apply `settings`, and keep the room that was learned of each endpoint."""
         self.settings = self.rivalry.settings = settings
         self._endpoints = 0.0
         self._detector: Detector = settings.detector

@@ -23,7 +23,9 @@ sooner if all of it is at the engines.
 
 
 class Rivalry:
-    """The competition of flows and priorities for the endpoints."""
+    """The state from which flow control knows whether requests of several flows or priorities
+    compete for the endpoints, so that a wait in the queue has a use.
+    """
 
     def __init__(self, settings: FlowSettings) -> None:
         self.settings = settings

@@ -68,9 +68,9 @@ class RoomOf(Struct, frozen=True, kw_only=True):
     """The room of one endpoint in numbers, for explanations."""
 
     requests: float
-    """Requests at the endpoint, as far as known."""
+    """Number of waiting and running requests at the endpoint, by the picker's estimate."""
     slots: float
-    """Learned number of slots."""
+    """Number of requests that the engine is assumed to run at once, learned from its pages."""
     queue: float
     """Number of requests that may wait in the engine beside those in its slots."""
     kv_share: float
@@ -146,7 +146,7 @@ class Spare(Struct, frozen=True):
     tokens: float
     """Number of tokens that the KV cache of each has room for; inf if unknown."""
     slots: frozenset[int]
-    """Slots of the pool with these endpoints."""
+    """Slots of the endpoints with room."""
 
 
 NO_SPARE: Final = Spare(0.0, 0.0, 0.0, 0.0, 0.0, frozenset())
@@ -160,10 +160,12 @@ class Rooms:
         self._columns = columns
         self._shares = shares or FlowShares()
         self._reports = 0
-        """Number of reports to peers when `untold` began."""
+        """Value of `FlowShares.reports` when `untold` and `untold_tokens` were last set to 0."""
         self._rows: Floats = np.empty((len(_ROWS), 0))
         self.answer_tokens = float(OUTPUT_TOKENS_ESTIMATE)
-        """Expected number of tokens of an answer."""
+        """Expected number of tokens of an answer, by which the KV cache for a new request is
+        estimated.
+        """
         self._grow()
 
     def __repr__(self) -> str:
@@ -239,7 +241,9 @@ class Rooms:
 
     @property
     def pickers(self) -> int:
-        """Return the number of pickers that use the endpoints, as far as they are heard."""
+        """Return the number of pickers that use the endpoints: this one, and those from which it
+        receives reports.
+        """
         return self._shares.pickers
 
     def divided_requests(self, candidates: Candidates) -> Floats:

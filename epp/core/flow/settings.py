@@ -57,7 +57,7 @@ class BandSettings(Struct, frozen=True, kw_only=True):
 
     requests_max: Annotated[int, Meta(ge=1)] = BAND_REQUESTS_MAX
     bytes_max: Annotated[int, Meta(ge=1)] = BAND_BYTES_MAX
-    """Maximum number of body bytes of waiting requests."""
+    """Maximum number of body bytes of the band's waiting requests."""
     wait_s_max: Annotated[float, Meta(ge=0)] | None = None
     """Maximum wait in seconds while the pool has endpoints; 0 for no limit, or None for that of the
     queue.
@@ -71,7 +71,7 @@ class BandSettings(Struct, frozen=True, kw_only=True):
 
 
 class FlowSettings(Struct, frozen=True, kw_only=True):
-    """Settings of the queue."""
+    """The settings of the picker's queue: its limits, bands, order and measure of load."""
 
     requests_max: Annotated[int, Meta(ge=0)] = 0
     """Maximum number of waiting requests of all bands; 0 for no limit."""
@@ -102,7 +102,9 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     bands: Mapping[int, BandSettings] = field(default_factory=dict)
     """Settings of a band by its priority."""
     default_band: BandSettings = BandSettings()
-    """Settings of bands that `bands` does not name."""
+    """Settings of bands that `bands` does not name; `default_negative_band` may replace it below
+    priority 0.
+    """
     default_negative_band: BandSettings | None = None
     """Settings of bands with a priority below 0 that `bands` does not name, or None for those of
     `default_band`.

@@ -2,7 +2,7 @@
 
 Every picker has a queue of its own. Three things make several queues behave like one:
 
-- Limits are divided by the number of pickers that are heard. A picker whose peers fall silent or
+- Limits are divided by the number of pickers that take part. A picker whose peers fall silent or
   leave has the whole limits, and no share is ever 0.
 - Room is counted with the requests that peers report. Reports come late, so a picker assumes that
   each peer has sent as many requests since its last report as the picker has since its own. Pickers
@@ -44,13 +44,16 @@ class FlowShares:
 
     def __init__(self) -> None:
         self.pickers = 1
-        """Number of pickers that are heard, this one included."""
+        """Number of pickers that take part: this one, and the peers from which it receives reports.
+        """
         self.waiting = 0
         """Number of requests that wait in the queue of this picker."""
         self.reports = 0
         """Number of reports of this picker's load to its peers so far."""
         self.loads_heard = 0
-        """Number of reports so far by which peers may have made room."""
+        """Number of reports received from peers so far after which endpoints may have more room
+        than before.
+        """
         self.fresh: dict[Key, float] = {}
         """Charges by peers that the queue has not added to its flows yet, by key."""
         self._own: OrderedDict[Key, float] = OrderedDict()
@@ -142,7 +145,9 @@ class FlowShares:
         return True
 
     def take_fresh(self) -> dict[Key, float]:
-        """Return the charges by peers since the last call, by key."""
+        """Return the charges that peers reported since the last call, by the key of the flow
+        (`key_of`).
+        """
         found, self.fresh = self.fresh, {}
         return found
 

@@ -22,7 +22,7 @@ class FlowUse(Struct):
     """The requests of one flow that waited and left the queue in a window."""
 
     tokens: float = 0.0
-    """Tokens that the flow was charged."""
+    """Number of tokens that the flow was charged for these requests."""
     requests: int = 0
     waited_s: Seconds = 0.0
     """Sum of the waits of the requests."""

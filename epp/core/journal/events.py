@@ -201,8 +201,7 @@ class Scheduled(_Event, frozen=True, kw_only=True):
     request: int
     """Number of the request among the recorded ones, from 0."""
     slot: int
-    """Slot of the endpoint to which the gateway was told to send the request, or -1 if the request
-    was refused.
+    """Slot of the endpoint that the picker named to the gateway, or -1 if the request was refused.
     """
     decision: int = 0
     """Number of the decision, or 0 if the request was refused."""

@@ -36,7 +36,7 @@ class Transcript:
         self._scraped: dict[int, EndpointMetrics] = {}
         """Last scraped values of each endpoint before adapter names are hashed, by slot."""
         self.decisions = 0
-        """Number of the last decision that was recorded."""
+        """Number of the decision that was recorded last, as the scheduler counts decisions."""
 
     def block_tokens(self, note: Note | None = None) -> int:
         """Return the number of tokens in a block of the requests that follow `note`; if `note` is

@@ -336,7 +336,9 @@ class NoHitLru:
         self.configure(settings)
 
     def configure(self, settings: NoHitLruSettings) -> bool:
-        """Apply `settings`, and drop the endpoints above the new maximum at once. Return True."""
+        """Apply `settings`. If more endpoints are remembered than the new `lru_size`, forget the least
+        recently used ones at once. Return True.
+        """
         self._lru_size = settings.lru_size
         self._fit()
         return True

@@ -60,9 +60,11 @@ class Room(IntEnum):
 
     NONE = 0
     OF_IDLE = 1
-    """Room if idle sessions are paused."""
+    """The endpoint has room if any of its idle sessions are paused."""
     OF_LONG_IDLE = 2
-    """Room if sessions are paused that are idle for longer than `idle_lease_seconds`."""
+    """The endpoint has room if only sessions are paused that are idle for longer than
+    `idle_lease_seconds`.
+    """
     FREE = 3
 
 
@@ -112,16 +114,29 @@ class AgentSessionSettings(Parameters, frozen=True):
         return isinstance(index, AgentSessions) and index.configure(self)
 
 
+class SessionCounts(Struct, frozen=True, kw_only=True):
+    """The agent sessions of one picker."""
+
+    admitted: int
+    """Number of admitted sessions."""
+    tokens: float
+    """Tokens of the KV cache that the admitted sessions need together."""
+    admissions: int
+    """Number of times that a session was admitted, since the start of the picker."""
+    pauses: int
+    """Number of times that a session gave up its room to others, since the start of the picker."""
+
+
 class _Session(Struct, kw_only=True, eq=False):
     tokens: float = 0.0
     slot: int = -1
     """Slot of the endpoint of the last turn; -1 if that endpoint left or restarted."""
     admitted: bool = False
     running: int = 0
-    """Number of requests in flight."""
+    """Number of the session's requests in flight."""
     idle_since_s: Seconds = 0.0
     used_at_s: Seconds = 0.0
-    """Time of the last request."""
+    """Time of the session's last request."""
 
 
 class AgentSessions:
@@ -137,9 +152,12 @@ class AgentSessions:
         self._reported: Floats = np.empty(0)
         """Size in tokens of the KV cache by slot; NaN if the engine did not report it."""
         self._needed: Floats = np.empty(0)
-        """Tokens of the admitted sessions by slot."""
+        """Number of tokens that the admitted sessions of each endpoint need in its KV cache, by
+        slot.
+        """
         self._admitted: Floats = np.empty(0)
-        """Number of admitted sessions by slot."""
+        """Number of sessions admitted at each endpoint, by slot."""
+        self._admissions = 0
         self.paused = 0
         """Number of times that a session gave up its room."""
         self.configure(settings)
@@ -187,6 +205,15 @@ class AgentSessions:
         """Return the tokens of the admitted sessions in `slot`."""
         return self._needed.item(slot) if slot < len(self._needed) else 0.0
 
+    def counts(self) -> SessionCounts:
+        """Return the number and the tokens of the admitted sessions at all endpoints."""
+        return SessionCounts(
+            admitted=int(self._admitted.sum()),
+            tokens=float(self._needed.sum()),
+            admissions=self._admissions,
+            pauses=self.paused,
+        )
+
     # An affinity index.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
@@ -216,6 +243,7 @@ class AgentSessions:
         self._grow(slot + 1)
         session = self._sessions.setdefault(key, _Session())
         self._sessions.move_to_end(key)
+        self._admissions += not session.admitted
         self._leave(key, session)
         size = _size_of(request)
         # Parallel requests of one session may have different histories.

@@ -25,8 +25,8 @@ from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 
 COMPARED_MIN: Final = 3
-"""Minimum number of endpoints whose speeds are compared. Between two, it cannot be told which one
-is the slow one.
+"""Minimum number of endpoints whose speeds are compared. With two endpoints, a comparison does not
+show which one is slow.
 """
 PROBES: Final = 3
 """Number of probe requests that must succeed before an ejected endpoint returns to service. A probe

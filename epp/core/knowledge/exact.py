@@ -398,7 +398,7 @@ class ExactIndex:
         self._apply(changes, place)
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Record that engines serve LoRA adapters with these names."""
+        """Add `names` to the names of LoRA adapters that engines are known to serve."""
         self._names.adapters_told(names)
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int = 0) -> None:
@@ -715,8 +715,8 @@ class ExactIndex:
                 depths[rank] = max(depths.item(rank), min(known.item(number), usable))
 
     def _number_of(self, slot: int, rank: int) -> int:
-        """Return the number under which a rank of `slot` is recorded in the index of decisions for
-        ranks.
+        """Return the number that stands for `rank` of `slot` in the index of decisions for ranks.
+        Assign the next free number if the rank has none.
         """
         placed = self._slot(slot).placed
         number = placed.get(rank)

@@ -59,8 +59,8 @@ class TokenProcessorConfig(Parameters, frozen=True):
 
 
 class TierWeight(Parameters, frozen=True):
-    """The number of blocks, from 0 to 1, as which a cached block in the tier `name` counts in a
-    match.
+    """The weight, from 0 to 1, of a cached block in the tier `name`: a match adds this number for
+    it, instead of 1.
     """
 
     name: Annotated[str, Meta(min_length=1)]
@@ -327,9 +327,9 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
         return found
 
     def weight_of(self, tier: str) -> float:
-        """Return the number of blocks, from 0 to 1, as which a cached block in `tier` counts in a
-        match: the weight in `kvCacheBackendConfigs`, or else 1 for the device and
-        `kvCacheDefaultBackendWeight` for any other tier.
+        """Return the number from 0 to 1 that a match adds for a cached block in `tier`: the weight
+        in `kvCacheBackendConfigs`, or else 1 for the device and `kvCacheDefaultBackendWeight` for
+        any other tier.
         """
         for listed in self.indexer_config.kv_cache_backend_configs:
             if listed.name.lower() == tier:

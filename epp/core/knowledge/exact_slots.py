@@ -38,7 +38,7 @@ class Place:
 
 
 class RankState:
-    """The state of the event stream of one rank."""
+    """The state of the KV event stream of one data-parallel rank."""
 
     __slots__ = ("complete", "counting", "place", "state")
 

@@ -147,8 +147,8 @@ class Lease(Struct, eq=False, gc=False):
     first_output_at_s: Seconds | None = None
     ahead_tokens: float = 0.0
     """Number of uncached prompt tokens that the endpoint had to compute when the request was sent,
-    this request's included. It is the number for an endpoint that prefills at its configured speed,
-    and less if the endpoint is known to be faster.
+    this request's included. The number assumes the endpoint's configured prefill speed. It is never
+    above the ledger's estimate, which is lower if the endpoint was observed to be faster.
     """
     prefill_tokens: float = 0.0
     """Estimate of how many of this request's uncached prompt tokens are still to be computed."""

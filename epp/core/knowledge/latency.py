@@ -74,7 +74,7 @@ _PROMPT_TOKEN_S: Final = 1e-5
 server's front end tokenizes one.
 """
 _CONSTANT_S: Final = 1e-2
-"""Unit in seconds of the constant feature."""
+"""Value in seconds of the feature that is the same for every request."""
 _PARTS: Final = 3
 """Number of features of either kind that are parts of the estimate. The others begin at 0."""
 _FEATURES: Final = 7
@@ -97,13 +97,15 @@ class ExpectedLatency(Struct, frozen=True, eq=False):
     prefill_s: Floats
     """Time to prefill the request's own prompt, and to load its adapter."""
     step_s: Floats
-    """Time of a decode step without any context."""
+    """Time of a decode step if its requests had no context."""
     context_s: Floats
     """Time that the context in flight adds to a decode step, the request's own included."""
 
 
 class LatencyEstimator(Protocol):
-    """The source of estimates, such as `added-time-scorer`."""
+    """The source of the estimates with which predictions of latency begin, such as
+    `added-time-scorer`.
+    """
 
     def expected_latency(
         self, request: InferenceRequest, candidates: Candidates, /
@@ -174,7 +176,8 @@ class LatencyErrors(Struct, frozen=True):
     """The median relative errors of one kind of prediction at one endpoint; NaN if unknown."""
 
     observed: int
-    """Number of observations so far."""
+    """Number of observed times with which predictions of this kind were compared at the endpoint.
+    """
     estimate: float
     learned: float
     used: str
@@ -343,7 +346,7 @@ class Predicted(Struct, frozen=True, eq=False):
     ttft_learned_s: Floats
     tpot_learned_s: Floats
     affinity: Affinity
-    """The columns that plugins read, by slot."""
+    """The predictions as columns by slot, which plugins read."""
 
     def at(self, slot: int) -> PlacedPrediction | None:
         """Return the prediction for the endpoint in `slot`, or None if it was no candidate."""

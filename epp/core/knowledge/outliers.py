@@ -111,7 +111,7 @@ class Outlier(Struct, frozen=True, kw_only=True):
     to 1; NaN if there were too few answers.
     """
     since_s: Seconds = -math.inf
-    """Time at which the endpoint became an outlier."""
+    """Time since which the endpoint has been an outlier."""
 
 
 class _Average:
@@ -519,8 +519,9 @@ class Outliers:
             record.duration.add(log, now)
 
     def _evaluate(self, now: Seconds) -> None:
-        """Compare each endpoint's times with the median of all, by first outputs and by durations,
-        and eject the slow endpoints.
+        """Compare each endpoint's average duration, and its average time to the first output, with
+        the median of all endpoints. Eject the slow endpoints, unless so many are slow in one of the
+        two times that they are a kind of their own.
         """
         slow: set[int] = set()
         compared: dict[int, float] = {}

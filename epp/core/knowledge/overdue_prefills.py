@@ -59,7 +59,9 @@ class OverduePrefills:
         )
 
     def of(self, slot: int) -> dict[tuple[int, int], int]:
-        """Return the number of overdue prefills of the pairs that the endpoint in `slot` is in."""
+        """Return the number of overdue prefills in which the endpoint in `slot` takes part, as the
+        prefill or as the decode endpoint.
+        """
         return {pair: count for pair, count in self.by_pair.items() if slot in pair}
 
     def forget(self, slot: int) -> None:

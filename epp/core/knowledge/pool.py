@@ -21,8 +21,9 @@ FAILURES_BEFORE_SET_ASIDE: Final = 2
 endpoint is set aside, that is, gets no requests.
 """
 UNUSUAL_SPELLINGS_FREE: Final = 256
-"""Number of entries of a subset hint, in addition to two per endpoint, that are parsed because they
-are spelt differently from the pool's addresses. Later such entries match no endpoint.
+"""Maximum number of entries of one subset hint, in addition to two per endpoint of the pool, that
+are parsed because they equal no known spelling of an endpoint's address. Later entries of this kind
+match no endpoint, even if they are another spelling of an address.
 """
 UPSTREAM_FAILURES: Final = frozenset({502, 503, 504})
 SET_ASIDE_UNSCRAPED_S: Final = 10.0
@@ -421,6 +422,8 @@ class EndpointPool:
             else:
                 until_s = min(until_s, due_s)
         self._ready = np.array(ready, dtype=np.int64)
+        in_order = ready == list(range(len(ready)))
+        self.columns.first_slots = self._ready if in_order else None
         self._ready_until_s = until_s
         self.columns.observed_since_s = -math.inf
 

@@ -26,24 +26,30 @@ Counter: TypeAlias = Callable[[int], float | None]
 class _Refused(Struct, frozen=True):
     slots: tuple[int, ...]
     counts: tuple[float | None, ...]
-    """Counter of each endpoint when the response came."""
+    """Number of refusals by each endpoint of `slots` on its last page when the response came, or
+    None if unknown.
+    """
     sent_at_s: Seconds
     at_s: Seconds
 
 
 class Judged(Struct, frozen=True):
-    """A response 503 after its endpoints' pages came."""
+    """The result of examining a response 503 from several endpoints, once their next metrics pages
+    came.
+    """
 
     slots: tuple[int, ...]
-    """Slots of the endpoints that served the request."""
+    """Slots of the endpoints that served the refused request together."""
     full: tuple[int, ...]
     """Slots of those that refused requests meanwhile; () if one of the endpoints failed."""
     sent_at_s: Seconds
-    """Time at which the request was sent."""
+    """Time at which the refused request was sent to its endpoints."""
 
 
 class RefusedPairs:
-    """The responses 503 that wait for pages, oldest first."""
+    """The responses 503 of requests that several endpoints served, oldest first, each until the
+    next metrics pages of its endpoints come.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[_Refused] = deque(maxlen=WAITING_MAX)

@@ -8,7 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 _Floats = npt.NDArray[np.float64]
+HELD_UP_MAX: Final = 10.0
+"""Maximum number of waiting requests at an endpoint that count as delayed by a request's memory. In
+deep overload every request waits anyway. Counting all of them would pin prompts to an endpoint
+whose queue never ends.
+"""
+
 _ONE: Final = np.ones(())
+_HELD_UP_MAX: Final = np.array(HELD_UP_MAX)
 
 
 class RequestLoad:
@@ -19,8 +26,9 @@ class RequestLoad:
     """
 
     __slots__ = (
-        *("_reported", "_waiting"),
-        *("context_tokens", "requests", "unseen", "unseen_waiting", "waiting_share"),
+        *("_kv_used_tokens", "_reported", "_scaled", "_waiting"),
+        *("context_tokens", "held_up", "requests", "unseen", "unseen_waiting"),
+        *("waiting_kv_tokens", "waiting_share"),
     )
 
     def __init__(
@@ -29,25 +37,48 @@ class RequestLoad:
         waiting: _Floats,
         inflight: _Floats,
         context_tokens: _Floats,
+        kv_used_tokens: _Floats,
         *,
         waits: bool,
     ) -> None:
         """Compute the arrays from the requests that engines report, the part of them that waits,
-        the requests in flight, and their prompt tokens. `waits` is True if any request waits.
+        the requests in flight, and their prompt tokens. `kv_used_tokens` are the tokens in memory.
+        `waits` is True if any request waits.
         """
         self._reported, self._waiting = reported, waiting
+        self._kv_used_tokens = kv_used_tokens
+        self._scaled: tuple[_Floats, _Floats, _Floats] | None = None
         self.context_tokens = context_tokens
         self.requests: _Floats = np.fmax(reported, inflight)
         """Number of reported requests, or of requests in flight if that is greater."""
         self.unseen: _Floats = self.requests - inflight
-        """Number of requests that others sent."""
+        """Number of requests at each candidate that other clients of the engine sent, not this
+        picker.
+        """
         self.waiting_share: _Floats | None = None
         """Share of the requests that wait, or None if none waits at any candidate."""
         self.unseen_waiting: _Floats | None = None
         """Product of `unseen` and `waiting_share`, or None if none waits."""
+        self.waiting_kv_tokens: _Floats | None = None
+        """Product of the tokens in memory and `waiting_share`, or None if none waits."""
+        self.held_up: _Floats | None = None
+        """Number of waiting requests, at most `HELD_UP_MAX`, or None if none waits."""
         if waits:
             self.waiting_share = waiting / np.fmax(self.requests, _ONE)
             self.unseen_waiting = self.unseen * self.waiting_share
+            self.waiting_kv_tokens = kv_used_tokens * self.waiting_share
+            self.held_up = np.fmin(waiting, _HELD_UP_MAX)
+
+    def scaled(self, factor: _Floats, offset: _Floats) -> _Floats:
+        """Return `requests` times `factor` plus `offset`, both of shape (). The result is kept for
+        the same two objects.
+        """
+        kept = self._scaled
+        if kept is None or kept[0] is not factor or kept[1] is not offset:
+            scaled = self.requests * factor
+            scaled += offset
+            kept = self._scaled = factor, offset, scaled
+        return kept[2]
 
     def recount(self, at: int, inflight: int, context_tokens: int) -> None:
         """Set the requests in flight and their prompt tokens of the candidate at position `at`."""
@@ -56,7 +87,15 @@ class RequestLoad:
         self.context_tokens[at] = context_tokens
         self.requests[at] = requests
         self.unseen[at] = unseen = requests - inflight
-        if self.waiting_share is not None and self.unseen_waiting is not None:
+        if self._scaled is not None:
+            factor, offset, scaled = self._scaled
+            scaled[at] = requests * factor.item() + offset.item()
+        if (
+            self.waiting_share is not None
+            and self.unseen_waiting is not None
+            and self.waiting_kv_tokens is not None
+        ):
             share = self._waiting.item(at) / max(1.0, requests)
             self.waiting_share[at] = share
             self.unseen_waiting[at] = unseen * share
+            self.waiting_kv_tokens[at] = self._kv_used_tokens.item(at) * share

@@ -38,13 +38,13 @@ class TopologyLabels(Parameters, frozen=True):
     """
 
     hostname: str = "kubernetes.io/hostname"
-    """Label that names the host."""
+    """Key of the label whose value names the host of an endpoint."""
     rack: str = "topology.kubernetes.io/rack"
-    """Label that names the rack."""
+    """Key of the label whose value names the rack of an endpoint."""
     zone: str = "topology.kubernetes.io/zone"
-    """Label that names the zone."""
+    """Key of the label whose value names the zone of an endpoint."""
     region: str = "topology.kubernetes.io/region"
-    """Label that names the region."""
+    """Key of the label whose value names the region of an endpoint."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -202,8 +202,8 @@ class Mirror:
         offset minus the hash of a step is the value of `_end` for a block that ends with that step.
         """
         self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
-        """Number of blocks as which `len` counts a block with a tail, because of the memory of its
-        tokens.
+        """Number that `len` adds for one block with a tail, instead of 1 for a block without. It is
+        higher because the tail's tokens use memory too.
         """
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
         """Runs of blocks whose parent is unknown, by the engine's hash of the parent, oldest first.

@@ -85,7 +85,7 @@ class Stored(Struct, frozen=True, gc=False):
     """An event: the engine stored a run of consecutive blocks of one prompt."""
 
     hashes: list[int]
-    """Engine's hashes of the blocks, 64 bits each."""
+    """Hashes by which the engine names the blocks, 64 bits each."""
     parent: int | None = None
     """Engine's hash of the block before the first, or None if the run starts a prompt."""
     tokens: bytes = b""

@@ -126,8 +126,9 @@ class StreamCounts(Struct):
     frame, so that it is implausible.
     """
     restarts: int = 0
-    """Number of restarts of the engine that were noticed: its counter of frames started again, or
-    its process changed.
+    """Number of times that the stream's state was reset because the engine restarted or was assumed
+    to have restarted: its process changed, a frame had an earlier number, two frames in a row had
+    implausible numbers, or no scrape confirmed a reconnection in time.
     """
     replays: int = 0
     replays_vain: int = 0

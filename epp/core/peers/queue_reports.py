@@ -16,8 +16,8 @@ class QueueReports:
         """True if requests waited in the queue when the last frame was sent."""
 
     def collect(self, *, whole: bool) -> bool:
-        """Collect what the next frame reports; `whole` for all charges instead of the new ones.
-        Return whether anything is new.
+        """Collect the charges that the next frame reports: all if `whole`, else those that changed.
+        Return whether there are any, or whether requests began or ceased to wait.
         """
         shares = self._shares
         # Peers learn the load of this picker from the same frames.
@@ -26,7 +26,9 @@ class QueueReports:
         return bool(self._charges) or self._waited != (shares.waiting > 0)
 
     def added_to(self, frame: Frame) -> Frame:
-        """Return `frame` with what was collected."""
+        """Return a copy of `frame` with the charges that `collect` collected, and whether requests
+        wait in this picker's queue.
+        """
         self._waited = self._shares.waiting > 0
         return structs.replace(frame, charges=self._charges, waits=self._waited)
 
@@ -46,5 +48,5 @@ class QueueReports:
         self._shares.forget(origin)
 
     def count(self, peers: int) -> None:
-        """Note the number of peers that are heard."""
+        """Record the number of peers from which this picker receives reports."""
         self._shares.pickers = 1 + peers

@@ -26,7 +26,9 @@ AGAIN_BYTES_PER_OUTGOING: Final = 64 * 1024
 each peer.
 """
 RANGES_MAX: Final = 64
-"""Maximum number of gaps of one peer that are remembered; above it the oldest are given up."""
+"""Maximum number of gaps in the frames of one peer whose frames are still requested; the oldest are
+dropped when there are more.
+"""
 RANGE_FRAMES_MAX: Final = KEPT_FRAMES_MAX
 """Maximum number of frames requested of one gap, from its end; no sender stores more."""
 RANGES_ASKED_MAX: Final = 16
@@ -134,8 +136,8 @@ class MissedFrames:
         return False
 
     def asked(self) -> tuple[list[tuple[int, int]], bool]:
-        """Return the ranges of frame numbers to request now as (first, last), and whether others
-        were given up after `ASKS_MAX` requests.
+        """Return the ranges of frame numbers to request now as (first, last), and whether other
+        ranges were dropped after `ASKS_MAX` requests in vain.
         """
         lasting = [gap for gap in self._gaps if gap.asks < ASKS_MAX]
         given_up = len(lasting) < len(self._gaps)

@@ -10,6 +10,7 @@ blocks (design D4).
 import sys
 from array import array
 from collections import OrderedDict
+from functools import lru_cache
 from struct import Struct, iter_unpack
 from typing import Final
 
@@ -28,17 +29,32 @@ SEGMENTED_BYTES_MIN: Final = 2 * SEGMENT_BYTES
 SEGMENTS_MAX: Final = 8_192
 """Maximum number of segments whose hashes are cached: 128 MB of prompts in about 7 MB."""
 
+SEEDS_MAX: Final = 256
+"""Maximum number of seeds that are kept by the texts from which they are computed."""
+SEED_CHARACTERS_MAX: Final = 512
+"""Number of characters of a model and a cache salt up to which their seed is kept, because a client
+may send any text.
+"""
 
 _LENGTH: Final = Struct("<Q").pack
 
 
 def chain_seed(api: str, model: str, cache_salt: str) -> int:
     """Return the 64-bit seed with which the first block of a prompt is hashed."""
+    if len(model) + len(cache_salt) > SEED_CHARACTERS_MAX:
+        return _seed(api, model, cache_salt)
+    return _kept_seed(api, model, cache_salt)
+
+
+def _seed(api: str, model: str, cache_salt: str) -> int:
     parts: list[bytes] = []
     for part in (api, model, cache_salt):
         encoded = part.encode("utf-8", "surrogatepass")
         parts += (_LENGTH(len(encoded)), encoded)
     return xxhash.xxh64_intdigest(b"".join(parts))
+
+
+_kept_seed: Final = lru_cache(maxsize=SEEDS_MAX)(_seed)
 
 
 def hash_blocks(

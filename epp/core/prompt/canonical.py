@@ -85,8 +85,8 @@ FIELDS_EACH: Final = 3
 end.
 """
 _FIELDS_PER_MEMBER: Final = 8
-"""Number of fields as which a member of a media part counts, because it takes as much time as
-these. It adds no field itself.
+"""Number of empty fields that are added for each member of a media part, which takes as much time
+as these. The number of fields of a prompt is limited.
 """
 
 MEDIA_ITEMS_MAX: Final = 256

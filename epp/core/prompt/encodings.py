@@ -29,8 +29,8 @@ ms at 250 MB/s, the speed of the slowest decoder.
 CALL_BYTES_MAX: Final = 64 * 1024
 """Maximum number of decoded bytes that one call of a decoding library may return."""
 CALL_BYTES_COUNTED_MIN: Final = 32 * 1024
-"""Minimum number of bytes as which a call of a decoding library counts in its turn of the event
-loop, even if it returns fewer.
+"""Number of bytes that each call of a decoding library adds at least to the bytes decoded in this
+turn of the event loop, even if the call returns fewer.
 """
 INPUT_BYTES_MAX: Final = 16 * 1024
 """Maximum number of encoded bytes passed to one call of a decoding library, because hostile input

@@ -22,8 +22,8 @@ BYTES_PER_PIECE: Final = 48
 plain message has five pieces, so 16,000 short messages are always accepted.
 """
 PIECES_PER_FRACTION: Final = 4
-"""Number of pieces as which a number with a point or an exponent counts, because it takes as long
-to decode as these.
+"""Number of pieces that a JSON number with a point or an exponent adds to the count of a body's
+pieces, because it takes as long to decode as these.
 """
 DIGITS_MAX: Final = 255
 """Maximum number of consecutive digits outside texts. The time to decode an integer grows with the

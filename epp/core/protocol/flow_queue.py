@@ -26,7 +26,7 @@ from epp.core.flow.control import FlowControl, Verdicts
 from epp.core.flow.eviction import Running
 from epp.core.flow.settings import HELD_BY_PLUGINS, Fairness, FlowSettings
 from epp.core.flow.uses import FlowUses
-from epp.core.knowledge.agent_sessions import AgentSessions, Standing
+from epp.core.knowledge.agent_sessions import AgentSessions, SessionCounts, Standing
 from epp.core.knowledge.inflight import OUTPUT_TOKENS_ESTIMATE, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import FIRST_TOKEN_HEADERS, FLOW_HEADERS, TTL_HEADER, first_of
@@ -49,7 +49,7 @@ Result: TypeAlias = Decision | Refusal
 
 
 class Waker(Protocol):
-    """Calls `FlowQueue.pump` later."""
+    """A timer that calls `FlowQueue.pump` after the present event or at a given time."""
 
     def soon(self) -> None:
         """Call `pump` once after the present event; repeated calls before that have no effect."""
@@ -68,11 +68,11 @@ class FlowTotals(Struct):
     waits: Counter[tuple[State, int]]
     """Number of requests that waited, by state and priority."""
     waited_s: dict[tuple[State, int], Seconds]
-    """Sum of their waits in seconds."""
+    """Sum of the waits of the requests that waited, in seconds, by state and priority."""
 
 
 class WaitingFlow(Struct, frozen=True):
-    """The waiting requests of one flow of a band."""
+    """The number of waiting requests of one flow of a band, for operators."""
 
     flow: str
     """Id of the flow, or "" for the requests without one."""
@@ -81,7 +81,7 @@ class WaitingFlow(Struct, frozen=True):
 
 
 class BandSnapshot(Struct, frozen=True):
-    """The waiting requests of one priority."""
+    """The state of a band for one metrics page: its waiting requests, their flows and waits."""
 
     priority: int
     requests: int
@@ -103,10 +103,16 @@ class QueueSnapshot(Struct, frozen=True):
     """Mean load of the endpoints of the fullest stage, or None without a gate."""
     evicted: Mapping[int, int] = field(default_factory=dict)
     """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
+    agents: SessionCounts | None = None
+    """Agent sessions, or None if the queue does not admit sessions."""
+    agents_waiting: int = 0
+    """Number of agent sessions with a waiting request; requests without a session count as one."""
 
 
 class Place:
-    """The place of one request in the queue."""
+    """The place of one request that waits in the queue. The session keeps it until the request has
+    a verdict.
+    """
 
     __slots__ = ("_queue", "_resume", "ticket", "why")
 
@@ -234,7 +240,9 @@ class FlowQueue:
         self._owed = [entry for entry in self._owed if entry[0] is not place]
 
     def pump(self, now: Seconds) -> None:
-        """Place what has room, refuse what has waited too long, and resume both."""
+        """Place waiting requests that have room, refuse those that have waited too long, and resume
+        the sessions of both.
+        """
         # A request that is resumed may end another one, and the waker may be called from there.
         if self._pumping:
             self._waker.soon()
@@ -325,7 +333,8 @@ class FlowQueue:
         totals = FlowTotals(outcomes, self.totals.waits, self.totals.waited_s)
         evicted = dict(self.control.evictions.evicted)
         saturation = None if gate is None else self._pool.saturation(_ANY_REQUEST, now)
-        return QueueSnapshot(totals, bands, saturation, evicted)
+        agents = sum(band.flows for _, band in self.control.bands() if band.of_agents)
+        return QueueSnapshot(totals, bands, saturation, evicted, self._pool.agents(), agents)
 
     def waiting_flows(self, now: Seconds) -> dict[int, list[WaitingFlow]]:
         """Return the flows with most waiting requests of each band, by priority. Each band has at
@@ -405,7 +414,7 @@ class FlowQueue:
         )
 
     def _rest(self, now: Seconds) -> None:
-        """Set when the queue is pumped again."""
+        """Set the time at which the waker calls `pump` next, or none if no request waits."""
         if not self.control.requests:
             self._scheduler.changed = None
             if self._scheduler.state.gate is not None:
@@ -442,7 +451,7 @@ def _milliseconds(text: str) -> Seconds | None:
 
 
 class _SchedulerPool:
-    """The scheduler as flow control sees it."""
+    """The `Pool` of flow control, backed by a scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -457,6 +466,11 @@ class _SchedulerPool:
         """Return the agent session of `request`, or "" if it names none."""
         sessions = self._sessions
         return "" if sessions is None else sessions.session_of(request)
+
+    def agents(self) -> SessionCounts | None:
+        """Return the agent sessions, or None if none are admitted."""
+        sessions = self._sessions
+        return None if sessions is None else sessions.counts()
 
     def fits_session(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether a new request need not wait for the admission of its agent session."""

@@ -187,7 +187,7 @@ class _Page:
         self.client = client
         self.account = account
         self.failures = 0
-        """Number of consecutive failed fetches of this page."""
+        """Number of fetches of this page that failed in a row, up to the last one."""
         self.problem = ""
         """Problem of the last fetch of this page, or "" if it succeeded."""
         self.told = PageContent()

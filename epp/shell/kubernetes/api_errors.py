@@ -20,10 +20,12 @@ class ApiFailure(StrEnum):
     exist.
     """
     CONFLICT = "conflict"
-    """HTTP status 409: another client wrote the object since the picker read it."""
+    """Kind of a failure with HTTP status 409: another client wrote the object since the picker read
+    it.
+    """
     THROTTLED = "throttled"
     SERVER = "server"
-    """HTTP status 5xx: the API server failed."""
+    """Kind of a failure with HTTP status 5xx: an error inside the API server."""
     STATUS = "status"
     """An HTTP status other than 2xx for which there is no kind of its own."""
     UNREACHABLE = "unreachable"

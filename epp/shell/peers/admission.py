@@ -40,7 +40,9 @@ class Admission:
 
     def __init__(self, *, has_secret: bool) -> None:
         self.hosts: frozenset[str] = frozenset()
-        """IP addresses of the known replicas."""
+        """IP addresses of the replicas that this process knows. Without a secret, only these and
+        this machine may connect.
+        """
         self.newcomers: list[Newcomer] = []
         """Connections that have not authenticated yet, oldest first."""
         self._has_secret = has_secret

@@ -77,7 +77,7 @@ class PeersSnapshot(Struct, frozen=True, kw_only=True):
     """Statistics about the peers of this replica, as shown on its metrics page."""
 
     known: int
-    """Number of known addresses of other replicas."""
+    """Number of other replicas whose addresses are known."""
     frames: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Number of frames by direction and outcome, as in `Traffic.frames`."""
     bytes_sent: int = 0

@@ -11,7 +11,11 @@ from epp.core.knowledge.request_load import RequestLoad
 from epp.core.prompt.request import InferenceRequest
 from epp.testing.builders import candidates
 
-ARRAYS = ("context_tokens", "requests", "unseen", "unseen_waiting", "waiting_share")
+ARRAYS = (
+    *("context_tokens", "held_up", "requests", "unseen", "unseen_waiting"),
+    *("waiting_kv_tokens", "waiting_share"),
+)
+FACTOR, OFFSET = np.array(0.3), np.array(3.1)
 COUNTS = st.integers(0, 9)
 
 
@@ -27,6 +31,7 @@ def reported(waiting, running):
 def columns_of(made: Candidates) -> Columns:
     columns = made._columns
     columns.kv_capacity_tokens[:] = 1_000.0
+    columns.first_slots = made._slot
     return columns
 
 
@@ -37,12 +42,14 @@ def computed(made: Candidates) -> RequestLoad:
         load.waiting_requests,
         made.inflight_requests.astype(np.float64),
         made.inflight_context_tokens.astype(np.float64),
+        load.kv_used_tokens,
         waits=load.waits,
     )
 
 
 def same(left: RequestLoad, right: RequestLoad) -> bool:
-    return all(
+    scaled = [one.scaled(FACTOR, OFFSET) for one in (left, right)]
+    return np.array_equal(*scaled) and all(
         np.array_equal(getattr(left, name), getattr(right, name))
         if getattr(left, name) is not None
         else getattr(right, name) is None

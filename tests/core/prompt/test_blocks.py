@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from epp.core.prompt import blocks
 from epp.core.prompt.blocks import (
     HASH_BYTES,
+    SEED_CHARACTERS_MAX,
     SEGMENT_BYTES,
     SEGMENTED_BYTES_MIN,
     KnownSegments,
@@ -78,6 +79,16 @@ def test_prompts_share_exactly_the_blocks_before_their_first_difference(
 def test_seeds_differ_wherever_a_part_differs(one, two):
     """API kind, model and salt cannot be shifted into each other, whatever they contain."""
     assert (chain_seed(*one) == chain_seed(*two)) == (one == two)
+
+
+@pytest.mark.parametrize("length", [SEED_CHARACTERS_MAX, SEED_CHARACTERS_MAX + 1])
+def test_a_seed_is_the_same_whether_it_is_kept_or_not(length):
+    salt = "s" * length
+    first = chain_seed("chat", "", salt)
+    assert chain_seed("chat", "", salt) == first
+    texts = (b"chat", b"", salt.encode())
+    joined = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+    assert first == xxhash.xxh64_intdigest(joined)
 
 
 @pytest.mark.parametrize("prompt", [b"", b"abc"])

@@ -12,6 +12,7 @@ from epp.core.flow.bands import State
 from epp.core.flow.control import PLACED_MAX
 from epp.core.flow.detectors import ConcurrencyDetector, RoomDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
+from epp.core.knowledge.agent_sessions import SessionCounts
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.flow_queue import FLOWS_SHOWN, FlowQueue, Place
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
@@ -504,3 +505,25 @@ def test_a_light_flow_that_waits_as_long_as_a_heavy_one_is_shown():
     assert picker.queue.snapshot(6.0).bands[0].light_wait_ratio is None
     ratios = {band.priority: band.light_wait_ratio for band in picker.queue.snapshot(61.0).bands}
     assert ratios[0] == pytest.approx(5.0 / 3.0)
+
+
+def test_agent_sessions_are_counted():
+    """Admitted ones with their tokens, those that wait, and how often either changed."""
+    picker = AgentPicker()
+    assert Picker().queue.snapshot(0.0).agents is None
+    picker.turn("a1", 900)
+    picker.turn("b1", 800)
+    for name in ("c1", "c2", "d1"):
+        assert isinstance(picker.turn(name, 300, 1.0), Place)
+    told = picker.queue.snapshot(1.0)
+    assert told.agents == SessionCounts(admitted=2, tokens=1_700.0, admissions=2, pauses=0)
+    assert told.agents_waiting == 2
+    picker.end("b1", 2.0)
+    picker.turn("b2", 850, 3.0)
+    told = picker.queue.snapshot(3.0)
+    assert (told.agents.tokens, told.agents.admissions) == (1_750.0, 2), "b stays admitted"
+    picker.end("b2", 4.0)
+    picker.queue.pump(9.0)
+    told = picker.queue.snapshot(9.0)
+    assert told.agents.pauses == 1, "c and d have the room of b"
+    assert (told.agents.admitted, told.agents.admissions, told.agents_waiting) == (3, 4, 0)

@@ -81,6 +81,7 @@ SEEN_OF_CANDIDATES = {
     "adapter_state": "metrics page",
     "adapters_reported": "metrics page",
     "prefill_alike": "configuration",
+    "common_prefill_tokens_per_s": "configuration",
     "endpoints": "discovery",
     "labels": "discovery",
     "labelled": "discovery",

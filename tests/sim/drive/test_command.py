@@ -168,7 +168,10 @@ def test_a_file_of_headers_is_not_quoted(trace, tmp_path, capsys):
     (tmp_path / "keys").write_bytes(b"\xffc4n4ry")
     assert drive(trace, "http://127.0.0.1:1", "--header-file", tmp_path / "keys") == 1
     told = capsys.readouterr().err
-    assert told == f"sim: {tmp_path / 'keys'}: expected headers in UTF-8, got the byte 0xff at 0\n"
+    assert (
+        told
+        == f"sim: {tmp_path / 'keys'}: expected one header per line in UTF-8, got the byte 0xff at 0\n"
+    )
 
 
 def test_a_model_that_is_not_served_stops_the_drive(trace, tmp_path, capsys):

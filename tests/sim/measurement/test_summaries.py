@@ -39,7 +39,7 @@ def test_what_is_not_known_is_null_and_what_is_not_asked_for_is_not_there():
     run = filled(RunSummary)
     told = json.loads(as_json(run))
     assert told["hit_rate"] is None
-    assert not {"retries", "rescheduled", "peers", "pool", "traffic"} & set(told)
+    assert not {"retries", "rescheduled", "evicted", "peers", "pool", "traffic"} & set(told)
     assert json.loads(as_json(replace(run, retries=0)))["retries"] == 0
     difference = filled(DifferenceSummary, verdict="better")
     assert "reference" not in json.loads(as_json(difference))

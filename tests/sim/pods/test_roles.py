@@ -31,12 +31,18 @@ def test_roles_are_counted_in_their_order():
         ("decode=0", "'decode=0' has no number of pods"),
         ("decode=-1", "'decode=-1' has no number of pods"),
         ("decode=3,prefill=2", "is 5 pods; expected at most 4"),
-        ("decode=9999999999999999999", "pods; expected at most 4"),
+        ("decode=9999999999999999999", "'decode=9999999999999999999' is more than 4 pods"),
+        ("decode=" + "9" * 5_000, "pods; expected at most 4"),
+        ("decode=0000000000", "has no number of pods above 0"),
     ],
 )
 def test_a_wrong_text_is_an_error(text, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         roles_named(text, pods_max=4)
+
+
+def test_a_count_may_begin_with_zeros():
+    assert roles_named("decode=" + "0" * 5_000 + "2", pods_max=4) == ("decode", "decode")
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,25 @@ def test_the_detailed_result_of_a_benchmark_is_a_trace(trace_of, started):
         list(trace_of([result]))
 
 
-def test_the_lists_of_a_result_must_be_of_one_length(trace_of):
+@pytest.mark.parametrize(
+    ("prompts", "outputs"), [([1, 2], [1]), ([1, 2], []), ([], [1]), ([1], [1, 2])]
+)
+def test_the_lists_of_a_result_must_be_of_one_length(trace_of, prompts, outputs):
     """Otherwise nobody knows which belong together."""
     with pytest.raises(TraceError, match=r"trace:1: Expected input_lens, output_lens, .* of one"):
-        list(trace_of([{"input_lens": [1, 2], "output_lens": [1]}]))
+        list(trace_of([{"input_lens": prompts, "output_lens": outputs}]))
+
+
+def test_an_empty_list_of_times_or_errors_is_none(trace_of):
+    result = {"input_lens": [5], "output_lens": [2], "start_times": [], "errors": []}
+    assert facts(trace_of([result], rate_per_s=2.0)) == [(0, 5, 2)]
+
+
+def test_a_result_without_output_lengths_is_an_error_of_the_command(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    path.write_text('{"input_lens": [1, 2], "output_lens": []}')
+    assert main(["trace", "inspect", str(path)]) == 1
+    assert f"{path}:1: Expected input_lens, output_lens" in capsys.readouterr().err
 
 
 ROWS = st.lists(

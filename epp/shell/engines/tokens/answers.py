@@ -159,8 +159,8 @@ def ids_of(piece: bytes) -> bytes:
 
 
 def too_many(ids: bytes, body: bytes) -> bool:
-    """Return True if a prompt in `body` cannot have as many tokens as `ids` contains, whatever the
-    chat template adds.
+    """Return True if `ids` has more token ids than the request `body` has bytes, by more than
+    `TEMPLATE_TOKENS_MAX`, the assumed maximum that a chat template adds.
     """
     return len(ids) // ID_BYTES > len(body) + TEMPLATE_TOKENS_MAX
 

@@ -380,7 +380,7 @@ class LocalWorker:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the tokenizer process and close its pipes."""
+    """Kill the process that tokenizes prompts, and close its pipes."""
     if process.returncode is None:
         process.kill()
     assert process.stdin is not None, "the process has a pipe"

@@ -58,7 +58,8 @@ class LiveLatency(Struct, frozen=True):
     predicted_s: Seconds | None
     observed_s: Seconds | None
     error: float | None
-    """Median relative error of the better source."""
+    """Median relative error of the better of two sources of predictions, `estimate` and `learned`.
+    """
 
 
 class LiveBand(Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class LiveBand(Struct, frozen=True, kw_only=True):
     flows: int
     oldest_wait_s: Seconds
     most: list[WaitingFlow]
-    """Flows with most waiting requests, most first."""
+    """Flows of the band with most waiting requests, most first."""
 
 
 class LiveEndpoint(Struct, frozen=True, kw_only=True):
@@ -187,7 +188,7 @@ class LivePrefills(Struct, frozen=True, kw_only=True):
     """The requests in flight whose prompt one endpoint computes for another, in the live view."""
 
     prefill: str
-    """Name of the endpoint that prefills."""
+    """Name of the prefill endpoint of the pair."""
     decode: str
     """Name of the endpoint that receives the KV cache and decodes."""
     requests: int
@@ -234,7 +235,7 @@ class Live(Struct, frozen=True, kw_only=True):
     queue: list[LiveBand] | None = None
     """Bands with waiting requests, highest priority first, or None if requests do not wait."""
     evicted_total: int = 0
-    """Number of evicted requests since the start."""
+    """Number of running requests that the queue evicted since the start of the picker."""
 
 
 class LiveView:

@@ -786,6 +786,27 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
     ),
     _sampled(
+        "homing_flow_agent_sessions",
+        "sessions",
+        "Agent sessions by state: admitted, or waiting with a request in the queue. A session may be "
+        "both; waiting requests without a session count as one. Missing without `thunder-agent`.",
+        ("state",),
+    ),
+    _sampled(
+        "homing_flow_agent_tokens",
+        "tokens",
+        "Tokens of the KV caches that the admitted agent sessions need together, as far as this "
+        "picker served them.",
+    ),
+    _sampled(
+        "homing_flow_agent_changes_total",
+        "changes",
+        "Changes of agent sessions, by change: admitted, or paused because a session gave up its room "
+        "to others.",
+        ("change",),
+        "counter",
+    ),
+    _sampled(
         "homing_flow_saturation",
         "ratio",
         "Mean load of the endpoints of the fullest stage as a share of their room; 1 without ready "

@@ -32,6 +32,7 @@ from epp.core.decision.account import Leg, Route
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
+from epp.core.knowledge.agent_sessions import SessionCounts
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.hit_accuracy import ERROR_BOUNDS, ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexStanding
@@ -1156,6 +1157,17 @@ def _add_queue(families: _Families, queue: QueueSnapshot) -> None:
         families["homing_flow_evictions_total"].add_metric([str(priority)], count)
     if queue.saturation is not None:
         families["homing_flow_saturation"].add_metric([], queue.saturation)
+    if queue.agents is not None:
+        _add_agents(families, queue.agents, queue.agents_waiting)
+
+
+def _add_agents(families: _Families, agents: SessionCounts, waiting: int) -> None:
+    sessions, changes = "homing_flow_agent_sessions", "homing_flow_agent_changes_total"
+    families[sessions].add_metric(["admitted"], agents.admitted)
+    families[sessions].add_metric(["waiting"], waiting)
+    families["homing_flow_agent_tokens"].add_metric([], agents.tokens)
+    families[changes].add_metric(["admitted"], agents.admissions)
+    families[changes].add_metric(["paused"], agents.pauses)
 
 
 def _add_tokens(families: _Families, tokens: TokensSnapshot) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.detectors import RoomDetector
 from epp.core.flow.gate import Gate
+from epp.core.flow.rooms import Lead
 from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.knowledge.fullness import FULL
 from epp.core.kv_events.stream import StreamState
+from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, KvTransfers, Seconds
 from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.engines.first_tokens import FirstTokens
@@ -22,6 +24,8 @@ from epp.shell.operators.decisions.endpoint_states import EndpointStates
 _DIGITS: Final = 3
 _COUNTS: Final = ("failed", "expired")
 """Names of the values of `KvTransfers` that count transfers."""
+_ANY_REQUEST: Final = InferenceRequest(request_id="")
+"""Request of the usual priority, for the room of endpoints."""
 _Row: TypeAlias = dict[str, Any]
 
 
@@ -96,7 +100,7 @@ def endpoint_rows(
             ]
             columns[f"{latency}_observed_s"] = [_number(one[latency].observed_s) for one in errors]
     if scheduler.state.gate is not None:
-        columns |= _rooms(scheduler.state.gate, candidates)
+        columns |= _rooms(scheduler.state.gate, candidates, now)
     sources = [kv_events(endpoint) for endpoint in candidates.endpoints]
     if any(sources):
         columns["kv_events"] = [source and _heard(source) for source in sources]
@@ -128,21 +132,23 @@ def endpoint_rows(
     ]
 
 
-def _rooms(gate: Gate, candidates: Candidates) -> dict[str, Sequence[Any]]:
+def _rooms(gate: Gate, candidates: Candidates, now: Seconds) -> dict[str, Sequence[Any]]:
     """Return the columns about the room of each endpoint: its load as a share of its room, and if
     the room is learned, the number of further requests and a sentence.
     """
     detector = gate.settings.detector
-    columns: dict[str, Sequence[Any]] = {
-        "room_load": _rounded(detector.load(candidates, gate.rooms, None))
-    }
-    if isinstance(detector, RoomDetector):
-        rooms = gate.rooms.of(candidates)
-        columns["room_requests"] = [room.more for room in rooms]
-        columns["room"] = [
+    if not isinstance(detector, RoomDetector):
+        return {"room_load": _rounded(detector.load(candidates, gate.rooms, None))}
+    # Prefill tokens limit the room only while flows or priorities compete.
+    lead = Lead(alone=gate.rivalry.is_alone(_ANY_REQUEST, now))
+    rooms = gate.rooms.of(candidates, lead)
+    return {
+        "room_load": [_number(room.load) for room in rooms],
+        "room_requests": [room.more for room in rooms],
+        "room": [
             room.sentence(one.name) for room, one in zip(rooms, candidates.endpoints, strict=True)
-        ]
-    return columns
+        ],
+    }
 
 
 def _number(value: float) -> float | None:

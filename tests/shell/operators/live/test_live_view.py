@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from epp.core.decision.inputs import PoolReplaced, Reconfigured
+from epp.core.decision.scheduler import Decision
 from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.inflight import Outcome
@@ -241,3 +242,25 @@ async def test_the_learned_room_is_told_in_requests_and_a_sentence(seen):
     assert all(one.room_requests > 0 for one in live.endpoints)
     rows = endpoint_rows(scheduler, seen.picker.states, seen.now_s)
     assert rows[0]["room"].startswith("pod-0 has room for")
+
+
+async def test_prefill_tokens_fill_an_endpoint_only_while_flows_compete(seen):
+    """A request without competition is placed although many tokens are pending."""
+    scheduler = seen.picker.scheduler
+    scheduler.take(
+        Reconfigured(structs.replace(scheduler.settings, flow=FlowSettings())), seen.now_s
+    )
+    decision = scheduler.schedule(make_request(prompt_tokens=100_000), seen.now_s)
+    assert isinstance(decision, Decision)
+
+    async def load():
+        live = await seen.look()
+        return next(one.room_load for one in live.endpoints if one.name == decision.endpoint.name)
+
+    assert await load() < 1.0
+    rows = endpoint_rows(scheduler, seen.picker.states, seen.now_s)
+    assert all("has room for" in row["room"] for row in rows)
+    rivalry = scheduler.state.gate.rivalry
+    rivalry.met("first", 0, seen.now_s)
+    assert rivalry.met("second", 1, seen.now_s)
+    assert await load() >= 1.0

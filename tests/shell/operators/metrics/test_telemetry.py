@@ -21,6 +21,7 @@ from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
 from epp.core.decision.stages import Stages
 from epp.core.flow.bands import State
+from epp.core.knowledge.agent_sessions import SessionCounts
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.hit_accuracy import ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexMeasures, IndexStanding
@@ -159,6 +160,8 @@ def snapshot(count=4, **fields):
             ),
             saturation=0.75,
             evicted={-1: 2},
+            agents=SessionCounts(admitted=3, tokens=9_000.0, admissions=8, pauses=5),
+            agents_waiting=4,
         ),
         revision_shares={"a1b2": 0.75},
         roles={

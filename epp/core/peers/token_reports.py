@@ -36,7 +36,7 @@ class TokenReports:
         sent = np.zeros_like(tokens)
         sent[:, : self._sent.shape[1]] = self._sent
         changed = tokens != 0.0 if whole else np.abs(tokens - sent) > _CHANGE_TOKENS
-        told: Bools = changed.any(axis=0)
+        told: Bools = np.asarray(changed.any(axis=0))
         self._sent = np.where(told, tokens, sent)
         slots = told.nonzero()[0][:LOADS_MAX]
         if not len(slots):

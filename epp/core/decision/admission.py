@@ -1,14 +1,27 @@
 """Admission: whether a request may be placed now, or should wait until an endpoint has room."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
 from msgspec import structs
 
 from epp.core.decision.pool_state import PoolState
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.flow.gate import Gate
 from epp.core.knowledge.availability import Available, available
-from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds, Stage
+
+HOLD_FACTOR: Final = 8.0
+"""Longest time that a request waits for a cached prefix while another endpoint has room, divided by
+the prefill time that the prefix saves. It is above 1, because the time of an engine is lost for all
+requests that wait, while others use the room in the meantime.
+"""
+HOLD_S_MAX: Final[Seconds] = 10.0
+"""Longest time in seconds that a request waits for a cached prefix while another endpoint has room."""
+_NONE: Final[Mapping[str, Affinity]] = MappingProxyType({})
 
 
 class Admission:
@@ -58,6 +71,31 @@ class Admission:
                 return False
         return not self.may_hold or not self.holds(request, now)
 
+    def hold_s(self, request: InferenceRequest, now: Seconds) -> Seconds:
+        """Return how long `request` should wait for an endpoint that has no room but more of its
+        prompt cached: `HOLD_FACTOR` times the additional prefill time at an endpoint with room, at
+        most `HOLD_S_MAX`.
+        """
+        state = self._state
+        gate = state.gate
+        if (
+            gate is None
+            or gate.restricts
+            or not self._alone
+            or not gate.keeps_to_room(request, now)
+        ):
+            return 0.0
+        known = state.indexes.joint(request, len(state.pool.columns.endpoints), now)
+        if known is None or not known.matched.any():
+            return 0.0
+        candidates = self._candidates(request, now, {state.settings.prefix: known})
+        is_open = gate.with_room(candidates, request, now)
+        if is_open.all() or not is_open.any():
+            return 0.0
+        prefill_s = candidates.uncached_tokens / candidates.prefill_measured_tokens_per_s
+        saved_s = float(prefill_s[is_open].min() - prefill_s.min())
+        return min(HOLD_FACTOR * saved_s, HOLD_S_MAX)
+
     def saturation(self, request: InferenceRequest, now: Seconds) -> float:
         """Return the mean load of the endpoints of the fullest stage of `request`; 1.0 without
         endpoints or without flow control.
@@ -79,7 +117,10 @@ class Admission:
                 return gate.why_full(
                     candidates, request, lambda slot: pool.endpoint_in(slot).name, now
                 )
-        return "requests before it take the room of the endpoints"
+        return (
+            "requests before it take the room of the endpoints, or a full endpoint has more of its "
+            "prompt cached"
+        )
 
     def of_stages(
         self, request: InferenceRequest, now: Seconds
@@ -106,18 +147,23 @@ class Admission:
         if not self._alone:
             return offered
         candidates = self._state.candidates(offered.with_room, {}, request, now)
-        keep = gate.with_room(candidates, request)
+        keep = gate.with_room(candidates, request, now)
         if keep.all() or not keep.any():
             return offered
         return structs.replace(offered, with_room=offered.with_room[keep])
 
-    def _candidates(self, request: InferenceRequest, now: Seconds) -> Candidates:
+    def _candidates(
+        self,
+        request: InferenceRequest,
+        now: Seconds,
+        affinities: Mapping[str, Affinity] = _NONE,
+    ) -> Candidates:
         """Return the endpoints that may serve `request` now, before any filter."""
         state = self._state
         ready = state.pool.ready(request.subset, now)
         ejection = state.outliers.ejection
         offered = available(ready, state.pool.columns, ejection, state.full, now)
-        return state.candidates(offered.with_room, {}, request, now)
+        return state.candidates(offered.with_room, affinities, request, now)
 
     def _of_role(
         self, profile: SchedulingProfile, request: InferenceRequest, candidates: Candidates

@@ -180,7 +180,7 @@ class Scheduler:
         offered = Available(ready, ready, ready)
         if self.outliers.ejection.masked or self.full.by_slot:
             offered = available(ready, columns, self.outliers.ejection, self.full, now)
-        if state.gate is not None and state.gate.restricts:
+        if state.gate is not None and state.gate.keeps_to_room(request, now):
             offered = self.admission.below_ceiling(state.gate, offered, request, now)
         affinities = self.indexes.match(request, len(columns.endpoints), now)
         request = self._at_this_moment(request, affinities)

@@ -65,6 +65,10 @@ class Ticket(Struct, kw_only=True, eq=False):
     """Seconds after its arrival in which the client expects the first token, or None."""
     state: State = State.NEW
     enqueued_at_s: Seconds = 0.0
+    held_since_s: Seconds | None = None
+    """Time since which the ticket lets others take the room, because an endpoint without room has
+    more of its prompt cached; None if it does not.
+    """
     number: int = 0
     """Position in the order of all tickets that ever waited."""
     ahead: int = 0

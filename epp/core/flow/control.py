@@ -29,7 +29,9 @@ because they have waited too long. `next_wake` then asks for another call at onc
 does not block the event loop.
 """
 HEADS_MAX: Final = 16
-"""Maximum number of flows of a band whose next request is compared with the gate in one call."""
+"""Maximum number of flows of a band whose next request is compared with the gate in one call, and of
+requests behind the first of them that may take the room which it leaves to them.
+"""
 EVICTED_MAX: Final = 16
 """Maximum number of requests that one call evicts."""
 
@@ -51,6 +53,12 @@ class Pool(Protocol):
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether `request` can be placed, because an endpoint that may serve it has room for
         its priority.
+        """
+        ...
+
+    def hold_s(self, request: InferenceRequest, now: Seconds) -> Seconds:
+        """Return how long `request` should wait for an endpoint that has no room but more of its
+        prompt cached than those with room.
         """
         ...
 
@@ -126,6 +134,10 @@ class FlowControl:
         """Time at which the pool became empty or got its first endpoint again."""
         self._draining = False
         self._rate = DrainRate()
+        self._held_until_s: Seconds = math.inf
+        """Time until which no ticket that left room to others in the last pump takes it; inf if none
+        did.
+        """
         self._again_at_s: Seconds | None = None
         """Time of the last pump if it stopped at `PLACED_MAX`, so that another pump is due at once;
         None otherwise.
@@ -201,7 +213,7 @@ class FlowControl:
         """Place waiting tickets while there is room, and return their verdicts."""
         self._note_pool(now)
         self._add_charges(now)
-        self._again_at_s = None
+        self._again_at_s, self._held_until_s = None, math.inf
         verdicts: Verdicts = []
         if self._empty_pool:
             return verdicts
@@ -262,7 +274,7 @@ class FlowControl:
             ends_s.append(max(now, self._limited[0][0]))
         if self.settings.evicts and self.evictions and not self._empty_pool:
             ends_s += self._next_evictions_s(now)
-        end_s = min(ends_s)
+        end_s = min(*ends_s, max(now, self._held_until_s))
         return None if end_s == math.inf else end_s
 
     def settled(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
@@ -361,7 +373,22 @@ class FlowControl:
             return False
         if band.of_agents and not self._admits(ticket, now):
             return False
-        return self._pool.has_room(ticket.request, now)
+        return self._pool.has_room(ticket.request, now) and not self._is_held(ticket, now)
+
+    def _is_held(self, ticket: Ticket, now: Seconds) -> bool:
+        """Return whether `ticket` leaves the room to others, because it waits for an endpoint that
+        has more of its prompt cached.
+        """
+        hold_s = self._pool.hold_s(ticket.request, now)
+        if not hold_s:
+            return False
+        if ticket.held_since_s is None:
+            ticket.held_since_s = now
+        until_s = ticket.held_since_s + hold_s
+        if now >= until_s:
+            return False
+        self._held_until_s = min(self._held_until_s, until_s)
+        return True
 
     def _passes(self, ticket: Ticket, band: Band, priority: int, now: Seconds) -> bool:
         """Return whether the new `ticket` belongs to an admitted agent session and only sessions
@@ -391,6 +418,7 @@ class FlowControl:
         """
         if not band.requests:
             return None
+        held = False
         for ticket in band.heads(HEADS_MAX, now, self._ranks(now)):
             if band.of_agents and not self._admits(ticket, now):
                 if ticket.request.subset is None:
@@ -398,7 +426,14 @@ class FlowControl:
                     return None
                 continue
             if self._pool.has_room(ticket.request, now):
-                return ticket
+                if not self._is_held(ticket, now):
+                    return ticket
+                # To look behind every held request would take long.
+                other = None if held else self._unheld_behind(band, ticket, now)
+                if other is not None:
+                    return other
+                held = True
+                continue
             # The endpoints of its subset are full, which need not hold for others of its flow.
             if ticket.request.subset is not None:
                 other = self._behind(band, ticket, now)
@@ -418,6 +453,17 @@ class FlowControl:
             if self._pool.has_room(ticket.request, now):
                 return ticket
             full.add(subset)
+        return None
+
+    def _unheld_behind(self, band: Band, head: Ticket, now: Seconds) -> Ticket | None:
+        """Return the first ticket in the flow of `head` that may take the room which `head` leaves to
+        it, or None.
+        """
+        for ticket in islice(band.of_flow(head), HEADS_MAX):
+            if ticket is head or not self._pool.has_room(ticket.request, now):
+                continue
+            if not self._is_held(ticket, now):
+                return ticket
         return None
 
     def _evict(self, now: Seconds) -> bool:

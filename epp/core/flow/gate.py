@@ -4,9 +4,10 @@ The gate is open for a request if each stage that it may need has an endpoint th
 than the ceiling of the request's priority. A mean over the pool would hide a full endpoint behind
 idle ones, and an idle one behind full ones.
 
-With learned room and without ceilings, the gate does not restrict the choice of the endpoint. The
-scorers weigh a wait against a cached prefix, and a request that may only go where room is loses its
-prefix. Other detectors and ceilings restrict the choice if the configuration has one stage.
+While requests compete and wait, a decision may only choose an endpoint with room, so that no request
+waits in an engine where none can pass it. Flow control lets a request wait in the queue for an
+endpoint that has its prefix (`Pool.hold_s`). Other detectors and ceilings always restrict the choice.
+All of this needs a configuration with one stage.
 
 Requests wait in the picker so that those of other flows and priorities can pass them. If none can,
 an endpoint has room for more (`epp/core/flow/rivalry`).
@@ -69,7 +70,7 @@ class Gate:
         self._learns = isinstance(settings.detector, RoomDetector)
         self._plain = settings.policy == StaticCeiling()
         self.restricts = not (self._learns and self._plain)
-        """True if a decision without stages may only choose the endpoints of `with_room`."""
+        """True if a detector or a ceiling says which endpoints a decision without stages may choose."""
         self.know_priorities(self._priorities)
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
@@ -99,7 +100,7 @@ class Gate:
         if self.restricts:
             return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
         rivalry = self.rivalry
-        lead = Lead(request.prompt_tokens, rivalry.is_alone(request, now))
+        lead = self._lead(request, now)
         found = self._is_open(offered, request, lead)
         if found:
             rivalry.found_room()
@@ -109,6 +110,14 @@ class Gate:
         # The next request must look again, because it may have to wait.
         self._endpoints = 0.0
         return found
+
+    def _lead(self, request: InferenceRequest, now: Seconds) -> Lead:
+        rivalry = self.rivalry
+        return Lead(
+            prompt_tokens=request.prompt_tokens,
+            alone=rivalry.is_alone(request, now),
+            outranked=rivalry.is_outranked(request, now),
+        )
 
     def _is_open(
         self, offered: list[tuple[Stage | None, Candidates]], request: InferenceRequest, lead: Lead
@@ -129,12 +138,20 @@ class Gate:
         load = self.load(stage, candidates)
         return bool((load < self.ceiling(request, load)).any())
 
-    def with_room(self, candidates: Candidates, request: InferenceRequest) -> Bools:
-        """Return bool[n]: whether each candidate may be chosen for `request`, if the gate restricts
-        decisions.
+    def keeps_to_room(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether a decision for `request` without stages may only choose the endpoints of
+        `with_room`, if there are any.
         """
-        load = self.load(None, candidates)
-        ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
+        rivalry = self.rivalry
+        return self.restricts or (rivalry.holding and not rivalry.is_alone(request, now))
+
+    def with_room(self, candidates: Candidates, request: InferenceRequest, now: Seconds) -> Bools:
+        """Return bool[n]: whether each candidate has room for `request`."""
+        if not self.restricts:
+            load, ceiling = self.rooms.load(candidates, self._lead(request, now)), 1.0
+        else:
+            load = self.load(None, candidates)
+            ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
         found: Bools = load < ceiling
         return found
 
@@ -208,7 +225,7 @@ class Gate:
         if not count:
             return "no endpoint may serve it"
         load = self.load(None, candidates)
-        lead = Lead(request.prompt_tokens, self.rivalry.is_alone(request, now))
+        lead = self._lead(request, now)
         if self._learns:
             load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())

@@ -33,6 +33,9 @@ class Rivalry:
         """True if requests wait in the queue. The queue sets it."""
         self._last: tuple[str, int] | None = None
         """Flow and priority of the last request, or None before the first one."""
+        self._highest = 0
+        """Highest priority of the requests that came before `_highest_until_s`."""
+        self._highest_until_s: Seconds = -math.inf
         self._until_s: Seconds = -math.inf
         """Time until which flows or priorities compete."""
         self._full_since_s: Seconds = math.inf
@@ -43,6 +46,8 @@ class Rivalry:
         with it.
         """
         last, self._last = self._last, (flow, priority)
+        if priority >= self._highest or now >= self._highest_until_s:
+            self._highest, self._highest_until_s = priority, now + RIVALS_S
         if last is None or last == self._last or not self._passes(flow, priority, *last):
             return False
         begins = now >= self._until_s
@@ -54,6 +59,11 @@ class Rivalry:
         settings = self.settings
         priority = request.priority if settings.by_priority else 0
         return now >= self._until_s and settings.band(priority).ordering is Ordering.ARRIVAL
+
+    def is_outranked(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether requests of a higher priority than that of `request` compete with it."""
+        outranked = self.settings.by_priority and request.priority < self._highest
+        return outranked and now < min(self._highest_until_s, self._until_s)
 
     def found_room(self) -> None:
         """Note that a request found room."""

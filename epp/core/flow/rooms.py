@@ -43,6 +43,11 @@ SLOTS_S: Final = 0.5
 """Seconds for which an engine must run the same number of requests and queue others, on page after
 page, before that number is assumed to be its slots. One long step of an engine takes less time.
 """
+KV_OUTRANKED: Final = 0.95
+"""Used share of the KV cache up to which an endpoint has room for a request while requests of higher
+priority compete with it. The rest makes up for answers that become longer than expected, which
+would otherwise leave no room for the next request of higher priority.
+"""
 KV_FULL: Final = 0.9
 """Used share of the KV cache from which a queue may be caused by the cache instead of the slots."""
 INTERVAL_S_MIN: Final = 0.1
@@ -101,8 +106,9 @@ class RoomOf(Struct, frozen=True, kw_only=True):
 class Lead(Struct, frozen=True):
     """The prefill work that may be pending at an endpoint that has room for a request.
 
-    An endpoint needs other work until the request reaches its engine, and the picker learns from
-    the next page that a prompt is computed. With less pending it would idle while requests wait.
+    An endpoint needs other work until the request reaches its engine. The next page tells which
+    prompts are computed, and is half an interval away on average. With less pending it would idle
+    while requests wait. With more, a prompt would wait in the engine for those before it.
     A request that competes with none may as well wait in the engine, as long as the KV cache has
     room for its prompt.
     """
@@ -111,23 +117,25 @@ class Lead(Struct, frozen=True):
     """Length of the prompt of the request; with 0, the limit holds for any length."""
     alone: bool = False
     """True if no other flow or priority competes for the endpoints."""
+    outranked: bool = False
+    """True if requests of higher priority compete, for which a part of the KV cache stays free."""
 
-    def tokens_max(self, speed: Floats, interval_s: Floats) -> Floats:
+    def tokens_max(self, speed: Floats, unseen_s: Floats) -> Floats:
         """Return float64[n]: the most pending tokens, at endpoints that compute `speed` tokens a
-        second and that are scraped each `interval_s` seconds; inf without a limit.
+        second, and of which the picker learns after `unseen_s` seconds; inf without a limit.
         """
         if self.alone:
             return np.full(len(speed), math.inf)
-        found: Floats = speed * (interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        found: Floats = speed * (unseen_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
         return np.maximum(found, 1.0)
 
-    def least_share(self, interval_s: Floats) -> Floats | float:
+    def least_share(self, unseen_s: Floats) -> Floats | float:
         """Return the share of `tokens_max` that holds for a prompt of any length, float64[n] or for
         all endpoints.
         """
         if self.alone:
             return 1.0
-        return interval_s / (interval_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
+        return unseen_s / (unseen_s + ARRIVAL_S_PER_TOKEN * self.prompt_tokens)
 
 
 class Spare(Struct, frozen=True):
@@ -267,7 +275,10 @@ class Rooms:
         cache[np.isnan(cache)] = math.inf
         lasting = (places > 0.0) & (cache > 0.0)
         any_open = bool((lasting & (pending < pending_max)).any())
-        prefill = pending_max * lead.least_share(self._known(candidates)[_INTERVAL]) - pending
+        prefill = (
+            pending_max * lead.least_share(self._unseen_s(self._known(candidates)[_INTERVAL]))
+            - pending
+        )
         is_open = lasting & (prefill > 0.0)
         found = candidates.slot[is_open].tolist()
         if not found:
@@ -314,7 +325,10 @@ class Rooms:
         # Prompts that wait in the engine use none of its cache yet.
         coming = np.maximum(sent_tokens, pending) + growing
         kv = candidates.kv_cache_usage + coming / candidates.kv_capacity_tokens
-        pending_max = lead.tokens_max(candidates.prefill_measured_tokens_per_s, interval_s)
+        unseen_s = self._unseen_s(interval_s)
+        pending_max = lead.tokens_max(candidates.prefill_measured_tokens_per_s, unseen_s)
+        if lead.outranked:
+            kv = kv / KV_OUTRANKED
         peers = self._shares.pickers - 1
         if peers:
             kv = kv + peers * sent_tokens / candidates.kv_capacity_tokens
@@ -345,6 +359,15 @@ class Rooms:
         rows[_RUNNING, slot], rows[_STEADY, slot] = running, steady_s
         if steady_s >= SLOTS_S:
             rows[_SLOTS, slot] = min(running, SLOTS_MAX)
+
+    def _unseen_s(self, interval_s: Floats) -> Floats:
+        """Return float64[n]: for how long each endpoint may compute prompts before this picker knows
+        of it, in seconds. The next page is half an interval of `interval_s` away on average.
+
+        Several pickers divide the limit that follows from it. It is twice as long for them, because
+        a part of it would be less than one prompt.
+        """
+        return interval_s if self._shares.pickers > 1 else interval_s / 2.0
 
     def _speed_ratio(self, candidates: Candidates, requests: Floats) -> Floats:
         """Return float64[n], at least 1: the estimated prefill speed of each candidate divided by

@@ -263,8 +263,14 @@ class Indexes(Mapping[str, AffinityIndex]):
         """Return the number of blocks of `request` that the endpoint in `slot` is estimated to have
         cached. `slots` is the number of slots.
         """
-        known = self.join(self.match(request, slots, now, names=self._filling))
+        known = self.joint(request, slots, now)
         return 0 if known is None else int(known.matched[slot])
+
+    def joint(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity | None:
+        """Return how much of `request` each slot in `range(slots)` has cached by the indexes whose
+        match becomes `matched_blocks`, or None if there is none.
+        """
+        return self.join(self.match(request, slots, now, names=self._filling))
 
     @property
     def _filling(self) -> tuple[str, ...]:

@@ -462,6 +462,9 @@ class _SchedulerPool:
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
         return self._scheduler.admission.has_room(request, now)
 
+    def hold_s(self, request: InferenceRequest, now: Seconds) -> Seconds:
+        return self._scheduler.admission.hold_s(request, now)
+
     def session_of(self, request: InferenceRequest) -> str:
         """Return the agent session of `request`, or "" if it names none."""
         sessions = self._sessions

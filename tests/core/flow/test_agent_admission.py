@@ -41,6 +41,9 @@ class Pods:
     def has_room(self, asked, now):
         return self.is_open
 
+    def hold_s(self, asked, now):
+        return 0.0
+
     def ranks(self, tickets, now):
         return [
             self.admission.rank(self.index.standing(one.request), now - one.enqueued_at_s)

@@ -39,6 +39,7 @@ class Endpoints:
         self.slots = list(slots)
         self.used = [0] * len(slots)
         self.placed = []
+        self.hold_s_of = {}
 
     def is_empty(self, now):
         return not self.slots
@@ -49,6 +50,9 @@ class Endpoints:
 
     def has_room(self, asked, now):
         return any(self.used[at] < self.slots[at] for at in self._allowed(asked))
+
+    def hold_s(self, asked, now):
+        return self.hold_s_of.get(asked.request_id, 0.0)
 
     def saturation(self, asked, now):
         return sum(self.used) / sum(self.slots)
@@ -100,6 +104,7 @@ class AnyTraffic(RuleBasedStateMachine):
     """Random calls of all verbs."""
 
     selection = StrictBandSelection()
+    holds = False
 
     def __init__(self):
         super().__init__()
@@ -159,8 +164,9 @@ class AnyTraffic(RuleBasedStateMachine):
         subset=st.sampled_from([None, ("0",), ("1",)]),
         limit_s=st.none() | st.floats(1, 100),
         gateway_s=st.none() | st.floats(1, 100),
+        hold_s=st.floats(0, 30),
     )
-    def arrive(self, priority, flow, cost, size, subset, limit_s, gateway_s):
+    def arrive(self, priority, flow, cost, size, subset, limit_s, gateway_s, hold_s):
         one = ticket(
             str(len(self.tickets)),
             priority=priority,
@@ -172,6 +178,8 @@ class AnyTraffic(RuleBasedStateMachine):
             answer_within_s=gateway_s,
             first_token_within_s=limit_s,
         )
+        if self.holds:
+            self.endpoints.hold_s_of[one.request.request_id] = hold_s
         self.tickets.append(one)
         self.took(come(self.control, one, self.now))
 
@@ -245,7 +253,14 @@ class AnyTraffic(RuleBasedStateMachine):
         for (priority, _), waiting in heads.items():
             # Requests of a band that orders by targets have no target later than the first.
             first = min(waiting, key=self._order) if priority == -1 else waiting[0]
-            assert not self.endpoints.has_room(first.request, self.now)
+            if self.endpoints.has_room(first.request, self.now):
+                self.is_held(first)
+
+    def is_held(self, first):
+        hold_s = self.endpoints.hold_s(first.request, self.now)
+        assert hold_s
+        assert self.now < first.held_since_s + hold_s
+        assert self.control.next_wake(self.now) <= first.held_since_s + hold_s
 
     @staticmethod
     def _order(one):
@@ -273,9 +288,16 @@ class SharingBands(AnyTraffic):
     selection = WeightedBandSelection(saturation_threshold=0.5)
 
 
+class HeldTraffic(AnyTraffic):
+    """Requests leave the room to others for a time, and no longer."""
+
+    holds = True
+
+
 TestAnyTraffic = AnyTraffic.TestCase
 TestSharingBands = SharingBands.TestCase
-for each in (TestAnyTraffic, TestSharingBands):
+TestHeldTraffic = HeldTraffic.TestCase
+for each in (TestAnyTraffic, TestSharingBands, TestHeldTraffic):
     each.settings = limits(max_examples=60, stateful_step_count=30, deadline=None)
 
 
@@ -796,3 +818,47 @@ def test_an_empty_pool_evicts_nothing():
     endpoints.slots = []
     control.expire(50.0)
     assert refusals == []
+
+
+def test_a_request_leaves_the_room_to_later_ones_while_it_waits_for_its_prefix():
+    endpoints = Endpoints(1)
+    control = FlowControl(FlowSettings(default_band=FAIR), endpoints, 0.0)
+    come(control, ticket("running"), 0.0)
+    for name in ("held", "b", "c", "d"):
+        come(control, ticket(name, flow="x"), 1.0)
+    endpoints.hold_s_of = {"held": 3.0, "b": 3.0}
+    endpoints.used[0] = 0
+    assert names(control.pump(2.0)) == ["c"]
+    endpoints.used[0] = 0
+    assert names(control.pump(3.0)) == ["d"]
+    endpoints.used[0] = 0
+    assert names(control.pump(4.0)) == []
+    assert control.next_wake(4.0) == 5.0
+    assert names(control.expire(5.0)) == ["held"], "it has waited as long as its prefix is worth"
+    endpoints.used[0] = 0
+    assert names(control.pump(5.0)) == ["b"]
+
+
+def test_a_held_request_leaves_the_room_to_other_flows():
+    endpoints = Endpoints(1)
+    control = FlowControl(FlowSettings(default_band=FAIR), endpoints, 0.0)
+    come(control, ticket("running"), 0.0)
+    come(control, ticket("held", flow="x"), 1.0)
+    come(control, ticket("other", flow="y"), 1.0)
+    endpoints.hold_s_of = {"held": 3.0}
+    endpoints.used[0] = 0
+    assert names(control.pump(2.0)) == ["other"]
+    endpoints.hold_s_of = {}
+    endpoints.used[0] = 0
+    assert names(control.pump(2.5)) == ["held"], "an endpoint with its prefix has room"
+
+
+def test_a_new_request_waits_for_its_prefix_behind_other_bands():
+    endpoints = Endpoints(1)
+    control = FlowControl(FlowSettings(default_band=FAIR), endpoints, 0.0)
+    come(control, ticket("running"), 0.0)
+    come(control, ticket("low"), 1.0)
+    endpoints.hold_s_of = {"high": 2.0}
+    endpoints.used[0] = 0
+    assert names(control.enqueue(ticket("high", priority=1), 2.0)) == []
+    assert names(control.pump(2.0)) == ["low"]

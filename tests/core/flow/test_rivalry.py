@@ -76,3 +76,19 @@ def test_requests_wait_as_long_as_others_wait():
     found.holding = True
     found.found_room()
     assert found.must_wait(1.0 + STANDING_S), "room for one request that waited is none for others"
+
+
+def test_a_higher_priority_outranks_for_a_while():
+    found = rivalry()
+    found.met("", 1, 1.0)
+    found.met("", 0, 2.0)
+    assert found.is_outranked(request(priority=0), 2.0)
+    assert not found.is_outranked(request(priority=1), 2.0)
+    assert not found.is_outranked(request(priority=0), 1.0 + RIVALS_S)
+
+
+def test_no_request_is_outranked_without_bands():
+    found = rivalry(by_priority=False)
+    found.met("", 1, 1.0)
+    found.met("", 0, 2.0)
+    assert not found.is_outranked(request(priority=0), 2.0)

@@ -203,8 +203,8 @@ def test_a_long_prompt_is_sent_earlier_because_it_takes_longer_to_arrive():
     learned.page()
     learned.compete()
     learned.send(prompt_tokens=12_000)
-    pending_s = learned.room.prefill_tokens / learned.room.prefill_tokens_max * learned.interval_s
-    longer_s = pending_s - learned.interval_s
+    lead_s = learned.interval_s / 2.0
+    longer_s = (learned.room.prefill_tokens / learned.room.prefill_tokens_max - 1.0) * lead_s
     assert not learned.has_room()
     assert not learned.has_room(prompt_tokens=int(0.9 * longer_s / ARRIVAL_S_PER_TOKEN))
     assert learned.has_room(prompt_tokens=int(1.1 * longer_s / ARRIVAL_S_PER_TOKEN))
@@ -251,3 +251,16 @@ def test_one_sentence_says_what_there_is_room_for(room, sentence):
         "prefill_tokens_max": 2000,
     }
     assert RoomOf(**(usual | room)).sentence("pod-3") == sentence
+
+
+def test_a_part_of_the_cache_stays_free_for_higher_priorities():
+    learned = Learned()
+    rivalry = learned.scheduler.state.gate.rivalry
+    learned.page(usage=0.97)
+    assert learned.has_room(priority=0)
+    rivalry.met("", 1, learned.now)
+    rivalry.met("", 0, learned.now)
+    learned.scheduler.state.gate.look_again()
+    rivalry.holding = True
+    assert not learned.has_room(priority=0)
+    assert learned.has_room(priority=1)

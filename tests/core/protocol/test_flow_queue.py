@@ -442,7 +442,7 @@ def test_requests_wait_once_flows_have_competed_for_full_endpoints_for_a_while()
     assert isinstance(picker.results["later"], Refusal | Decision)
 
 
-def test_the_choice_is_not_restricted_to_endpoints_with_room():
+def test_the_choice_is_not_restricted_while_no_request_waits():
     """A request keeps its cached prefix."""
     picker = learned_picker()
     before = picker.enter("first", prompt_tokens=10).endpoint
@@ -452,6 +452,35 @@ def test_the_choice_is_not_restricted_to_endpoints_with_room():
     decision = picker.enter("second", 0.2, prompt_tokens=10)
     assert len(decision.leg.candidates) == 2
     assert not decision.leg.dropped
+
+
+def test_the_choice_is_restricted_to_endpoints_with_room_while_competing_requests_wait():
+    picker = learned_picker()
+    before = picker.enter("first", tenant="a", prompt_tokens=10).endpoint
+    slot = picker.scheduler.pool.slot_of(before)
+    full = EndpointMetrics(kv_cache_usage=1.0, block_size_tokens=16, blocks_total=1_000)
+    picker.scheduler.take(PageScraped(slot, full), 0.2)
+    picker.enter("second", 0.2, tenant="b", prompt_tokens=10)
+    picker.scheduler.state.gate.rivalry.holding = True
+    decision = picker.enter("third", 0.2, tenant="b", prompt_tokens=10)
+    assert picker.scheduler.pool.slot_of(decision.endpoint) != slot
+    assert len(decision.leg.candidates) == 1
+
+
+def test_a_request_waits_for_a_full_endpoint_with_its_prefix_only_while_competing_requests_wait():
+    picker = learned_picker()
+    prompt = {"prompts": (b"x" * 25_600,), "prompt_tokens": 6_400}
+    before = picker.enter("first", tenant="a", **prompt).endpoint
+    slot = picker.scheduler.pool.slot_of(before)
+    full = EndpointMetrics(kv_cache_usage=1.0, block_size_tokens=16, blocks_total=1_000)
+    picker.scheduler.take(PageScraped(slot, full), 0.2)
+    picker.enter("other", 0.2, tenant="b", prompt_tokens=10)
+    admission = picker.scheduler.admission
+    again = request(request_id="again", **prompt)
+    assert admission.hold_s(again, 0.2) == 0.0
+    picker.scheduler.state.gate.rivalry.holding = True
+    assert admission.hold_s(again, 0.2) > 0.0
+    assert admission.hold_s(request(request_id="new", prompt_tokens=6_400), 0.2) == 0.0
 
 
 def test_the_record_says_behind_which_flow_a_request_waited():

@@ -431,7 +431,9 @@ class Handovers:
             pod.give_up(leg)
 
     def _fail(self, handover: Handover, failure: Failure, status: int) -> None:
-        """Fail the request of a handover unless it has ended, and remove its decode leg."""
+        """End a handover. Unless its request was cancelled or failed before, also fail the request
+        and abort it at its decode pod.
+        """
         self._open.pop(handover, None)
         if handover.cancelled:
             return

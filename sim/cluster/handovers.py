@@ -51,10 +51,10 @@ class HandoverTotals(Struct):
     size_bytes: float = 0.0
     """Number of bytes that the completed KV transfers moved."""
     transfer_s: Seconds = 0.0
-    """Sum over these transfers of the seconds from the start of a transfer to its end."""
+    """Sum over the completed KV transfers of the seconds from the start of a transfer to its end."""
     reservation_s: Seconds = 0.0
-    """Sum over all decode legs of the seconds from a leg's arrival at its engine to the reservation
-    of its blocks.
+    """Sum over the decode legs whose blocks were reserved of the seconds from a leg's arrival at its
+    engine to that reservation.
     """
     leases_expired: int = 0
     """Number of leases that ended before the decode engine had read the blocks of the prefill pod.

@@ -729,13 +729,14 @@ class Candidates:
 
     @property
     def inflight_context_tokens(self) -> Ints:
-        """Return int64[n]: prompt tokens, cached ones included, of this picker's requests in flight
-        at each candidate.
-
-        Requests of peers are not included, because peers share only their number and their prefill
-        tokens. Answer tokens are not counted.
+        """Return int64[n]: prompt tokens, cached ones included, of the requests in flight at each
+        candidate, from this picker and its peers. Answer tokens are not counted.
         """
-        return self._columns.inflight_context_tokens[self._slot]
+        columns = self._columns
+        own = columns.inflight_context_tokens[self._slot]
+        if columns.peers is not None:
+            own += columns.peers.context_tokens(self._slot, len(columns))
+        return own
 
     @property
     def unreported_requests(self) -> Ints:
@@ -772,16 +773,24 @@ class Candidates:
     @property
     def receiving_tokens(self) -> Floats:
         """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
-        to receive from endpoints that prefill, for this picker's requests in flight.
+        to receive from endpoints that prefill. Requests of peers are included.
         """
-        return self._columns.receiving_tokens[self._slot]
+        columns = self._columns
+        own = columns.receiving_tokens[self._slot]
+        if columns.peers is not None:
+            own += columns.peers.receiving_tokens(self._slot, len(columns))
+        return own
 
     @property
     def sending_tokens(self) -> Floats:
         """Return float64[n]: the estimate of prompt tokens whose KV blocks each candidate still has
-        to send to endpoints that decode, for this picker's requests in flight.
+        to send to endpoints that decode. Requests of peers are included.
         """
-        return self._columns.sending_tokens[self._slot]
+        columns = self._columns
+        own = columns.sending_tokens[self._slot]
+        if columns.peers is not None:
+            own += columns.peers.sending_tokens(self._slot, len(columns))
+        return own
 
     @property
     def own_prefill_tokens(self) -> Floats:
@@ -965,10 +974,12 @@ class Candidates:
         waiting, running, usage, capacity, observed_at_s, *prefill = columns.rows[:, slot].tolist()
         backlog_tokens, drained_at_s, speed, drain_speed = prefill
         requests = columns.inflight_requests.item(slot)
+        context_tokens = columns.inflight_context_tokens.item(slot)
         prefill_tokens = max(0.0, backlog_tokens - (now - drained_at_s) * drain_speed)
         if columns.peers is not None:
             alone = self._slot[position : position + 1]
             requests += columns.peers.requests(alone, len(columns)).item(0)
+            context_tokens += columns.peers.context_tokens(alone, len(columns)).item(0)
             speeds = columns.prefill_drain_tokens_per_s[alone]
             prefill_tokens += columns.peers.prefill_tokens(alone, now, speeds).item(0)
         known = self._affinities.get(self._prefix)
@@ -979,7 +990,7 @@ class Candidates:
             capacity,
             now - observed_at_s,
             requests,
-            columns.inflight_context_tokens.item(slot),
+            context_tokens,
             prefill_tokens,
             speed,
             0 if known is None else known.matched.item(slot),
@@ -998,14 +1009,13 @@ class Candidates:
         uncached = max(0.0, self.prompt_tokens - matched * self.block_tokens)
         if age_s > REPORTED_S_MAX or isnan(running):
             running = inflight
-        return (
-            uncached,
-            pending,
-            speed,
-            running,
-            columns.receiving_tokens.item(slot),
-            columns.sending_tokens.item(slot),
-        )
+        receiving_tokens = columns.receiving_tokens.item(slot)
+        sending_tokens = columns.sending_tokens.item(slot)
+        if columns.peers is not None:
+            alone = self._slot[position : position + 1]
+            receiving_tokens += columns.peers.receiving_tokens(alone, len(columns)).item(0)
+            sending_tokens += columns.peers.sending_tokens(alone, len(columns)).item(0)
+        return uncached, pending, speed, running, receiving_tokens, sending_tokens
 
     @property
     def prefill_measured_tokens_per_s(self) -> Floats:

@@ -211,7 +211,8 @@ class _Backlog:
     __slots__ = (
         *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
         *("received_total", "receiving", "rises_s", "scraped_at_s", "seen_tokens"),
-        *("seen_transfer_tokens", "shown_at_s", "speed", "unhindered_at_s", "unhindered_tokens"),
+        *("seen_at_s", "seen_transfer_tokens", "shown_at_s", "speed"),
+        *("unhindered_at_s", "unhindered_tokens"),
     )
 
     def __init__(self, believed_tokens_per_s: float) -> None:
@@ -234,6 +235,10 @@ class _Backlog:
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
         """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
+        self.seen_at_s: Seconds = -math.inf
+        """Time at which the picker last saw itself that the endpoint had computed the prompt of a
+        request that goes on elsewhere or is streamed.
+        """
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
         """Time at which a metrics page or an answer last showed that the endpoint had prefill
@@ -375,6 +380,16 @@ class _Backlog:
             there += not lease.prefilled and arrived_s < before_s
         return max(0, there - int(first_outputs.to_come_max))
 
+    def attributed(self, first_outputs: int, now: Seconds) -> int:
+        """Return how many of the oldest requests in `queue` are computed if a metrics page shows
+        `first_outputs` that the picker did not see, and peers use the endpoint too.
+
+        They are those of peers while the gateway shows the first outputs of all requests in
+        `queue` to this picker.
+        """
+        shows = now - self.seen_at_s <= SHOWN_S_MAX
+        return 0 if shows and all(map(_shown, self.queue)) else first_outputs
+
     def release(self, requests: int) -> float:
         """Mark the oldest `requests` requests in `queue` as computed. Return the number of tokens
         that they still had to compute.
@@ -414,6 +429,11 @@ class _Backlog:
                 tokens -= lease.moved_tokens
                 found.append(lease)
         return found
+
+
+def _shown(lease: Lease) -> bool:
+    """Return whether a gateway that shows responses shows when the prompt of `lease` is computed."""
+    return lease.stage is not DECODE or lease.request.stream
 
 
 def _not_begun(lease: Lease) -> bool:
@@ -580,6 +600,8 @@ class InflightLedger:
             queued.begun_tokens -= lease.uncached_tokens
             return
         queued.seen_tokens += lease.uncached_tokens
+        if _shown(lease):
+            queued.seen_at_s = now
         if not lease.assumed:
             queued.first_outputs.known()
 
@@ -619,6 +641,8 @@ class InflightLedger:
         # Tokens that drained since then are restored with the rest.
         columns.prefill_drained_at_s[slot] = now
         left = columns.prefill_backlog_tokens.item(slot) + backlog.restore()
+        if columns.peers:
+            released = backlog.attributed(released, now)
         computed = backlog.release(released)
         left -= computed
         computed += seen_tokens

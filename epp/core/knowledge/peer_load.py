@@ -23,12 +23,16 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 class _Load:
     """The numbers that one peer reports about its own requests in flight, by endpoint slot."""
 
-    __slots__ = ("prefill_tokens", "reported_at_s", "requests")
+    __slots__ = ("held_tokens", "prefill_tokens", "reported_at_s", "requests")
 
     def __init__(self) -> None:
         self.requests: _Ints = np.zeros(0, dtype=np.int64)
         self.prefill_tokens: _Floats = np.zeros(0)
         self.reported_at_s: _Floats = np.zeros(0)
+        self.held_tokens: _Floats = np.zeros((3, 0))
+        """Prompt tokens at each endpoint: all of them, those whose KV blocks it still has to receive,
+        and those whose KV blocks it still has to send.
+        """
 
     def fit(self, slots: int) -> None:
         missing = slots - len(self.requests)
@@ -36,6 +40,7 @@ class _Load:
             self.requests = np.concatenate((self.requests, np.zeros(missing, dtype=np.int64)))
             self.prefill_tokens = np.concatenate((self.prefill_tokens, np.zeros(missing)))
             self.reported_at_s = np.concatenate((self.reported_at_s, np.zeros(missing)))
+            self.held_tokens = np.hstack((self.held_tokens, np.zeros((3, missing))))
 
 
 class PeerLoads:
@@ -44,6 +49,7 @@ class PeerLoads:
     def __init__(self) -> None:
         self._loads: dict[bytes, _Load] = {}
         self._requests: _Ints = np.zeros(0, dtype=np.int64)
+        self._held_tokens: _Floats = np.zeros((3, 0))
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -74,6 +80,21 @@ class PeerLoads:
         load.reported_at_s[slots] = now
         self._add_up()
 
+    def tell_tokens(
+        self, origin: bytes, slots: _Ints, tokens: _Floats, *, whole: bool, size: int
+    ) -> None:
+        """Store the tokens of the peer's requests at `slots`: `tokens`, float64[3, n], are their prompt
+        tokens, and those whose KV blocks each endpoint still has to receive, and to send.
+
+        If `whole` is True, the peer has no tokens at other slots.
+        """
+        load = self._loads.setdefault(origin, _Load())
+        load.fit(size)
+        if whole:
+            load.held_tokens[:] = 0.0
+        load.held_tokens[:, slots] = np.nan_to_num(tokens).clip(0.0, TOKENS_MAX)
+        self._add_up()
+
     def forget(self, origin: bytes) -> None:
         """Drop the load of the peer `origin`, because the peer is gone."""
         if self._loads.pop(origin, None) is not None:
@@ -85,6 +106,7 @@ class PeerLoads:
             if slot < len(load.requests):
                 load.requests[slot] = 0
                 load.prefill_tokens[slot] = 0.0
+                load.held_tokens[:, slot] = 0.0
         self._add_up()
 
     def requests(self, slots: _Ints, size: int) -> _Ints:
@@ -94,6 +116,30 @@ class PeerLoads:
         if len(self._requests) < size:
             self._add_up(size)
         return self._requests[slots]
+
+    def context_tokens(self, slots: _Ints, size: int) -> _Ints:
+        """Return int64[n]: prompt tokens of the requests that all peers together have in flight at
+        each of `slots`.
+        """
+        return self._held(0, slots, size).astype(np.int64)
+
+    def receiving_tokens(self, slots: _Ints, size: int) -> _Floats:
+        """Return float64[n]: prompt tokens whose KV blocks each of `slots` still has to receive, for
+        requests of all peers together.
+        """
+        return self._held(1, slots, size)
+
+    def sending_tokens(self, slots: _Ints, size: int) -> _Floats:
+        """Return float64[n]: prompt tokens whose KV blocks each of `slots` still has to send, for
+        requests of all peers together.
+        """
+        return self._held(2, slots, size)
+
+    def _held(self, row: int, slots: _Ints, size: int) -> _Floats:
+        if self._held_tokens.shape[1] < size:
+            self._add_up(size)
+        held: _Floats = self._held_tokens[row, slots]
+        return held
 
     def prefill_tokens(self, slots: _Ints, now: Seconds, tokens_per_s: _Floats) -> _Floats:
         """Return float64[n]: uncached prompt tokens that all peers together have pending at each of
@@ -113,7 +159,9 @@ class PeerLoads:
     def _add_up(self, size: int = 0) -> None:
         for load in self._loads.values():
             size = max(size, len(load.requests))
-        total = np.zeros(max(size, len(self._requests)), dtype=np.int64)
+        size = max(size, len(self._requests))
+        requests, held_tokens = np.zeros(size, dtype=np.int64), np.zeros((3, size))
         for load in self._loads.values():
-            total[: len(load.requests)] += load.requests
-        self._requests = total
+            requests[: len(load.requests)] += load.requests
+            held_tokens[:, : len(load.requests)] += load.held_tokens
+        self._requests, self._held_tokens = requests, held_tokens

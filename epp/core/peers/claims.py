@@ -52,13 +52,46 @@ def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Fl
         np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)
         for column in (columns.waiting_requests, columns.running_requests)
     )
-    age_s = np.clip(now - columns.observed_at_s[slots], 0.0, UNSEEN_S)
     ours = columns.inflight_requests[slots] - columns.unreported_requests[slots]
-    sent = SENT_REQUESTS_MIN + SENT_REQUESTS_PER_S * age_s
+    sent = _sent_max(columns, slots, now)
     requests = np.maximum(waiting + running - np.maximum(ours, 0), 0.0) + sent
+    tokens = (waiting + sent) * _mean_tokens_max(columns)
+    return np.floor(requests).astype(np.int64), tokens
+
+
+def held_tokens_max(columns: Columns, slots: _Ints, now: Seconds) -> _Floats:
+    """Return float64[n]: the largest plausible number of tokens in the context of one peer's requests
+    at each of `slots`, which is also that of their KV transfers.
+
+    These are the tokens in KV blocks that requests reference by the endpoint's metrics page, and the
+    mean as in `claims_max` for each request on the page or sent since.
+    """
+    waiting, running, usage, capacity = (
+        np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)
+        for column in (
+            columns.waiting_requests,
+            columns.running_requests,
+            columns.kv_cache_usage,
+            columns.kv_capacity_tokens,
+        )
+    )
+    requests = waiting + running + _sent_max(columns, slots, now)
+    tokens: _Floats = usage * capacity + requests * _mean_tokens_max(columns)
+    return tokens
+
+
+def _sent_max(columns: Columns, slots: _Ints, now: Seconds) -> _Floats:
+    """Return float64[n]: the largest plausible number of one peer's requests that the metrics page of
+    each of `slots` does not show yet.
+    """
+    age_s = np.clip(now - columns.observed_at_s[slots], 0.0, UNSEEN_S)
+    sent: _Floats = SENT_REQUESTS_MIN + SENT_REQUESTS_PER_S * age_s
+    return sent
+
+
+def _mean_tokens_max(columns: Columns) -> float:
+    """Return the largest plausible number of tokens of a peer's average request."""
     n = len(columns)
     inflight = float(columns.inflight_requests[:n].sum())
     context_tokens = float(columns.inflight_context_tokens[:n].sum())
-    mean_tokens = PROMPT_TOKENS_RATIO * context_tokens / inflight if inflight else PROMPT_TOKENS
-    tokens = (waiting + sent) * mean_tokens
-    return np.floor(requests).astype(np.int64), tokens
+    return PROMPT_TOKENS_RATIO * context_tokens / inflight if inflight else PROMPT_TOKENS

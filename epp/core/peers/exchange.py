@@ -55,6 +55,7 @@ from epp.core.peers.frames import (
 from epp.core.peers.inbox import Inbox, Received
 from epp.core.peers.queue_reports import QueueReports
 from epp.core.peers.retelling import KEPT_S_MAX, MissedFrames, SentFrames
+from epp.core.peers.token_reports import TokenReports, reported
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
@@ -206,7 +207,8 @@ class PeerExchange:
         self.replicas = replicas
         self._scheduler = scheduler
         self._queue = QueueReports(scheduler.state.shares)
-        self._started_at_s = now
+        self._tokens = TokenReports()
+        self._started_at_s = self._sent_at_s = now
         self._number = self._turn = 0
         self._beat_at_s: Seconds = -math.inf
         self._snapshot = Inbox(self.restored)
@@ -227,7 +229,6 @@ class PeerExchange:
         self._by_hash: dict[int, str] = {}
         self._sent_requests: Ints = np.zeros(0, dtype=np.int64)
         self._sent_tokens: Floats = np.zeros(0)
-        self._sent_at_s = now
         if has_peers:
             scheduler.placements.tell_peers()
         self._count(now)
@@ -266,8 +267,13 @@ class PeerExchange:
                 records, size = [], 0
             records.append(record)
             size += len(record)
-        load = self._load(now, whole=beat) if beat or self.peers else b""
-        if self._queue.collect(whole=beat) or records or load or beat:
+        load = tokens = b""
+        if beat or self.peers:
+            load = self._load(now, whole=beat)
+            self._read_pool()
+            columns = self._scheduler.pool.columns
+            tokens = self._tokens.collect(columns, self._hashes, whole=beat)
+        if self._queue.collect(whole=beat) or records or load or tokens or beat:
             last = self._frame(
                 Kind.LIVE,
                 now,
@@ -278,7 +284,7 @@ class PeerExchange:
                 unread=self._unread() if beat else (),
                 wanted=self._wanted() if beat else (),
             )
-            frames.append(self._queue.added_to(last))
+            frames.append(reported(self._queue.added_to(last), tokens))
         if beat:
             self._beat_at_s = now
         if self.peers or self._silent:
@@ -363,6 +369,7 @@ class PeerExchange:
             peer.inbox.put(frame, now)
             # A late frame reports a past load.
             self._take_load(peer, frame, now)
+            self._take_tokens(peer, frame, now)
             if self._queue.take(frame) and self._scheduler.changed is not None:
                 # Requests of the peer may have ended, which makes room for waiting ones.
                 self._scheduler.changed()
@@ -513,6 +520,14 @@ class PeerExchange:
             whole=frame.whole,
             size=len(self._scheduler.pool.columns),
         )
+
+    def _take_tokens(self, peer: Peer, frame: Frame, now: Seconds) -> None:
+        if frame.tokens or frame.whole:
+            self._read_pool()
+            columns = self._scheduler.pool.columns
+            cut = self._tokens.take(columns, self._slots, frame, now)
+            peer.claims_cut += cut
+            self.claims_cut += cut
 
     # Content of frames.
 

@@ -50,6 +50,18 @@ LOAD: Final = np.dtype([("endpoint", "<u8"), ("requests", "<u4"), ("prefill_toke
 uncached tokens.
 """
 
+TOKENS: Final = np.dtype(
+    [
+        ("endpoint", "<u8"),
+        ("context_tokens", "<f4"),
+        ("receiving_tokens", "<f4"),
+        ("sending_tokens", "<f4"),
+    ]
+)
+"""Format of the tokens of the sender's requests at one endpoint: its hash, their prompt tokens, and
+the tokens whose KV blocks it still has to receive and to send for them.
+"""
+
 CHARGE: Final = np.dtype([("flow", "<u8"), ("total", "<f8")])
 """Format of the total that the sender charged to one flow: a hash of the flow, and tokens or
 requests.
@@ -104,6 +116,8 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     """
     waits: bool = False
     """True if requests wait in the queue of the sender."""
+    tokens: bytes = b""
+    """Tokens of the sender's requests as an array of `TOKENS`. If `whole`, it has no others."""
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
@@ -151,6 +165,8 @@ def decode(message: bytes) -> Frame:
         raise UnreadableMessageError
     if len(frame.charges) > CHARGES_MAX * CHARGE.itemsize:
         raise UnreadableMessageError
+    if len(frame.tokens) > LOADS_MAX * TOKENS.itemsize:
+        raise UnreadableMessageError
     return frame
 
 
@@ -184,6 +200,11 @@ def loads_of(blob: bytes) -> "npt.NDArray[np.void]":
     """Return the loads in `blob` as an array of `LOAD`; an incomplete last entry is ignored."""
     whole = len(blob) // LOAD.itemsize
     return np.frombuffer(blob, dtype=LOAD, count=whole)
+
+
+def tokens_of(blob: bytes) -> "npt.NDArray[np.void]":
+    """Return the tokens in `blob` as an array of `TOKENS`; an incomplete last entry is ignored."""
+    return np.frombuffer(blob, dtype=TOKENS, count=len(blob) // TOKENS.itemsize)
 
 
 def charges_of(blob: bytes) -> dict[int, float]:

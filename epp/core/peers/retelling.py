@@ -60,7 +60,9 @@ class SentFrames:
         if self._kept and frame.number != self._kept[-1].frame.number + 1:
             self._kept.clear()
             self._bytes = 0
-        bare = msgspec.structs.replace(frame, load=b"", whole=False, unread=(), wanted=())
+        bare = msgspec.structs.replace(
+            frame, load=b"", tokens=b"", whole=False, unread=(), wanted=()
+        )
         self._kept.append(_Kept(bare, now))
         self._bytes += len(bare.records)
         while (

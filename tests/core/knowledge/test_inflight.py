@@ -12,6 +12,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Columns
 from epp.core.knowledge.inflight import InflightLedger, Outcome
 from epp.core.knowledge.load_report import LoadReport
+from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.types import AdapterReport, EndpointMetrics, KvTransfers, Stage
 from tests.builders import endpoint, request
 
@@ -242,6 +243,24 @@ def test_what_no_page_has_counted_is_still_to_be_computed():
     assert there.left(2.3) == 100.0
     there.page(2.5, more=1)
     assert there.left(2.5) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("shared", "streamed", "left"), [(True, True, 100.0), (True, False, 0.0), (False, True, 0.0)]
+)
+def test_first_outputs_of_peers_are_not_taken_for_ours_where_ours_are_seen(shared, streamed, left):
+    """The engine counts one more first output, and the gateway has shown none of this picker's."""
+    there = Counted()
+    if shared:
+        there.columns.peers = PeerLoads()
+        nothing = np.zeros(0, dtype=np.int64)
+        there.columns.peers.tell(b"a", nothing, nothing, np.zeros(0), 0.0, whole=True, size=2)
+    seen = lease(there.ledger, stream=True, now=0.0)
+    there.ledger.first_output(seen, 0.1)
+    there.page(0.15, more=1)
+    lease(there.ledger, stream=streamed, now=0.2)
+    there.page(0.2, more=1)
+    assert there.left(0.2) == left
 
 
 class Receiving(Counted):

@@ -40,7 +40,7 @@ def test_the_bytes_of_version_1_stay_as_they_are():
     first = "484d500199c408382062797465732e0700cb3ff8000000000000920102c40172c4016cc390"
     assert decode(bytes.fromhex(first)) == FRAME
     # Members that were appended since are skipped by who does not know them.
-    longer = first.replace("484d500199", "484d50019d") + "90cb0000000000000000c400c2"
+    longer = first.replace("484d500199", "484d50019e") + "90cb0000000000000000c400c2c400"
     assert encode(FRAME).hex() == longer
     assert encode_record(RECORDS[0]).hex() == "0b0000009301149291c4036b657990"
 

@@ -8,7 +8,8 @@ from msgspec import structs
 from epp.core.decision.inputs import RequestEnded, ResponseStarted
 from epp.core.decision.stages import Always, Stages
 from epp.core.knowledge.inflight import Outcome
-from epp.core.peers.exchange import PeerExchange
+from epp.core.peers.exchange import PeerExchange, Taken
+from epp.core.peers.frames import TOKENS, Frame, Kind, encode
 from epp.plugins.filters import DecodeRole, PrefillRole
 from epp.plugins.scorers import ActiveRequests, TokenLoad
 from tests.builders import PREFIX
@@ -53,6 +54,58 @@ def test_a_peer_counts_every_leg_and_the_promised_prefill_tokens():
     one.take(RequestEnded(decision.lease, Outcome(status=200)), 0.3)
     settle(0.3, talk_one, talk_other)
     assert seen_by(other, 0.3) == ([0] * 4, [0.0] * 4)
+
+
+def test_a_peer_counts_the_context_and_the_kv_transfers_of_every_leg():
+    one, talk_one = picker(1)
+    other, talk_other = picker(2)
+    settle(0.0, talk_one, talk_other)
+    decision = one.schedule(chat(512), 0.1)
+    settle(0.1, talk_one, talk_other)
+
+    def seen():
+        found = other.state.candidates(np.arange(len(ROLES)), {}, chat(512), 0.2)
+        numbers = [found.prefill_numbers_of(at)[-2:] for at in range(2)]
+        receiving, sending = found.receiving_tokens.tolist(), found.sending_tokens.tolist()
+        assert numbers == list(zip(receiving[:2], sending[:2], strict=True))
+        return found.inflight_context_tokens.tolist(), receiving, sending
+
+    assert seen() == ([512, 512, 0, 0], [0.0, 512.0, 0.0, 0.0], [512.0, 0.0, 0.0, 0.0])
+    one.take(RequestEnded(decision.lease, Outcome(status=200)), 0.3)
+    settle(0.3, talk_one, talk_other)
+    assert seen() == ([0] * 4, [0.0] * 4, [0.0] * 4)
+
+
+def test_a_lost_report_of_tokens_is_repaired_by_the_next_heartbeat():
+    one, talk_one = picker(1)
+    other, talk_other = picker(2)
+    settle(0.0, talk_one, talk_other)
+    one.schedule(chat(512), 0.1)
+    talk_one.outgoing(0.1)
+    settle(2.0, talk_one, talk_other)
+    columns = other.pool.columns
+    assert columns.peers.sending_tokens(np.arange(4), 4).tolist() == [512.0, 0.0, 0.0, 0.0]
+    talk_other.tick(9.0)
+    assert columns.peers.sending_tokens(np.arange(4), 4).tolist() == [0.0] * 4
+
+
+def test_tokens_that_no_page_makes_plausible_are_cut():
+    other, talk_other = picker(2)
+    lies = np.zeros(1, dtype=TOKENS)
+    lies["endpoint"] = next(iter(talk_other_slots(talk_other)))
+    for member in ("context_tokens", "receiving_tokens", "sending_tokens"):
+        lies[member] = np.inf
+    frame = Frame(b"1" * 8, 1, Kind.LIVE, 1.0, tokens=lies.tobytes())
+    assert talk_other.receive(encode(frame), 0.1, frame.origin) is Taken.TAKEN
+    peers = other.pool.columns.peers
+    # Four requests of 2,048 tokens may have been sent when the page is new, and 20 more each second.
+    assert 0.0 < peers.sending_tokens(np.arange(4), 4).max() < 5 * 24 * 2_048
+    assert talk_other.claims_cut == 1
+
+
+def talk_other_slots(exchange):
+    exchange._read_pool()
+    return exchange._slots
 
 
 def test_a_peer_learns_the_prompt_at_both_endpoints():

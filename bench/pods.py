@@ -80,8 +80,8 @@ def _serve(
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files, because many shells allow fewer than a thousand
-    open connections.
+    """Raise this process's limit of open files if its hard limit allows that, because many shells
+    allow fewer than a thousand open connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES <= hard:

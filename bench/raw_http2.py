@@ -40,7 +40,7 @@ def _literal(name: str, value: str) -> bytes:
 
 
 def header_block(**fields: str) -> bytes:
-    """Return the HTTP/2 header block of `headers`.
+    """Return the HTTP/2 header block of the headers `fields`.
 
     Pseudo headers are named without the colon; "_" in other names means "-".
     """

@@ -55,7 +55,9 @@ INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
 }
 
 REFRESH_INTERVAL_S: Final = 0.2
-"""Time between two scrapes of an endpoint in seconds, in a pool of up to 400 endpoints."""
+"""Default time in seconds between two scrapes of an endpoint in a pool of up to 400 endpoints. In a
+larger pool the time is longer.
+"""
 METRICS_STALENESS_S: Final = 2.0
 _SATURATION_STALENESS_MIN_S: Final = 1.0
 _SATURATION_STALENESS_INTERVALS: Final = 5
@@ -137,8 +139,8 @@ def build_settings(
 ) -> SchedulerSettings:
     """Return the settings of the scheduler for `config`.
 
-    `refresh_interval_s` is the time between two scrapes of one endpoint. The saturation detector's
-    threshold is max(1 s, 5 of these intervals) unless the configuration sets it (design section 4).
+    `refresh_interval_s` is the time between two scrapes of one endpoint, unless the configuration
+    sets a longer one. The saturation detector's threshold is max(1 s, 5 of these intervals) unless the configuration sets it (design section 4).
 
     Metrics are stale after `metrics_staleness_s`, or after two intervals if that is longer.
     Otherwise all requests would go to the endpoint that was scraped last.
@@ -259,8 +261,11 @@ def settings_warnings(
     refresh_interval_s: Seconds = REFRESH_INTERVAL_S,
     fallback_endpoints_max: int = 0,
 ) -> list[str]:
-    """Return one sentence for each setting in `config` that conflicts with these flags, or that
-    they make ineffective.
+    """Return sentences about settings in `config` and flags that contradict each other, or that
+    have no effect.
+
+    They also name settings of the queue that Envoy's default limits contradict, and a metrics
+    staleness below two refresh intervals.
     """
     warnings: list[str] = []
     refresh_interval_s = max(refresh_interval_s, config.metrics.source.interval_s)

@@ -246,7 +246,7 @@ class DeclaredPlugins:
         self, where: str, name: str, type_name: str, parameters: dict[str, Any]
     ) -> ConfiguredPlugin | None:
         """Return a plugin of type `type_name`, or None if it is invalid; a problem is recorded
-        then.
+        then. Warnings about its type and its parameters are recorded too.
         """
         found = self._find(type_name)
         if found is None:

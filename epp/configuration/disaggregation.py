@@ -106,9 +106,12 @@ class DisaggHandler(Parameters, frozen=True):
     is `time-based-pd-decider`, and the decode endpoint is chosen near the prefill endpoint.
     """
     profiles: StageProfiles | None = None
-    """Names of the profiles, one for each stage of a request."""
+    """Names of the profiles, one for each stage of a request. Cannot be combined with the deprecated
+    parameters.
+    """
     deciders: StageDeciders | None = None
     """Names of the plugins that decide whether the prefill and the encode stage run, one for each.
+    Cannot be combined with the deprecated parameters.
     """
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
     """Sign that prefill has ended: `headers` of the response, or `output`, its first bytes. Set
@@ -129,7 +132,7 @@ class DisaggHandler(Parameters, frozen=True):
     encode_decider_plugin_name: _Name | None = None
     """Deprecated; use `deciders.encode`."""
     decider_plugin_name: _Name | None = None
-    """Deprecated; use `deciders.prefill`, which takes precedence."""
+    """Deprecated; use `deciders.prefill`. Ignored if `prefillDeciderPluginName` is set."""
 
     def __post_init__(self) -> None:
         if _spelt(self.stage_order) not in _ORDERS:

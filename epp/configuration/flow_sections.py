@@ -96,7 +96,9 @@ class FlowSections:
         self._findings = declared.findings
 
     def section(self, value: Any) -> FlowControlSection:
-        """Return the section, or one with default values if it is missing or has a problem."""
+        """Return the section, or one with default values if it is missing or has a problem, which is
+        recorded.
+        """
         if value is None:
             return FlowControlSection()
         found = self._findings.convert(value, FlowControlSection, "flowControl")
@@ -110,7 +112,8 @@ class FlowSections:
         *,
         on: bool,
     ) -> FlowSettings | None:
-        """Return the settings of the queue, or None if the feature gate is off.
+        """Return the settings of the queue, or None if the feature gate is off, with a warning if
+        the section has settings nevertheless.
 
         `value` is the section as written, and `detector` the plugin that it or an older section
         names.
@@ -218,8 +221,9 @@ class FlowSections:
         return self._plugin("usageLimitPolicyPluginRef", name, Role.CEILING) or StaticCeiling()
 
     def _plugin(self, where: str, name: str, role: Role) -> Any:
-        """Return the plugin `name`. A type of the field need not be declared, if it has no parameters
-        that must be given.
+        """Return the plugin `name`, or None if it is missing or has another role; a problem is
+        recorded then. A type of the field need not be declared, if it has no parameters that must
+        be given.
         """
         where = f"flowControl.{where}"
         if name not in self._declared.plugins:
@@ -279,7 +283,9 @@ class FlowSections:
         return MaxSaturation(detectors=tuple(children) or (RoomDetector(),), stages=stages)
 
     def _quantity(self, where: str, value: int | str) -> int:
-        """Return the number that a Kubernetes quantity such as 500, 1k or 10Gi stands for."""
+        """Return the number that a Kubernetes quantity such as 500, 1k or 10Gi stands for, or 0 for
+        an invalid quantity, which is recorded as a problem.
+        """
         found = _QUANTITY.fullmatch(str(value))
         number = int(float(found[1]) * _FACTORS[found[2] or ""]) if found else -1
         if not 0 <= number <= QUANTITY_MAX:

@@ -37,7 +37,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
 
 def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:
     """Return the division of `limit_bytes`: the prefix indexes get half of what the process and the
-    bodies leave.
+    bodies leave, but at least `INDEX_BYTES_MIN`.
     """
     left_bytes = limit_bytes - PROCESS_BYTES - bodies_bytes
     return MemoryPlan(
@@ -50,8 +50,8 @@ def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:
 def fitted(
     indexes: Mapping[str, AffinityIndexSettings], plan: MemoryPlan
 ) -> dict[str, AffinityIndexSettings]:
-    """Return the settings in `indexes`, with the memory of each index limited to an even share of
-    `plan.indexes_bytes`.
+    """Return the settings in `indexes`. Those whose memory can be limited share
+    `plan.indexes_bytes` evenly; an index with a lower limit of its own keeps it.
     """
     count = sum(settings.abilities.limits_memory for settings in indexes.values())
     return {

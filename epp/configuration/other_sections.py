@@ -103,10 +103,11 @@ class OtherSections:
     def saturation(
         self, document: dict[str, Any], named: str | None, *, queue: bool
     ) -> ConfiguredPlugin | None:
-        """Return the detector that the document names, or None if it names none.
+        """Return the detector that the document names, or None if it names none or an invalid one;
+        a problem is recorded then.
 
-        `named` is the plugin that `flowControl.saturationDetector` refers to. Without the `queue` it
-        must be a `utilization-detector`.
+        `named` is the plugin that `flowControl.saturationDetector` refers to. Without the `queue`,
+        a detector other than `utilization-detector` is returned and also recorded as a problem.
         """
         where = "flowControl.saturationDetector"
         old = document.get("saturationDetector")

@@ -54,7 +54,8 @@ class ProfileSections:
 
     def by_name(self, value: Any) -> dict[str, tuple[str, ProfileSpec]]:
         """Return the place in the document and the content of each item of `schedulingProfiles`, by
-        the name of the profile.
+        the name of the profile. Invalid items and repeated names are left out and recorded as
+        problems.
         """
         found: dict[str, tuple[str, ProfileSpec]] = {}
         for index, item in enumerate(self.findings.items(value, "schedulingProfiles")):

@@ -32,7 +32,7 @@ class Churn(Struct, frozen=True, kw_only=True):
 
     scheduler: Scheduler
     went: tuple[str, ...]
-    """Id of the endpoint that served each request, in order; "" for a refused request."""
+    """Id of the endpoint to which each request was routed, in order; "" for a refused request."""
     ended_s: Seconds
 
 

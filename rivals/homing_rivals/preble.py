@@ -113,8 +113,8 @@ class PrebleHistory(contract.PrefixIndex):
         self._windows: dict[int, _Window] = {}
 
     def adopt(self, settings: PrebleHistorySettings) -> bool:
-        """Apply settings as `PrefixIndex.configure` does; another `window` applies from the next
-        call of `expire` on.
+        """Apply settings as `PrefixIndex.configure` does, and return its result. Another `window`
+        applies from the next call of `expire` on, even if the result is False.
         """
         self._window_s = float(settings.window)
         return self.configure(settings)

@@ -1,4 +1,5 @@
-"""SMetric: a conversation stays while its first token is in time; a new one is placed by work.
+"""SMetric: a conversation stays at the endpoint with its longest match while its expected time to
+first token is below a limit. Other requests go to the endpoint with the least work.
 
 Source: a proposal for vllm-project/router.
 """

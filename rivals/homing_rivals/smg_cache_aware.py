@@ -208,7 +208,8 @@ def expected_wait_s(candidates: Candidates) -> Floats:
     """Return float64[n]: the expected wait at each candidate in seconds; the number of requests in
     flight if no endpoint reports its KV-cache usage.
 
-    All values are finite.
+    A candidate that does not report it, where others do, waits for 1,024 tokens of each request in
+    flight. All values are finite.
     """
     inflight = candidates.inflight_requests.astype(np.float64)
     usage = candidates.kv_cache_usage

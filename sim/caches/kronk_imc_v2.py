@@ -147,8 +147,9 @@ class Sessions:
         return Found(tokens, tokens * self._copy_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store a snapshot of the computed prompt, and one of its system prompt if that is new.
-        Return the time in seconds for copying them.
+        """Store a snapshot of the computed prompt if the request has a session whose snapshot is
+        shorter, and one of its system prompt if that is new and long enough. Return the time in
+        seconds for copying them.
         """
         session, prompt = self._session_of[request], parts_of(request)
         if session is None or session not in self._reserved:

@@ -79,8 +79,8 @@ class Disk:
         return [file.stored for file in sorted(self._files.values(), key=lambda file: file.used)]
 
     def write(self, stored: Stored, size_bytes: int) -> bool:
-        """Write a sequence to the disk and delete old files beyond the budget. Return False if the
-        sequence is already on the disk.
+        """Write a sequence to the disk and delete old files beyond the budget. If the sequence is
+        already on the disk, only record its use and return False.
         """
         name = stored.key, stored.tokens
         self._uses += 1
@@ -97,8 +97,8 @@ class Disk:
         return True
 
     def read(self, prompt: PromptParts) -> Stored | None:
-        """Return the longest sequence on the disk with which the prompt begins, or None if there is
-        none.
+        """Return the longest sequence on the disk with which the prompt begins, and record its use.
+        Return None if there is none.
         """
         fitting = [file for file in self._files.values() if file.stored.begins(prompt)]
         if not fitting:
@@ -121,7 +121,7 @@ class SequencesOnDisk(Sequences):
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """Return the part of the prompt found in memory. If memory has none, read the longest
-        sequence from the disk and return it with the reading time.
+        sequence from the disk into memory and return it with the reading time.
         """
         found = super().fetch(request, held_tokens, now)
         if found is not None and found.tokens:

@@ -103,8 +103,11 @@ class Sequences:
         return Found(tokens) if tokens else NOTHING
 
     def nearest_tokens(self, prompt: PromptParts, prompt_tokens: int) -> int:
-        """Return how many tokens at the beginning of the prompt the best matching stored sequence
-        has.
+        """Return the number of tokens at the beginning of the prompt that a stored sequence can
+        provide, or 0 if none can.
+
+        A sequence that is not a beginning of the prompt counts only if sequences can be trimmed, and
+        then never for the last token of the prompt.
         """
         shorter = common = 0
         longer = False

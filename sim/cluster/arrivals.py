@@ -141,8 +141,8 @@ def prepared_arrivals(
     speed: float,
     rates: Sequence[Rate] = (),
 ) -> Iterator[Arrival]:
-    """Yield the arrivals of a trace as a run needs them: each delayed by a random time below
-    `jitter_s`, then at `speed` times the request rate, then at the rates of `rates`.
+    """Yield the arrivals of a trace as a run needs them: delayed by random times as in
+    `spread_out`, then at `speed` times the request rate, then at the rates of `rates`.
     """
     some = spread_out(arrivals, jitter_s, seed) if jitter_s else iter(arrivals)
     some = some if speed == 1.0 else faster(some, speed)

@@ -50,7 +50,7 @@ class Clients:
         """Requests that have arrived and not ended, by sequence number in order of arrival."""
         self.arrived = 0
         self.retried = 0
-        """Number of requests that clients sent again so far, over all clients."""
+        """Number of times that clients sent a request again so far, over all clients."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         """Number of ended requests by their result for the client."""
         self._arrivals: Iterator[Arrival] = iter(arrivals)

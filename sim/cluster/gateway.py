@@ -266,7 +266,8 @@ class Gateway:
 
     def _connects(self, request: SimulatedRequest) -> bool:
         """Return whether the pod of `request` accepts the connection. If it does not, the request
-        goes to the next endpoint or fails. Scenarios affect only the endpoint named first.
+        goes to the next endpoint or fails. If a fallback pod accepts it, that is counted and
+        reported to the picker. Scenarios affect only the endpoint named first.
         """
         pod, settings = request.pod, self._settings
         assert pod is not None

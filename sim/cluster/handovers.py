@@ -51,10 +51,10 @@ class HandoverTotals(Struct):
     size_bytes: float = 0.0
     """Number of bytes that the completed KV transfers moved."""
     transfer_s: Seconds = 0.0
-    """Sum over these transfers of the seconds from the start of a transfer to its end."""
+    """Sum over the completed KV transfers of the seconds from the start of a transfer to its end."""
     reservation_s: Seconds = 0.0
-    """Sum over all decode legs of the seconds from a leg's arrival at its engine to the reservation
-    of its blocks.
+    """Sum over the decode legs whose blocks were reserved of the seconds from a leg's arrival at its
+    engine to that reservation.
     """
     leases_expired: int = 0
     """Number of leases that ended before the decode engine had read the blocks of the prefill pod.
@@ -431,7 +431,9 @@ class Handovers:
             pod.give_up(leg)
 
     def _fail(self, handover: Handover, failure: Failure, status: int) -> None:
-        """Fail the request of a handover unless it has ended, and remove its decode leg."""
+        """End a handover. Unless its request was cancelled or failed before, also fail the request
+        and abort it at its decode pod.
+        """
         self._open.pop(handover, None)
         if handover.cancelled:
             return

@@ -2,7 +2,8 @@
 
 Pods are numbered from 0. Pods that join get the next numbers in the order of their joining. An
 incident without pod numbers concerns all pods that exist at its time. If an incident names a role,
-it concerns only pods of this role, and its pod numbers count the pods of this role.
+it concerns only pods of this role, and its pod numbers count the pods of this role. Two incidents
+of one kind that last for a time must not overlap for the same pod.
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,9 +136,11 @@ def begins_at_s(incident: Incident) -> Seconds:
 
 
 def check_incidents(incidents: Sequence[Incident], *, kinds: Sequence[PodKind]) -> None:
-    """Raise `ClusterSettingsError` if an incident names a pod that does not exist at its time, or a
-    role that no pod has, or if two incidents slow down the same pod at the same time, its network
-    or its page. `kinds` are the pods at the start.
+    """Raise `ClusterSettingsError` if an incident contradicts the pods or another incident.
+
+    An incident must not name a pod that does not exist at its time, or a role that no pod has.
+    `SlowLink` needs pods with a role. Two incidents of one kind must not slow down the same pod at
+    the same time, or its network, or freeze its page. `kinds` are the pods at the start.
     """
     there = [(0.0, kind) for kind in kinds]
     joins = [one for one in incidents if isinstance(one, Join)]

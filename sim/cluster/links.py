@@ -24,8 +24,10 @@ class KVTransferSettings(Struct, frozen=True, kw_only=True):
     concurrent: bool = False
     """True if both legs are sent at once, as by the connectors for SGLang and Mooncake."""
     push: bool = False
-    """True if the prefill engine writes each layer when it is computed. It needs concurrent legs,
-    because the decode engine must have reserved its blocks before."""
+    """True if the prefill engine writes each layer when it is computed. It needs profiles with
+    `layers`. It also needs concurrent legs, because the decode engine must have reserved its blocks
+    before.
+    """
     first_contact_s: Seconds = 0.0
     """Additional seconds of the first transfer between two engine processes; about 5 s are reported
     for NIXL. 0 if all processes have connected to each other before the run.

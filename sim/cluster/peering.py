@@ -127,8 +127,8 @@ class Peering:
         self._received: list[Received] = []
         """Counters of received records, one object for each picker process, ended ones included."""
         self.frames = 0
-        """Number of frames that pickers sent to each other; a frame to several receivers counts
-        once for each.
+        """Number of frames that pickers sent to each other, lost ones included; a frame to several
+        receivers counts once for each. Frames of `greet` and of snapshots are not counted.
         """
         self.bytes = 0
         """Size in bytes of the frames that pickers sent to each other, counted for each receiver.

@@ -124,7 +124,9 @@ class Pickers:
     def _routed(
         self, request: SimulatedRequest, asked: InferenceRequest, routed: Route | Refusal
     ) -> Route | Refusal:
-        """Return `routed` with the prefill pod that the prefill rule chooses, if there is a rule."""
+        """Return `routed` with the prefill pod that the prefill rule chooses. Without a rule, it is
+        that of the picker's decision if the cluster transfers KV blocks.
+        """
         rule = self._prefill_rule
         if rule is not None and isinstance(routed, Route):
             routed.prefill = rule.choose(asked, routed.endpoint, self._prefill)
@@ -169,8 +171,9 @@ class Pickers:
         self.peering.touched(replica)
 
     def offer(self, request: SimulatedRequest, evict: Callable[[Refusal], None]) -> None:
-        """Let the picker that routed `request` evict it, if its settings allow, until `spare` is
-        called. `evict` then ends the request with a refusal.
+        """Let the picker that routed `request` evict it until `spare` is called, if the picker's
+        settings allow it and the request has a negative priority. `evict` then ends the request
+        with a refusal.
         """
         _, route, replica = _routed(request)
         queue = self.queues[replica]

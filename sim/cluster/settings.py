@@ -67,6 +67,9 @@ class Absence(Struct, frozen=True):
     state. It scrapes pods from `from_s` on. It receives requests from `to_s` on; if pickers share
     decisions, it first waits for a snapshot from a peer, at most `SNAPSHOT_S_MAX`. Other pickers
     receive the requests meanwhile; without others, they fail. Pods finish the answers in progress.
+
+    A period must last at least two scrape intervals. It must begin at least `SNAPSHOT_S_MAX` after
+    the end of the same picker's previous one.
     """
 
     replica: int
@@ -93,6 +96,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Maximum number of fallback endpoints that a picker names; the gateway uses them if a
     connection fails."""
     reschedules: tuple[Reschedule, ...] = ()
+    """Periods in which connections to pods fail. They need `fallback_endpoints_max` of 1 or more."""
     scrape_interval_s: Seconds | None = None
     """Mean time in seconds between two scrapes of a pod; None derives it from the number of pods,
     as `epp serve` does.

@@ -112,7 +112,8 @@ def workers_at(named: str, size: int) -> Iterator[Workers]:
     """Yield the workers at the place `named`, which has one of the forms in `EXECUTOR_HELP`. `size`
     is the number of processes if that place is this machine.
 
-    Raises `ExecutorError` if the cluster does not answer or its client library is not installed.
+    Raises `ExecutorError` if `named` has another form, the cluster does not answer, or its client
+    library is not installed.
     """
     if named == LOCAL:
         with Crew(size) as crew:

@@ -36,8 +36,8 @@ class RunJournal:
     """
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
-        """Open or create the journal. `about` describes the conditions of the runs, as text by
-        name.
+        """Open or create the journal, and delete an incomplete last line. `about` describes the
+        conditions of the runs, as text by name.
 
         Raises `OSError`, and `OutputError` if the stored conditions differ from `about`, or if the
         file is damaged or open in another process.
@@ -81,7 +81,7 @@ class RunJournal:
         advance: Callable[[], None],
     ) -> list[KeptRun]:
         """Return the run of each (key, item) in `wanted`, in the same order: stored runs from the
-        journal, and the others from `measured`.
+        journal, and the others from `measured`, which are then added to the journal.
 
         `measured` takes the items to run and yields (position among them, run) in any order; after
         Ctrl-C it may yield fewer. `advance` is called once for each available run. Raises

@@ -83,8 +83,9 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
     add("--speed", type=_positive, default=1.0, metavar="X",
         help="send requests X times as fast as in the trace (default: 1)")  # fmt: skip
     add("--jitter", type=_seconds, metavar="S",
-        help="delay each arrival by a random time of up to S seconds (default: the resolution of the "
-        "trace's clock if that is coarse)")  # fmt: skip
+        help="delay each arrival that waits for no answer by a random time of up to S seconds "
+        "(default: the resolution of the trace's clock if that is 0.5 s or more and most requests "
+        "share their arrival time, otherwise 0)")  # fmt: skip
     add("--through", choices=("hashes", "bytes"), default="hashes",
         help="form in which pickers get prompts: hashes from the trace, or the bytes of a body that the "
         "production parser reads (default: hashes)")  # fmt: skip
@@ -536,8 +537,8 @@ def named_policies(names: list[str]) -> list[PolicySource]:
     for name, source in zip(names, sources, strict=True):
         if source.name in taken:
             raise PolicyNameError(
-                f"--config {name} and --config {taken[source.name]} are both called "
-                f"{source.name}; give each file a name of its own"
+                f"--config {taken[source.name]} and --config {name} both have the name "
+                f"{source.name}; omit one of them, or rename its file"
             )
         taken[source.name] = name
     return sources

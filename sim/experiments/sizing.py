@@ -162,8 +162,8 @@ class PodSearch:
 
     @property
     def perhaps(self) -> int | None:
-        """Smallest number of pods below the result whose figures keep all bounds, although their 95
-        % confidence limits do not. None if there is none.
+        """Smallest number of pods below the result that was run with every seed and whose figures
+        keep all bounds, although their 95 % confidence limits do not. None if there is none.
         """
         pods = self.pods
         return min(

@@ -121,7 +121,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     @property
     def gain(self) -> float:
         """Gain of the other configuration over all seeds: minus the sum of its costs in both
-        objectives. It is positive if the other configuration is better in sum.
+        objectives. It is positive if the other configuration is better in sum. An objective whose
+        difference is unknown adds nothing.
         """
         return -sum(
             _cost(measure, (one.known_reference or 0.0) + one.value, one.known_reference or 0.0)
@@ -212,7 +213,7 @@ class Tuning:
     @property
     def beats(self) -> bool:
         """True if the chosen configuration is better in an objective at the trace's load, and at no
-        load worse in an objective or a guard.
+        load worse in an objective or a guard, or loses too many more requests.
         """
         return (
             self.complete

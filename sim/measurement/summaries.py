@@ -289,9 +289,10 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     stages: StageSummary | UnsetType = UNSET
     """Stages of the requests; set only if pods have roles."""
     retries: int | UnsetType = UNSET
+    """Number of times that a client sent a request again; set only if clients retry."""
     rescheduled: int | UnsetType = UNSET
-    """Number of requests that were served by another pod than the first one that the picker named;
-    set only if pickers name fallback endpoints. `retries` is set only if clients retry.
+    """Number of requests that a fallback endpoint accepted, because the pods that the picker named
+    before it did not; set only if pickers name fallback endpoints.
     """
     evicted: int | UnsetType = UNSET
     """Number of times that a picker evicted a request, also if the client sent it again; set only if

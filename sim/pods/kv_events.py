@@ -41,7 +41,8 @@ class TokenChain(list[int]):
 
     def extra_keys(self, start: int, end: int) -> list[list[str] | None]:
         """Return what identifies each block from `start` to `end` besides its tokens: the adapter,
-        and for the first block of the sequence the cache salt. None if a block has neither.
+        and for the first block of the sequence the cache salt. The element of a block that has
+        neither is None.
         """
         usual = [self.adapter] if self.adapter else None
         extra: list[list[str] | None] = [usual] * (end - start)

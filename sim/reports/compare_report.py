@@ -287,5 +287,5 @@ def _basis(summary: ComparisonSummary) -> str:
         lacking = f" {where} is {_UNKNOWN}: {'; '.join(reasons)}."
     bad_lines = summary.runs[0].run.bad_lines
     skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
-    windows = report.excluded_sentences(summary.runs)
+    windows = report.measurement_sentences(summary.runs)
     return f"{report.varied_sentences(summary)}{lacking}{skipped} {windows}"

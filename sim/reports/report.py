@@ -436,7 +436,7 @@ def foot(assumptions: Sequence[AssumptionSummary]) -> str:
     )
 
 
-def excluded_sentences(runs: Sequence[NamedRun]) -> str:
+def measurement_sentences(runs: Sequence[NamedRun]) -> str:
     """Return sentences about the parts of the runs that the figures exclude (warm-up and drain), and
     the definitions of ITL and stall.
     """

@@ -30,10 +30,10 @@ from sim.reports.charts import (
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
-    excluded_sentences,
     foot,
     limit,
     markdown_table,
+    measurement_sentences,
     number,
     seconds,
     share,
@@ -497,7 +497,7 @@ def _basis(summary: SizeSummary) -> list[str]:
             "rate."
         )
     if summary.runs:
-        told.append(f"{varied_sentences(summary)} {excluded_sentences(summary.runs)}")
+        told.append(f"{varied_sentences(summary)} {measurement_sentences(summary.runs)}")
         told.append(_judged(summary))
         told.append(
             "A bound is kept if its 95 % limit is within the bound. One more replay with "

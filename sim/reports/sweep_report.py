@@ -19,9 +19,9 @@ from sim.reports.compare_report import not_complete, shown
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
-    excluded_sentences,
     foot,
     markdown_table,
+    measurement_sentences,
     number,
     table,
     targets,
@@ -166,7 +166,7 @@ def _basis(summary: SweepSummary) -> str:
         )
     told += (
         f" A request is within targets with {targets(points[0].goodput)}. "
-        f"{excluded_sentences(summary.runs)}"
+        f"{measurement_sentences(summary.runs)}"
     )
     lines = max(point.bad_lines for point in points)
     if lines:

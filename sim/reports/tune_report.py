@@ -27,9 +27,9 @@ from sim.reports.compare_report import BETTER, LABELS, WORSE, relative, shown, s
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
-    excluded_sentences,
     foot,
     markdown_table,
+    measurement_sentences,
     table,
     varied_sentences,
     warnings_of,
@@ -418,7 +418,7 @@ def _basis(summary: TuneSummary) -> list[str]:
     if refused:
         told.append(f"{refused:,} of the trials are invalid configurations and were not run.")
     if summary.runs:
-        told.append(f"{varied_sentences(summary)} {excluded_sentences(summary.runs)}")
+        told.append(f"{varied_sentences(summary)} {measurement_sentences(summary.runs)}")
     if summary.power is not None:
         told.append(power_sentence(summary.power))
     return told

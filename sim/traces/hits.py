@@ -54,8 +54,11 @@ def parts_of(arrival: Arrival) -> tuple[Parts, Parts]:
 
 
 class Hits:
-    """Counters of the prompt tokens that caches would hit under each placement of requests (such as
-    random or by affinity). `add` counts one request.
+    """Counters of the prompt tokens that caches would hit.
+
+    They count one cache for all requests, unlimited or as large as all pods' caches together, and
+    the pods' caches under each placement of requests (such as random or by affinity). `add` counts
+    one request and adds it to the caches.
     """
 
     def __init__(

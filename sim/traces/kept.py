@@ -72,7 +72,7 @@ class CachedTraces:
         """Create a cache of parsed traces in `folder`. The folder is created when the first trace
         is cached.
 
-        `bytes_max` limits the size of all entries together.
+        `bytes_max` limits the size of all entries together, and of each entry.
         """
         self._folder = folder
         self._bytes_max = bytes_max
@@ -97,7 +97,7 @@ class CachedTraces:
         return self._path(name).is_file()
 
     def read(self, name: str) -> Iterator[Arrival]:
-        """Yield the arrivals of a cached trace.
+        """Yield the arrivals of a cached trace. Its entry counts as used now.
 
         Raises `NotCached` if the entry is missing or damaged, possibly after some arrivals.
         """
@@ -120,6 +120,7 @@ class CachedTraces:
         self, name: str, arrivals: Iterator[Arrival], as_named: Callable[[], bool]
     ) -> Iterator[Arrival]:
         """Yield `arrivals` unchanged, and store them as the cache entry `name` after the last one.
+        The least recently used entries beyond the size limit are then deleted.
 
         Nothing is stored if an arrival has a body (users' texts are not copied), if the entry would
         exceed the size limit, or if `as_named` returns False at the end. Write errors are reported

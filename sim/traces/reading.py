@@ -159,7 +159,8 @@ class Trace:
 
     @property
     def is_kept(self) -> bool:
-        """True if the trace is big enough for the cache on disk and a cache folder is set.
+        """True if the trace is big enough for the cache on disk, a cache folder is set, and the file
+        lists requests.
 
         A complete iteration then writes the cache entry, unless a line is malformed or a request
         has a body, and later iterations read it.

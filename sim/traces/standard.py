@@ -310,7 +310,7 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Maximum number of requests; None for no limit except the end of the load."""
     rate_per_s: _Above0 | None = None
     """Arrival rate per second that replaces the workload's own stages for `duration_s`; None for
-    the workload's own stages.
+    the workload's own stages. A workload of several kinds of traffic cannot have one.
     """
     duration_s: _Above0 | None = None
     """Duration of `rate_per_s` in seconds; None for 300 s, or until there are `requests` if they
@@ -318,7 +318,7 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
     burstiness: Annotated[float, Meta(ge=0, le=100)] | None = None
     """Coefficient of variation of the gaps between arrivals; None for the workload's own. It needs
-    a load that does not wait for answers.
+    a workload of one kind of traffic, with a load that does not wait for answers.
     """
     steady: bool = False
     """True if sessions are already running at the start and no request arrives after the end of the
@@ -328,8 +328,8 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def generated(self) -> Generated:
         """Return the workload with its rate, seed and limits.
 
-        Raises `FieldError` if `kind` is unknown, or if its load can be neither bursty nor steady as
-        requested.
+        Raises `FieldError` if `kind` is unknown, if its load cannot be bursty or steady although
+        that is requested, or if it has several kinds of traffic and a rate or a burstiness is given.
         """
         workload = STANDARD.get(self.kind)
         if workload is None:

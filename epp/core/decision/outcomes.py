@@ -77,8 +77,8 @@ class Outcomes:
                 self._blame_pair(refused.slots, now)
 
     def _end_prefill(self, lease: Lease, now: Seconds) -> None:
-        """Close the leases of the prefill and encode endpoints of a request, because its response
-        headers or its first output arrived.
+        """Close the leases of the prefill and encode endpoints of a request, and count it as a
+        success of these endpoints, because its response headers or its first output arrived.
         """
         state = self._state
         present = self._present(lease)

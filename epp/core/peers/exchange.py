@@ -241,15 +241,19 @@ class PeerExchange:
         return max(0, self.replicas - 1 - len(self.peers))
 
     def expect(self, replicas: int, now: Seconds) -> None:
-        """Set the expected number of pickers of the pool, this one included."""
+        """Set the expected number of pickers of the pool, this one included, and report to the
+        scheduler how many of them send nothing.
+        """
         self.replicas = replicas
         self._count(now)
 
     # Sending.
 
     def outgoing(self, now: Seconds) -> list[bytes]:
-        """Return the encoded frames to send to every peer now; often there are none. Call this
-        every `OUTGOING_INTERVAL_S`.
+        """Return the encoded frames to send to every peer now; often there are none.
+
+        The call counts them as sent, and takes their records and requested repetitions from the
+        queues. Call this every `OUTGOING_INTERVAL_S`.
         """
         beat = now >= self._beat_at_s + HEARTBEAT_S
         frames: list[Frame] = []
@@ -327,10 +331,10 @@ class PeerExchange:
     # Receiving.
 
     def receive(self, message: bytes, now: Seconds, origin: bytes) -> Taken:
-        """Decode a frame of a peer and queue its records for `apply`. Return whether the frame was
-        accepted, or why not.
+        """Process a frame of a peer, and return whether it was accepted, or why not.
 
-        `origin` is the origin that may use the connection by which the frame came.
+        A live frame replaces the peer's load, and its records are queued for `apply`. A goodbye
+        removes the peer. A snapshot frame has no effect here. `origin` is the origin that may use the connection by which the frame came.
         """
         frame = _read(message)
         if isinstance(frame, Taken):
@@ -402,7 +406,8 @@ class PeerExchange:
         """Process at most `RECORDS_PER_APPLY` queued records of one origin; the next call continues
         with the next origin.
 
-        Live records come before those of a snapshot.
+        If the origin exceeds `RECORDS_PER_S_MAX`, its oldest queued frame is dropped instead. Live
+        records come before those of a snapshot.
         """
         waiting = [peer for peer in self.peers.values() if peer.inbox]
         if not waiting:
@@ -591,7 +596,7 @@ class PeerExchange:
     def _load(self, now: Seconds, *, whole: bool) -> bytes:
         """Return the load that this picker has in flight, as an array of `LOAD`: at each endpoint
         where it differs from the load last sent or, if `whole`, at each endpoint where there is
-        any.
+        any, up to `LOADS_MAX` endpoints. The load then counts as sent.
         """
         scheduler = self._scheduler
         columns = scheduler.pool.columns
@@ -624,7 +629,9 @@ class PeerExchange:
 
     def _wanted(self) -> tuple[tuple[bytes, int, int], ...]:
         """Return the frames of peers that were missed here and must be requested now, as (origin,
-        first number, last number).
+        first number, last number), and count these requests.
+
+        A peer whose frames were requested too often in vain is added to `snapshots_wanted` instead.
         """
         found: list[tuple[bytes, int, int]] = []
         for peer in self.peers.values():

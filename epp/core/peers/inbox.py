@@ -75,7 +75,9 @@ class Inbox:
         return bool(self._waiting)
 
     def put(self, frame: Frame, now: Seconds, age_s: Seconds = 0.0) -> None:
-        """Queue the records of `frame`, received at `now`, when the frame was `age_s` seconds old."""
+        """Queue the records of `frame`, received at `now`, when the frame was `age_s` seconds old.
+        Above `WAITING_BYTES_MAX`, the oldest frames are dropped and counted.
+        """
         if not frame.records:
             return
         self._waiting.append(_Waiting(frame, now, age_s))
@@ -93,7 +95,7 @@ class Inbox:
         now: Seconds,
     ) -> int:
         """Process at most `records_max` queued records: record them in the scheduler's indexes.
-        Return how many were processed.
+        Return how many were processed, counting the end of each frame as one more.
 
         `slots` gives the slot of an endpoint by its hash, `indexes` the name of an index by the
         hash of its signature.

@@ -137,7 +137,8 @@ class MissedFrames:
 
     def asked(self) -> tuple[list[tuple[int, int]], bool]:
         """Return the ranges of frame numbers to request now as (first, last), and whether other
-        ranges were dropped after `ASKS_MAX` requests in vain.
+        ranges were dropped after `ASKS_MAX` requests in vain. The returned ranges count as requested
+        once more.
         """
         lasting = [gap for gap in self._gaps if gap.asks < ASKS_MAX]
         given_up = len(lasting) < len(self._gaps)

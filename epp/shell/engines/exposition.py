@@ -455,7 +455,7 @@ class PageMemory:
 
     def read(self, page: bytes, engines: tuple[_Engine, ...]) -> EndpointMetrics | None:
         """Return the metrics of the endpoint's next metrics page, or None if the page must be
-        parsed completely.
+        parsed completely. In that case the memory of the last page is dropped.
         """
         reading, self._reading = self._reading, None
         if reading is None or reading.engines is not engines:

@@ -25,8 +25,10 @@ _WORST_FIRST: Final = (
 
 
 class SourceRow(Struct, frozen=True, kw_only=True):
-    """The reception of one endpoint's KV-cache events, for operators. With several ranks it is that
-    of the worst rank.
+    """The reception of one endpoint's KV-cache events, for operators.
+
+    With several ranks, `state`, `problem`, `place` and `sequence` are those of the worst rank. An
+    endpoint is complete if every rank is, and silent if any rank is. `lag_s` is the largest one.
     """
 
     endpoint: str
@@ -121,7 +123,7 @@ class Source:
         return (self, *self.others)
 
     def worst_row(self, unix_time_s: Seconds, unconnected: str) -> SourceRow:
-        """Return the endpoint's row for operators; with several ranks it describes the worst one.
+        """Return the endpoint's row for operators.
 
         Call it only on the first rank's source. `unconnected` is the problem that the row shows for
         a rank that has neither a subscription nor a problem of its own.

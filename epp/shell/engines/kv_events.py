@@ -261,7 +261,8 @@ class KVEventListener:
         """Use the new connection `lines` for an endpoint before any message arrives, because no
         other endpoint has the same IP address.
 
-        It is not used if the endpoint has several ranks, because only a message names the rank.
+        It is not used if the endpoint has several ranks, because only a message names the rank. Nor
+        is it used if the endpoint's messages are ignored or another connection is in use.
         """
         source = self._sources.get(endpoint_id)
         if source is not None and not source.others and not source.refused:
@@ -474,9 +475,10 @@ class KVEventListener:
         )
 
     async def _find(self, source: Source) -> bool:
-        """Determine where the ranks of `source` publish their events.
+        """Determine where the ranks of `source` publish their events, and use these addresses.
 
-        Return False if the endpoint was unreachable.
+        Return False if that is still unknown, because the endpoint was unreachable or, with several
+        known ranks, gave an invalid answer.
         """
         assert self._settings is not None, "the reception of events is configured"
         discovery = self._settings.pod_discovery_config

@@ -240,8 +240,8 @@ class Scraper:
         self._start()
 
     def answered(self, endpoint: Endpoint) -> None:
-        """End the back-off of a failing `endpoint` and scrape it at the next regular time, because
-        it has just served a request.
+        """Scrape a failing `endpoint` at the next regular time and not after its back-off, because
+        it has just served a request. If that scrape fails too, the back-off continues to grow.
         """
         target = self._targets.get(endpoint.endpoint_id)
         if target is None or target.problem is None or target.resting is None:

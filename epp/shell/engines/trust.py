@@ -40,10 +40,11 @@ def client_context(
 def trust_of(
     source: MetricsDataSource | ModelsDataSource | DcgmDataSource,
 ) -> ssl.SSLContext | None:
-    """Return the TLS context that verifies a data source's server, or None if nothing is verified.
+    """Return the TLS context of connections to a data source's server, or None if the connections
+    need no context of their own.
 
-    Nothing is verified with http, or if every certificate is accepted. Reads files. Raises
-    `ConfigError`.
+    None is needed with http, or if every certificate is accepted and the source has no client
+    certificate. Reads files. Raises `ConfigError`.
     """
     if source.scheme is not MetricsScheme.HTTPS:
         return None

@@ -579,8 +579,9 @@ def _watch_error(status: Raw) -> ApiError:
 
 
 class LineSplitter:
-    """A splitter of the received bytes of a watch into complete lines of at most
-    `line_bytes_max`.
+    """A splitter of the received bytes of a watch into complete lines, without blank ones.
+
+    It fails if a line still has no end after more than `line_bytes_max` bytes.
     """
 
     def __init__(self, line_bytes_max: int) -> None:
@@ -589,8 +590,8 @@ class LineSplitter:
         self._bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield every line of a watch that `chunk` completes. Raises `ApiError` if a line is too
-        long.
+        """Yield every line of a watch that `chunk` completes, except blank lines. Raises `ApiError`
+        if the incomplete line after them is too long.
         """
         *ended, rest = chunk.split(b"\n")
         for piece in ended:

@@ -587,7 +587,10 @@ def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
             ["default", "nothing"],
             "sim: nothing is neither a file nor one of default, ",
         ),
-        (["random", "random"], "sim: --config random and --config random are both called random"),
+        (
+            ["random", "random"],
+            "sim: --config random and --config random both have the name random",
+        ),
     ],
 )
 def test_policies_that_are_not_there_or_there_twice_are_a_wrong_call(

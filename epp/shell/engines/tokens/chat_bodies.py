@@ -44,13 +44,15 @@ _TURNS: Final = frozenset({"user", "assistant"})
 _GIVEN: Final = frozenset({"user", "system", "developer"})
 
 
-class NoChatError(Exception):
-    """Raised if the chat that vLLM renders for a request is unknown."""
+class UnknownChatError(Exception):
+    """The chat that vLLM makes of a request is unknown, because its body has members or parts that
+    are invalid or that this module does not convert.
+    """
 
 
 def as_chat(api: ApiKind, body: Json) -> Json:
     """Convert the body of a request of any supported API to the chat request from which vLLM
-    renders the prompt. Raises `NoChatError`.
+    renders the prompt. Raises `UnknownChatError`.
     """
     make = _MAKERS.get(api)
     if make is None:
@@ -61,9 +63,9 @@ def as_chat(api: ApiKind, body: Json) -> Json:
     try:
         chat = make(members)
     except (KeyError, TypeError, AttributeError) as error:
-        raise NoChatError from error
+        raise UnknownChatError from error
     if members:
-        raise NoChatError
+        raise UnknownChatError
     return chat
 
 
@@ -98,7 +100,7 @@ def _turns(message: Json) -> Iterable[Json]:
     """
     role, content = message["role"], message["content"]
     if role not in _TURNS:
-        raise NoChatError
+        raise UnknownChatError
     if isinstance(content, str):
         return ({"role": role, "content": content},)
     results: list[Json] = []
@@ -116,7 +118,7 @@ def _turns(message: Json) -> Iterable[Json]:
         elif kind == "thinking" and role == "assistant":
             thoughts.append(_text(block, "thinking"))
         elif kind != "redacted_thinking":
-            raise NoChatError
+            raise UnknownChatError
     turn: Json = {"role": role}
     if thoughts:
         turn["reasoning"] = "".join(thoughts)
@@ -139,7 +141,7 @@ def _result(block: Json) -> Json:
         text = content
     else:
         if any(part["type"] != "text" for part in _objects(content)):
-            raise NoChatError
+            raise UnknownChatError
         text = "\n".join(_text(part, "text") for part in content)
     return {"role": "tool", "tool_call_id": _text(block, "tool_use_id"), "content": text}
 
@@ -147,7 +149,7 @@ def _result(block: Json) -> Json:
 def _call(block: Json) -> Json:
     given = block.get("input") or {}
     if not isinstance(given, dict):
-        raise NoChatError
+        raise UnknownChatError
     function = {"name": _text(block, "name"), "arguments": given}
     return {"id": _text(block, "id"), "type": "function", "function": function}
 
@@ -155,10 +157,10 @@ def _call(block: Json) -> Json:
 def _tool(tool: Json) -> Json:
     if tool.get("defer_loading") or tool.get("type", "custom") != "custom":
         # These are tools that are shown later, or that Anthropic itself runs.
-        raise NoChatError
+        raise UnknownChatError
     schema = tool["input_schema"]
     if not isinstance(schema, dict):
-        raise NoChatError
+        raise UnknownChatError
     function = {
         "name": _text(tool, "name"),
         "description": tool.get("description"),
@@ -172,7 +174,7 @@ def _of_responses(members: Json) -> Json:
     `members`.
     """
     if members.pop("tools", None) or members.pop("truncation", "disabled") != "disabled":
-        raise NoChatError
+        raise UnknownChatError
     messages: list[Json] = []
     instructions = members.pop("instructions", "")
     if instructions:
@@ -192,29 +194,29 @@ def _of_responses(members: Json) -> Json:
 def _item(item: Json) -> Json:
     role, content = item["role"], item["content"]
     if item.get("type", "message") != "message" or item.get("status", "completed") != "completed":
-        raise NoChatError
+        raise UnknownChatError
     if role not in _GIVEN and role != "assistant":
-        raise NoChatError
+        raise UnknownChatError
     if isinstance(content, str):
         return {"role": role, "content": content}
     kind = "output_text" if role == "assistant" else "input_text"
     texts = [_text(part, "text") for part in _objects(content) if part["type"] == kind]
     # vLLM reads only the first part of an assistant's message.
     if not texts or len(texts) != len(content) or (role == "assistant" and len(texts) > 1):
-        raise NoChatError
+        raise UnknownChatError
     return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
 
 
 def _objects(value: Any) -> list[Json]:
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise NoChatError
+        raise UnknownChatError
     return value
 
 
 def _text(value: Json, name: str) -> str:
     text = value[name]
     if not isinstance(text, str):
-        raise NoChatError
+        raise UnknownChatError
     return text
 
 

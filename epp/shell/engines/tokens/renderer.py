@@ -75,8 +75,8 @@ _decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 def tls_of(settings: VllmRenderer) -> ssl.SSLContext | None:
-    """Return the TLS context for connections to renderers by https, or None for http. Reads files.
-    Raises `ConfigError`.
+    """Return the TLS context for connections to renderers by https, or None for http and for
+    renderers that are discovered in the pool. Reads files. Raises `ConfigError`.
     """
     if settings.endpoint_discovery is not None or urlsplit(settings.url).scheme != "https":
         return None

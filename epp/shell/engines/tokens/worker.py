@@ -17,7 +17,7 @@ from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.token_ids import packed
 from epp.core.types import ApiKind
 from epp.shell.engines.tokens import frames
-from epp.shell.engines.tokens.chat_bodies import NoChatError, as_chat
+from epp.shell.engines.tokens.chat_bodies import UnknownChatError, as_chat
 from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.segments import SegmentCache
 from epp.shell.engines.tokens.tokenizer_files import files_of, read_config
@@ -144,7 +144,7 @@ class Worker:
 
         try:
             body = as_chat(job.api, body)
-        except NoChatError as error:
+        except UnknownChatError as error:
             raise _RefusedError(TokensResult.UNSUPPORTED) from error
         template = model.tool_template if body.get("tools") else model.template
         if template is None:

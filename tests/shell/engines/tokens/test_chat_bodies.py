@@ -3,7 +3,7 @@
 import pytest
 
 from epp.core.types import ApiKind
-from epp.shell.engines.tokens.chat_bodies import NoChatError, as_chat
+from epp.shell.engines.tokens.chat_bodies import UnknownChatError, as_chat
 
 SCHEMA = {"type": "object", "properties": {"zone": {}, "city": {}}}
 TOOL = {"name": "weather", "description": "Of a place", "input_schema": SCHEMA}
@@ -144,7 +144,7 @@ IMAGE = {"type": "image", "source": {}}
 )
 def test_messages_that_may_be_another_chat_are_none(body):
     """By release, or because they have what no chat has."""
-    with pytest.raises(NoChatError):
+    with pytest.raises(UnknownChatError):
         as_chat(ApiKind.MESSAGES, body)
 
 
@@ -211,5 +211,5 @@ def said(role, *parts, **members):
 )
 def test_responses_that_may_be_another_chat_are_none(body):
     """What is kept elsewhere, tools, and what goes on with an answer that was begun."""
-    with pytest.raises(NoChatError):
+    with pytest.raises(UnknownChatError):
         as_chat(ApiKind.RESPONSES, body)

@@ -140,7 +140,8 @@ def build_settings(
     """Return the settings of the scheduler for `config`.
 
     `refresh_interval_s` is the time between two scrapes of one endpoint, unless the configuration
-    sets a longer one. The saturation detector's threshold is max(1 s, 5 of these intervals) unless the configuration sets it (design section 4).
+    sets a longer one. The saturation detector's threshold is max(1 s, 5 of these intervals) unless
+    the configuration sets it (design section 4).
 
     Metrics are stale after `metrics_staleness_s`, or after two intervals if that is longer.
     Otherwise all requests would go to the endpoint that was scraped last.

@@ -334,7 +334,8 @@ class PeerExchange:
         """Process a frame of a peer, and return whether it was accepted, or why not.
 
         A live frame replaces the peer's load, and its records are queued for `apply`. A goodbye
-        removes the peer. A snapshot frame has no effect here. `origin` is the origin that may use the connection by which the frame came.
+        removes the peer. A snapshot frame has no effect here. `origin` is the origin that may use the
+        connection by which the frame came.
         """
         frame = _read(message)
         if isinstance(frame, Taken):

@@ -890,7 +890,7 @@ def test_a_comparison_of_two_alike_names_is_a_wrong_call(trace, capsys):
     same = ["--config", "random"] * 2
     for command in (["compare"], ["sweep", "--rates", "5"]):
         assert sim(command[0], trace, *command[1:], *same) == 2
-        assert "both called random" in capsys.readouterr().err
+        assert "both have the name random" in capsys.readouterr().err
     assert sim("compare", trace, "--config", "random") == 2
 
 

@@ -67,8 +67,8 @@ class PluginFailures:
         return iter(self._failing.values())
 
     def raised(self, name: str, verb: str, error: BaseException) -> None:
-        """Record that method `verb` of plugin `name` raised `error`. Raises `error` again if it is
-        an `Interrupted`.
+        """Record that method `verb` of plugin `name` raised `error`. An `Interrupted` is raised again
+        instead of being recorded.
         """
         if isinstance(error, Interrupted):
             raise error

@@ -71,7 +71,9 @@ class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
     matched_blocks: int
     """Number of prompt blocks that the endpoint was estimated to have cached."""
     eliminated: Mapping[str, int]
-    """Number of endpoints that each filter dropped, by name of the filter."""
+    """Number of endpoints that were not scored, by reason: the name of the filter that dropped them,
+    or why they were not available.
+    """
     candidates: int
     """Number of endpoints that were scored for the stage."""
     parts: list[float]
@@ -223,8 +225,8 @@ class Scores(Struct, frozen=True, gc=False, array_like=True):
     scores: bytes
     """Scores of the candidates, float64[scorers, n] as bytes."""
     dropped: dict[str, bytes]
-    """Slots of the k endpoints that each filter dropped, int64[k] as bytes, by the
-    filter's name.
+    """Slots of the k endpoints that were not scored for one reason, int64[k] as bytes, by reason: the
+    name of the filter that dropped them, or why they were not available.
     """
 
 

@@ -1,5 +1,6 @@
-"""SMetric: a conversation stays at the endpoint with its longest match while its expected time to
-first token is below a limit. Other requests go to the endpoint with the least work.
+"""SMetric: a request of which most is cached stays at the endpoint with its longest match while its
+expected time to first token is below a limit there, or nowhere. Other requests go to the endpoint
+with the least work.
 
 Source: a proposal for vllm-project/router.
 """

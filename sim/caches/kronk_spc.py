@@ -68,8 +68,9 @@ class SystemPromptBuffer:
         return Found(system[1], system[1] * self._copy_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the request's system prompt in the buffer. Return the time in seconds to copy it
-        out and in again; 0 if the request has none, or if the buffer already has it.
+        """Store the request's system prompt in the buffer, in place of the one that it has. Return
+        the time in seconds to copy it out and in again; 0 if the request has no system prompt that
+        is long enough, or if the buffer already has it.
         """
         system = self._system_prompt(request)
         if system is None or system == self._held:

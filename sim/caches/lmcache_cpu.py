@@ -18,7 +18,7 @@ class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
     """LMCache's local CPU backend, behind vLLM's own cache.
 
     Blocks that vLLM's block pool on the GPU evicts go to CPU memory, which drops the least recently
-    used ones. If the pool has the beginning of a prompt, the whole chunks that follow it are loaded
+    used ones. The whole chunks that follow the pool's part of a prompt, which may be empty, are loaded
     from CPU memory, up to the first chunk that is no longer there. Loading takes bytes /
     `bytes_per_s`, and the engine does nothing else meanwhile. The real LMCache copies blocks to CPU
     memory when they are computed and not when they are evicted. The simulated and the real LMCache

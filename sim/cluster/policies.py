@@ -250,7 +250,7 @@ class Baseline:
         """Do nothing, because a baseline ignores metrics."""
 
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
-        """Do nothing, because a baseline ignores metrics."""
+        """Do nothing, because a baseline does not react to failed scrapes."""
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:
         if not self.endpoints:

@@ -222,7 +222,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> int:
-        """Number of all weights of the model, without norms and biases."""
+        """Number of weights of the model, without norms, biases and the routers of experts."""
         return self.linear_weights + self.expert_weights + self.embedding_weights
 
     @property

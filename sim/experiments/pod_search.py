@@ -26,8 +26,9 @@ def next_step(known: Mapping[int, bool], *, start: int, highest: int, lowest: in
     """Return the next step of a search for the smallest sufficient number of pods.
 
     `known` maps each tried number of pods to whether it is sufficient. The search begins at `start`
-    and covers `lowest` to `highest`; fewer pods than `lowest` are known to be too few. The step
-    depends only on the arguments, so an interrupted search can resume anywhere.
+    and covers `lowest` to `highest`; fewer pods than `lowest` are known to be too few. A number counts
+    only if the next larger one is sufficient too, unless it is `highest`. The step depends only on
+    the arguments, so an interrupted search can resume anywhere.
     """
     search = _search(min(max(start, lowest), highest), lowest, highest)
     try:

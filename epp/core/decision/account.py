@@ -126,9 +126,11 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     ready: int
     """Number of endpoints that were ready and in the gateway's subset, before filters."""
     dropped: Mapping[str, Ints]
-    """Slots of the endpoints that each filter dropped in this decision, by name of the filter."""
+    """Slots of the endpoints that were not scored in this decision, by reason: the name of the filter
+    that dropped them, or why they were not available.
+    """
     candidates: Candidates
-    """Candidates that were scored in this decision, which are those that no filter dropped."""
+    """Candidates that were scored in this decision, which are those that `dropped` does not name."""
     tellers: tuple[TellsCost | None, ...]
     lease: Lease
     matched_blocks: int

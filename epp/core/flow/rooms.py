@@ -79,7 +79,9 @@ class RoomOf(Struct, frozen=True, kw_only=True):
     queue: float
     """Number of requests that may wait in the engine beside those in its slots."""
     kv_share: float
-    """Used share of the KV cache with the expected growth; NaN if unknown."""
+    """Share of the KV cache that is used, or will be by prompts that were placed and by answers that
+    grow; NaN if unknown.
+    """
     prefill_tokens: float
     prefill_tokens_max: float
     load: float

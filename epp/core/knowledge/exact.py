@@ -79,7 +79,7 @@ restarted.
 """
 SWEPT_AT_ONCE_MAX: Final = 1_024
 """Maximum number of blocks of a mirror that is removed at once after its endpoint left or
-restarted, rather than in steps.
+restarted, rather than in steps. Larger mirrors are removed at once only if too many of them wait.
 """
 KNOWN_SPARE_MAX: Final = 4_096
 """Maximum number of blocks that the exact prefix index may store before it checks its memory limit
@@ -496,7 +496,8 @@ class ExactIndex:
 
     def _held_blocks(self, place: Place, keys: "array[int]", total: int) -> int:
         """Return how many of the first `total` of `keys` one engine rank, `place`, has cached,
-        counted from the first key without a gap.
+        counted from the first key without a gap, provided that engines evict the end of a prompt
+        before its beginning.
         """
         # The key of a block depends on the whole prompt up to its end.
         if self._rows.holds(place.bit, keys[total - 1]):

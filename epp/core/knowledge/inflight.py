@@ -88,7 +88,9 @@ class Outcome(Struct, frozen=True, kw_only=True, gc=False):
     status: int | None = None
     """HTTP status of the response, or None if no response headers were seen."""
     by_gateway: bool = False
-    """True if the gateway answered instead of the endpoint, because it could not reach it."""
+    """True if the gateway seems to have answered instead of the endpoint, because the response has
+    neither a `date` nor a `server` header.
+    """
     output_tokens: int | None = None
     """Number of output tokens as counted by the engine, or None if not reported."""
     cached_tokens: int | None = None

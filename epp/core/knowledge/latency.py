@@ -210,7 +210,9 @@ class _Regression:
         self.coefficients: Floats = np.empty((0, _FEATURES))
         """Coefficients by slot, float64[slots, features]."""
         self.used_error: Floats = np.empty(0)
-        """Median error of what is used, by slot; NaN if unknown."""
+        """Median error of the prediction in use, which is that of the estimate or of the regression,
+        whichever is smaller, by slot; NaN if unknown.
+        """
         self.uses_learned: Bools = np.empty(0, dtype=np.bool_)
         self.unusable: Bools = np.empty(0, dtype=np.bool_)
         self._sums: dict[int, tuple[Floats, Floats]] = {}

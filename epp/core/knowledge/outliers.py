@@ -111,7 +111,9 @@ class Outlier(Struct, frozen=True, kw_only=True):
     to 1; NaN if there were too few answers.
     """
     since_s: Seconds = -math.inf
-    """Time since which the endpoint has been an outlier."""
+    """Time since which the endpoint has been an outlier or, if it is ejected, the time of its
+    ejection.
+    """
 
 
 class _Average:

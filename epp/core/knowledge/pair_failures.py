@@ -40,7 +40,9 @@ class PairFailures:
             self._suspects.pop(slot, None)
 
     def forget(self, slot: int) -> None:
-        """Drop what is known of `slot`, because its endpoint left or restarted."""
+        """Drop the failures of `slot`, and those of other endpoints that it may explain, because its
+        endpoint left or restarted.
+        """
         self._blame(slot)
 
     def _blame(self, slot: int) -> None:

@@ -337,8 +337,10 @@ def read_payload(payload: bytes) -> Batch:
 
 
 def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[list[Event], int]:
-    """Return the events in `read`, and the number of their blocks. `removed` are hashes of removals
-    that came before them. Faults are added to `faults`.
+    """Return the events of a payload, and the number of their blocks: a removal of the hashes
+    `removed` if there are any, then the events in `read`. Faults are added to `faults`.
+
+    Consecutive removals that differ only in their hashes become one, so that `removed` may grow.
     """
     events: list[Event] = []
     run: Any = None

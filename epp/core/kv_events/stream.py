@@ -127,8 +127,8 @@ class StreamCounts(Struct):
     """
     restarts: int = 0
     """Number of times that the stream's state was reset because the engine restarted or was assumed
-    to have restarted: its process changed, a frame had an earlier number, two frames in a row had
-    implausible numbers, or no scrape confirmed a reconnection in time.
+    to have restarted: its process changed, a frame that is no duplicate had an earlier number, two
+    frames in a row had implausible numbers, or no scrape confirmed a reconnection in time.
     """
     replays: int = 0
     replays_vain: int = 0

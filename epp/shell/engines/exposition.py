@@ -418,7 +418,7 @@ class _Reading(Struct):
         """Return the metrics of the endpoint's next page, or None if that page must be parsed
         completely.
 
-        It must if it comes from a new process or has another layout.
+        It must if it comes from a new process, has another layout, or lacks a gauge of load.
         """
         changed = self.layout.changed(page)
         if changed is None or _PROCESS_STARTED in changed:

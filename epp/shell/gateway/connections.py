@@ -40,8 +40,8 @@ class Connections:
         self._left.pop(peer, None)
 
     def abandoned(self, peer: str) -> bool:
-        """Note that a stream of `peer` was reset before an answer. Return True once, when the
-        allowance of resets of this connection is exhausted.
+        """Note that a stream of `peer` was reset before an answer. Return True if the connection
+        exceeds its allowance of resets, which then begins anew.
         """
         left = self._left.get(peer, ALLOWANCE_MAX) - 1
         if left < 0:

@@ -57,7 +57,9 @@ class ConfigSource:
             self._use(text, self._file_name)
 
     def watch_told(self, text: bytes) -> None:
-        """Process a new configuration text of the watched ConfigMap."""
+        """Apply a new configuration text of the watched ConfigMap, if it is not in force already, and
+        expect it in the mounted file later.
+        """
         digest = _digest(text)
         if digest != self._applied and (self._file is None or _digest(self._file) != digest):
             self._ahead.append(digest)

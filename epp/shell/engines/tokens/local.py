@@ -373,8 +373,8 @@ class LocalWorker:
         }
 
     def close(self) -> None:
-        """Fail all requests that wait for the tokenizer process. The process itself ends when `run`
-        is cancelled.
+        """Fail all requests that are queued for the tokenizer process, and forget its models. The
+        process and the request that it answers end when `run` is cancelled.
         """
         self._forget_process()
 

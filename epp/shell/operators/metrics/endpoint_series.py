@@ -103,7 +103,9 @@ class EndpointSeries:
             self.fold()
 
     def fold(self) -> None:
-        """Count the recorded ends of requests, except those at removed endpoints."""
+        """Add the recorded ends of requests to the series of their endpoints. Endpoints that were
+        removed have none, nor have those beyond `ENDPOINTS_MAX`.
+        """
         if not self._waiting:
             return
         keys, rows = self._waiting.take()

@@ -166,7 +166,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     none are configured.
     """
     kv_events: KVEventsSnapshot | None = None
-    """Counts of received KV-cache events, or None if no index receives them."""
+    """State and counts of the reception of KV-cache events, or None if no index receives them."""
     peers: PeerExchange | None = None
     """Exchange of state with the other replicas, or None if this picker has no peers."""
     peer_links: PeersSnapshot | None = None

@@ -27,6 +27,7 @@ from typing import Final
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from epp.core.decision.inputs import PeersUnheard
 from epp.core.decision.scheduler import Scheduler
@@ -55,7 +56,7 @@ from epp.core.peers.frames import (
 from epp.core.peers.inbox import Inbox, Received
 from epp.core.peers.queue_reports import QueueReports
 from epp.core.peers.retelling import KEPT_S_MAX, MissedFrames, SentFrames
-from epp.core.peers.token_reports import TokenReports, reported
+from epp.core.peers.token_reports import TokenReports
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
@@ -284,7 +285,7 @@ class PeerExchange:
                 unread=self._unread() if beat else (),
                 wanted=self._wanted() if beat else (),
             )
-            frames.append(reported(self._queue.added_to(last), tokens))
+            frames.append(replace(self._queue.added_to(last), tokens=tokens))
         if beat:
             self._beat_at_s = now
         if self.peers or self._silent:

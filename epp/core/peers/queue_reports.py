@@ -1,4 +1,4 @@
-"""What pickers report to each other about their queues: charges of flows, and whether requests wait."""
+"""Pickers report on their queues to each other: charges of flows, and whether requests wait."""
 
 from msgspec import structs
 

@@ -1,12 +1,11 @@
-"""What pickers report to each other about tokens: at each endpoint, the context of a picker's
-requests, and the tokens of their KV transfers that the endpoint still has to receive and to send.
+"""Pickers report tokens to each other: at each endpoint, the context of a picker's requests, and the
+tokens of their KV transfers that the endpoint still has to receive and to send.
 """
 
 from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-from msgspec import structs
 
 from epp.core.knowledge.candidates import Bools, Columns, Floats
 from epp.core.peers.claims import held_tokens_max
@@ -37,8 +36,9 @@ class TokenReports:
         sent[:, : self._sent.shape[1]] = self._sent
         changed = tokens != 0.0 if whole else np.abs(tokens - sent) > _CHANGE_TOKENS
         told: Bools = np.asarray(changed.any(axis=0))
-        self._sent = np.where(told, tokens, sent)
         slots = told.nonzero()[0][:LOADS_MAX]
+        sent[:, slots] = tokens[:, slots]
+        self._sent = sent
         if not len(slots):
             return b""
         found = np.zeros(len(slots), dtype=TOKENS)
@@ -52,7 +52,7 @@ class TokenReports:
         of endpoints whose report exceeded them. `slots` are the slots of endpoints by their hash.
         """
         loads = columns.peers
-        if loads is None or not (frame.tokens or frame.whole):
+        if loads is None:
             return 0
         told = tokens_of(frame.tokens)
         at = np.array([slots.get(one, -1) for one in told["endpoint"].tolist()], dtype=np.int64)
@@ -62,13 +62,8 @@ class TokenReports:
         loads.tell_tokens(
             frame.origin,
             at[known],
-            np.minimum(np.nan_to_num(tokens), tokens_max),
+            np.minimum(tokens, tokens_max),
             whole=frame.whole,
             size=len(columns),
         )
         return int((tokens > tokens_max).any(axis=0).sum())
-
-
-def reported(frame: Frame, tokens: bytes) -> Frame:
-    """Return `frame` with the tokens that `TokenReports.collect` returned."""
-    return structs.replace(frame, tokens=tokens) if tokens else frame

@@ -100,7 +100,7 @@ class Gate:
         if self.restricts:
             return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
         rivalry = self.rivalry
-        lead = self._lead(request, now)
+        lead = self.lead(request, now)
         found = self._is_open(offered, request, lead)
         if found:
             rivalry.found_room()
@@ -111,7 +111,8 @@ class Gate:
         self._endpoints = 0.0
         return found
 
-    def _lead(self, request: InferenceRequest, now: Seconds) -> Lead:
+    def lead(self, request: InferenceRequest, now: Seconds) -> Lead:
+        """Return the prefill work that may be pending at an endpoint that has room for `request`."""
         rivalry = self.rivalry
         return Lead(
             prompt_tokens=request.prompt_tokens,
@@ -148,7 +149,7 @@ class Gate:
     def with_room(self, candidates: Candidates, request: InferenceRequest, now: Seconds) -> Bools:
         """Return bool[n]: whether each candidate has room for `request`."""
         if not self.restricts:
-            load, ceiling = self.rooms.load(candidates, self._lead(request, now)), 1.0
+            load, ceiling = self.rooms.load(candidates, self.lead(request, now)), 1.0
         else:
             load = self.load(None, candidates)
             ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
@@ -225,7 +226,7 @@ class Gate:
         if not count:
             return "no endpoint may serve it"
         load = self.load(None, candidates)
-        lead = self._lead(request, now)
+        lead = self.lead(request, now)
         if self._learns:
             load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())

@@ -9,7 +9,6 @@ import numpy as np
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.detectors import RoomDetector
 from epp.core.flow.gate import Gate
-from epp.core.flow.rooms import Lead
 from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.knowledge.fullness import FULL
 from epp.core.kv_events.stream import StreamState
@@ -139,9 +138,7 @@ def _rooms(gate: Gate, candidates: Candidates, now: Seconds) -> dict[str, Sequen
     detector = gate.settings.detector
     if not isinstance(detector, RoomDetector):
         return {"room_load": _rounded(detector.load(candidates, gate.rooms, None))}
-    # Prefill tokens limit the room only while flows or priorities compete.
-    lead = Lead(alone=gate.rivalry.is_alone(_ANY_REQUEST, now))
-    rooms = gate.rooms.of(candidates, lead)
+    rooms = gate.rooms.of(candidates, gate.lead(_ANY_REQUEST, now))
     return {
         "room_load": [_number(room.load) for room in rooms],
         "room_requests": [room.more for room in rooms],

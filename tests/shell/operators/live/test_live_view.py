@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from epp.core.decision.inputs import PoolReplaced, Reconfigured
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured
 from epp.core.decision.scheduler import Decision
 from epp.core.flow.detectors import ConcurrencyDetector
 from epp.core.flow.settings import FlowSettings
@@ -14,6 +14,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.kv_events.stream import StreamState
 from epp.core.protocol.flow_queue import FlowQueue
 from epp.core.protocol.usage import Usage
+from epp.core.types import EndpointMetrics
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_event_source import SourceRow
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
@@ -264,3 +265,19 @@ async def test_prefill_tokens_fill_an_endpoint_only_while_flows_compete(seen):
     rivalry.met("first", 0, seen.now_s)
     assert rivalry.met("second", 1, seen.now_s)
     assert await load() >= 1.0
+
+
+async def test_the_room_leaves_a_part_of_the_cache_to_higher_priorities(seen):
+    """The page shows the room that the gate finds for a request of the usual priority."""
+    scheduler = seen.picker.scheduler
+    scheduler.take(
+        Reconfigured(structs.replace(scheduler.settings, flow=FlowSettings())), seen.now_s
+    )
+    page = EndpointMetrics(kv_cache_usage=0.97, block_size_tokens=16, blocks_total=1_000)
+    scheduler.take(PageScraped(0, page), seen.now_s)
+    row = endpoint_rows(scheduler, seen.picker.states, seen.now_s)[0]
+    assert row["room_load"] < 1.0
+    scheduler.state.gate.rivalry.met("", 1, seen.now_s)
+    scheduler.state.gate.rivalry.met("", 0, seen.now_s)
+    row = endpoint_rows(scheduler, seen.picker.states, seen.now_s)[0]
+    assert row["room_load"] > 1.0

@@ -211,20 +211,19 @@ class AddedTime(Parameters, frozen=True, dict=True):
         adapter_s = None
         if candidates.adapters_reported:
             adapter_s = self.adapter_s(request, candidates)
-        # If all speeds are equal, tokens are compared instead of seconds, and one number replaces an
-        # array.
-        speed_alike = candidates.common_prefill_tokens_per_s
-        in_seconds = adapter_s is not None or speed_alike is None
-        if in_seconds:
+        # If all speeds are equal and no adapter is loaded, tokens are compared instead of seconds, and
+        # one number replaces an array.
+        common_speed = candidates.common_prefill_tokens_per_s if adapter_s is None else None
+        if common_speed is None:
             speed = candidates.prefill_tokens_per_s
         if self.first_token_weight:
             first = cost + prefill
             if adapter_s is not None:
                 first += adapter_s * speed
-            if in_seconds or speed_alike is None:
+            if common_speed is None:
                 half_weight = first + speed * _HALF_WEIGHT_S
             else:
-                half_weight = first + np.array(speed_alike * HALF_WEIGHT_S)
+                half_weight = first + np.array(common_speed * HALF_WEIGHT_S)
             first *= first
             first /= half_weight
             first *= self._weight
@@ -235,7 +234,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         cost += context
         cost += requests.requests * np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
         self._add_memory(cost, load, to_compute, requests, context, decode_tokens)
-        if in_seconds:
+        if common_speed is None:
             cost /= speed
         if adapter_s is not None:
             cost += adapter_s

@@ -1,7 +1,6 @@
 """Admission: whether a request may be placed now, or should wait until an endpoint has room."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from msgspec import structs
@@ -21,7 +20,6 @@ requests that wait, while others use the room in the meantime.
 """
 HOLD_S_MAX: Final[Seconds] = 10.0
 """Longest time in seconds that a request waits for a cached prefix while another endpoint has room."""
-_NONE: Final[Mapping[str, Affinity]] = MappingProxyType({})
 
 
 class Admission:
@@ -156,7 +154,7 @@ class Admission:
         self,
         request: InferenceRequest,
         now: Seconds,
-        affinities: Mapping[str, Affinity] = _NONE,
+        affinities: Mapping[str, Affinity] = {},
     ) -> Candidates:
         """Return the endpoints that may serve `request` now, before any filter."""
         state = self._state

@@ -247,8 +247,8 @@ class Run:
         """Return the summary of the run: measurements, warnings, size of the pool, and messages
         between pickers if they exchange any.
 
-        Hits by cache tier, retries, rescheduled requests and evictions are included only if the settings make
-        them possible.
+        Hits by cache tier, retries, rescheduled requests and evictions are included only if the
+        settings make them possible.
         """
         settings, cluster = self.settings.cluster, self.cluster
         scenario, pods = self.settings.scenario, cluster.pods.count.totals()

@@ -51,7 +51,9 @@ plugins:
 
 
 class Engine:
-    """An engine that continues one conversation for ever, and removes the oldest blocks."""
+    """An engine that continues one conversation for ever, and removes the oldest blocks once its
+    cache is full.
+    """
 
     def __init__(self, random: Random, block_tokens: int, blocks: int) -> None:
         self._random = random

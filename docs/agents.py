@@ -89,7 +89,9 @@ def simulated(run: Run) -> Figures:
 
 
 def figures_of(ended: Sequence[SimulatedRequest]) -> Figures:
-    """Return the figures of the requests of one run."""
+    """Return the figures of the requests of one run. All but `failed` are figures of the requests
+    with a complete answer.
+    """
     done = [request for request in ended if request.fate is Fate.COMPLETE]
     sessions: dict[str, list[SimulatedRequest]] = defaultdict(list)
     for request in done:

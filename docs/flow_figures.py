@@ -64,7 +64,9 @@ SAMPLE_S: Final[Seconds] = 0.05
 """Interval in seconds at which the queues of the engines are counted."""
 TTFT_TARGET_S: Final[Seconds] = 2.0
 TPOT_TARGET_S: Final[Seconds] = 0.1
-"""Targets of goodput, which counts requests that meet both."""
+"""Targets of the TTFT and of the time per output token in seconds; goodput counts requests that
+meet both.
+"""
 PICKERS: Final = (1, 2, 4)
 PEER_DELAY_S: Final[Seconds] = 0.001
 BIN_S: Final[Seconds] = 2.0
@@ -127,7 +129,10 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """The figures of one run; times are in seconds. Requests of the warm-up do not count."""
+    """The figures of one run; times are in seconds.
+
+    Requests that arrive during the warm-up count only in `served_per_s`, `refused` and `failed`.
+    """
 
     run: Run
     ttft_p50_s: float
@@ -136,18 +141,24 @@ class Row(Struct, frozen=True, kw_only=True):
     """Percentiles of the TTFT of the protected requests."""
     others_ttft_p90_s: float | None
     goodput_per_s: float
-    """Requests per second of arrivals that met both targets, of all kinds."""
+    """Number of requests per second, of all kinds, that arrived after the warm-up and met both
+    targets.
+    """
     served_per_s: float
-    """Requests that ended per second while requests arrived."""
+    """Number of requests per second, refused ones included, that ended from `WARM_UP_S` to
+    `DURATION_S`.
+    """
     queue_p99: float
     """99th percentile of the number of requests that waited in an engine, over pods and time."""
     queue_max: float
     refused: int
     """Number of requests of the run that were refused with 429."""
     failed: int
-    """Requests that ended with a status of 500 or more."""
+    """Number of requests of the run that ended with a status of 500 or more."""
     drained_s: float | None
-    """Time from the end of the burst to the first token of its last request; None without burst."""
+    """Time in seconds from the end of the burst to the last first token of a request that arrived
+    in the burst; None in other scenarios.
+    """
     series: list[list[float]] = []
     """Arrival time in seconds and 90th percentile of the TTFT of protected requests, by intervals;
     only of the first seed with one picker.

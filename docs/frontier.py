@@ -33,7 +33,7 @@ VARIANTS: Final = {256: (0, 1, 2, 3, 5), 128: (3,)}
 CHOSEN: Final = "w3-d256"
 BEFORE: Final = "w0-d256"
 RIVALS: Final = ("smetric", "lmetric")
-"""The best of the others in TTFT and in E2E on the leaderboard."""
+"""Strategies of other projects that are the best in TTFT and in E2E on the leaderboard."""
 FIRST_SEED: Final = 101
 SEEDS: Final = 3
 _PLAIN: Final = sorted(name for name, case in CASES.items() if not case.max_loras)

@@ -81,7 +81,9 @@ class Sized(Struct, frozen=True, kw_only=True):
 
 
 class Fresh(Struct, frozen=True, kw_only=True):
-    """How many new draws of one generator's traffic met the SLO with the answered number of pods."""
+    """The number `met` of new draws of one generator's traffic that met the SLO with the answered
+    number of pods.
+    """
 
     case: Case
     pods: int

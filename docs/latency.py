@@ -51,7 +51,9 @@ class Errors(Struct):
     placed: int = 0
 
     def medians(self) -> tuple[float, float, float, float]:
-        """Return the three medians, and the share of requests with a usable prediction."""
+        """Return the medians of `estimate`, `learned` and `used` (NaN if there are no errors), and
+        the share of requests with a usable prediction.
+        """
         shown = (
             median(one) if one else math.nan for one in (self.estimate, self.learned, self.used)
         )
@@ -60,7 +62,9 @@ class Errors(Struct):
 
 
 def errors_in(case_name: str, seed: int, requests: int) -> dict[str, Errors]:
-    """Return the errors of one run, by kind."""
+    """Return the errors of the predictions for the completed requests of one run, by kind. TPOT is
+    compared for answers of at least two tokens.
+    """
     case = CASES[case_name]
     found = {kind: Errors([], [], []) for kind in KINDS}
     cluster = replace(case.cluster(), response_chunks=True)

@@ -100,7 +100,7 @@ def body(part: Part) -> str:
 
 
 class NoBoardError(ValueError):
-    """A folder does not contain a complete leaderboard; the text of the error is one sentence."""
+    """The error of a folder that does not contain a complete leaderboard; its text is one sentence."""
 
 
 def board_in(folder: Path) -> Board:

@@ -79,7 +79,9 @@ HOLD_OUT_PROMPTS: Final = (512, 2_048, 8_192, 24_576)
 HOLD_OUT_ANSWERS: Final = (64, 512)
 HOLD_OUT_LOADS: Final = (0.35, 0.65, 0.9)
 HOLD_OUT_NETWORKS: Final = ("tcp-100gbe", "5:0.004")
-"""A name of `LINKS`, and a network of 5 GB/s with a set-up time of 4 ms."""
+"""Networks of the hold-out cases: a name of `LINKS`, and a network of 5 GB/s with a set-up time of
+4 ms.
+"""
 SWEEP_REQUESTS: Final = 200
 MIXED_REQUESTS: Final = 600
 MIXED_LOADS: Final = (0.4, 0.8, 1.2)

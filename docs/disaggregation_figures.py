@@ -167,7 +167,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     name: str
     kinds: tuple[PodKind, ...]
     open_rule: Callable[[], PrefillRule] | None = None
-    """Function that creates the rule; None for aggregated serving."""
+    """Function that creates the rule by which prefill pods are chosen; None for aggregated serving.
+    """
 
 
 class RandomPrefill:

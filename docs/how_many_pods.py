@@ -91,7 +91,9 @@ class Fresh(Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sizings and write both tables. Return 0, or the exit code of a sizing that failed."""
+    """Run the sizings and write both tables into docs/capacity.md. Return 0, or the exit code of a
+    sizing that failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.how_many_pods", description=__doc__)
     parser.add_argument("traces", type=Path, metavar="TRACES", help="folder of the recordings")
     parser.add_argument(

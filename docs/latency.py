@@ -42,7 +42,7 @@ KINDS: Final = ("TTFT", "TPOT")
 
 
 class Errors(Struct):
-    """Relative errors of one kind of prediction in one run."""
+    """Relative errors of the predictions of one latency, TTFT or TPOT, in one run."""
 
     estimate: list[float]
     learned: list[float]
@@ -120,7 +120,9 @@ def _add(errors: Errors, estimate_s: float, learned_s: float, used_s: float, see
 
 
 def table(cases: Sequence[str], seeds: range, requests: int) -> str:
-    """Return the table as Markdown."""
+    """Run each case with each seed, and return the table of the errors of predicted latencies in
+    Markdown.
+    """
     rows = []
     for case in cases:
         runs = [errors_in(case, seed, requests) for seed in seeds]

@@ -120,7 +120,9 @@ def board_in(folder: Path) -> Board:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Store the tables of one leaderboard or both, and return the exit code."""
+    """Store the tables of one leaderboard or both in docs/leaderboard.json, and return the exit
+    code.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.leaderboard", description=__doc__)
     keeps = "(default: the stored one)"
     parser.add_argument(

@@ -55,7 +55,9 @@ BEFORE: Final = 0.0
 
 
 class LiveRun(Struct, frozen=True, kw_only=True):
-    """The figures of one run, as its client measured them."""
+    """The figures of one run of a workload with one value of `firstTokenWeight`, as its client
+    measured them.
+    """
 
     workload: str
     weight: float
@@ -72,7 +74,7 @@ Latencies = list[tuple[Seconds, Seconds, str]]
 
 
 def read() -> list[LiveRun]:
-    """Return the runs that were measured last."""
+    """Return the content of docs/live.json: the runs of the last measurement."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=list[LiveRun])
 
 
@@ -184,7 +186,9 @@ def _blocks(profile: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all pairs and store the figures. Return 0, or 1 if a request failed."""
+    """Run all pairs of the two weights and store the figures in docs/live.json. Return 0, or 1 if a
+    request failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.live", description=__doc__)
     parser.add_argument("--runs", type=int, default=RUNS, help="pairs of runs of each workload")
     parser.add_argument(

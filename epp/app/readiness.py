@@ -1,8 +1,8 @@
 """Decide when the picker is ready for requests from gateways.
 
 The picker is ready once endpoints are known, the first scrapes (`Readiness.scraped`) and the warm
-start (loading state from a file or from other replicas) are over, as long as no essential task is
-broken.
+start (loading state from a file or from other replicas) are over, as long as no essential
+background task ends again and again.
 """
 
 import time

@@ -54,8 +54,8 @@ async def until_signal(
 ) -> None:
     """Run a picker until SIGTERM or SIGINT, then let it drain.
 
-    A second signal, or Ctrl-C without a connected gateway, ends the drain at once; after another
-    Ctrl-C it takes at most `interrupted_max_s`. SIGHUP is logged and ignored.
+    A second signal, or Ctrl-C without a connected gateway, ends the drain at once; after Ctrl-C
+    with one, the drain takes at most `interrupted_max_s`. SIGHUP is logged and ignored.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ _WIDE_COLUMNS: Final = 120
 _FAILED_FROM: Final = 400
 _BAR_COLUMNS: Final = 16
 _OTHER_LINES: Final = 16
-"""Number of terminal lines of the screen that are neither pods nor decisions."""
+"""Number of terminal lines that the screen always takes besides those of pods and decisions."""
 _DECISIONS_MAX: Final = 8
 _PODS_MIN: Final = 4
 _REASONS_MAX: Final = 4

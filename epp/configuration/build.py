@@ -351,7 +351,9 @@ def _agent_warnings(flow: FlowSettings, agents: AgentAdmission) -> list[str]:
 
 
 def _priorities(flow: FlowSettings) -> set[int]:
-    """Return the priorities with bands of their own, 0, and one priority for each template."""
+    """Return the priorities that have bands of their own, 0, and one priority above and one below
+    all of them, for which the default bands apply.
+    """
     known = {*flow.bands, 0}
     return {*known, max(known) + 1, min(known) - 1}
 

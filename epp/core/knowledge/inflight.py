@@ -212,7 +212,7 @@ class _Backlog:
 
     __slots__ = (
         *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
-        *("received_total", "receiving", "rises_s", "scraped_at_s", "seen_tokens"),
+        *("received_total", "receiving", "steps_s", "scraped_at_s", "seen_tokens"),
         *("seen_at_s", "seen_transfer_tokens", "shown_at_s", "speed"),
         *("unhindered_at_s", "unhindered_tokens"),
     )
@@ -238,8 +238,9 @@ class _Backlog:
         self.shown_at_s: Seconds = -math.inf
         """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
         self.seen_at_s: Seconds = -math.inf
-        """Time at which the picker last saw itself that the endpoint had computed the prompt of a
-        request that goes on elsewhere or is streamed.
+        """Time at which the gateway last showed that the endpoint had computed a prompt: by the first
+        chunk of a streamed answer, or because the request went on elsewhere. The end of an answer
+        shows it too late.
         """
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
@@ -258,9 +259,9 @@ class _Backlog:
         """Number of prompt tokens of the requests whose first output the picker saw after the last
         metrics page. The next page counts these outputs, and the tokens count as computed then.
         """
-        self.rises_s = (-math.inf, -math.inf)
-        """Times of the last two metrics pages on which the counter of first outputs had increased,
-        the earlier one first.
+        self.steps_s = (-math.inf, -math.inf)
+        """Times of the last two metrics pages that showed the end of an engine step, the earlier one
+        first.
         """
         self.unhindered_tokens = 0.0
         """Number of prefill tokens that would be left at `unhindered_at_s` if the endpoint had its
@@ -366,14 +367,14 @@ class _Backlog:
         """Return the number of oldest requests in `queue` whose first output was attributed to
         another request.
 
-        A metrics page may be of an engine step that began before a request arrived. After two
-        increases of the counter of first outputs, the page includes the request.
+        A metrics page may be of an engine step that began before a request arrived. After two pages
+        that show the end of a step, the next one includes the request.
         """
         first_outputs = self.first_outputs
-        if not first_outputs.rose:
+        if not first_outputs.stepped:
             return 0
-        before_s, last_s = self.rises_s
-        self.rises_s = last_s, now
+        before_s, last_s = self.steps_s
+        self.steps_s = last_s, now
         if len(self.queue) <= first_outputs.to_come_max:
             return 0
         there = 0
@@ -562,6 +563,8 @@ class InflightLedger:
         if lease.moved_tokens:
             self._see_transfer(lease)
         backlog = self._backlogs[lease.slot]
+        if lease.request.stream:
+            backlog.seen_at_s = now
         adapters_reported = self._columns.adapter_generation.item(lease.slot)
         if backlog.first_outputs.counted or adapters_reported or not lease.request.stream:
             self._release_prefill(lease, now, computed=True)
@@ -602,7 +605,7 @@ class InflightLedger:
             queued.begun_tokens -= lease.uncached_tokens
             return
         queued.seen_tokens += lease.uncached_tokens
-        if _shown(lease):
+        if lease.stage is not DECODE:
             queued.seen_at_s = now
         if not lease.assumed:
             queued.first_outputs.known()

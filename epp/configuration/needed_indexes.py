@@ -54,7 +54,7 @@ class NeededIndexes:
         """Return the settings of the declared indexes and of those that `profiles` need, by lookup
         name, and the name of the default prefix index.
 
-        The name is "" if there is no prefix index.
+        The name is "" if there is no prefix index. Problems are recorded.
 
         `decider` is a plugin that needs a prefix index without being in a profile, or None.
         """
@@ -109,9 +109,10 @@ class NeededIndexes:
         self, indexes: dict[str, AffinityIndexSettings], named: dict[str, str]
     ) -> None:
         """If an index receives KV-cache events, add a prefix index of routing decisions for
-        endpoints without such events.
+        endpoints without such events, unless there is one.
 
-        Warn if no token ids are available for prompts that arrive as text.
+        Warn if no token ids are available for prompts that arrive as text. Do nothing if the
+        document has problems.
         """
         told = next((name for name, index in indexes.items() if is_told(index)), None)
         if told is None or self.findings.problems:

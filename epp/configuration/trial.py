@@ -82,9 +82,8 @@ _LABELS: Final[tuple[Mapping[str, str], ...]] = (
 
 
 def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
-    """Return the plugins of `settings` that break the contract of `epp.plugins.contract` on test
-    requests.
-
+    """Return the plugins of the decode profile of `settings`, and of its indexes, that break the
+    contract of `epp.plugins.contract` on test requests.
     The trial takes some milliseconds. It uses a scheduler of its own, so plugins keep no state from
     it.
     """
@@ -126,8 +125,9 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
-    """End the test request of `decision` in one of four ways, which alternate with the number of
-    the decision.
+    """Continue the test request of `decision` in one of four ways, which alternate with the number
+    of the decision: its client leaves, another endpoint answers it, an unknown endpoint serves it,
+    or it stays in flight.
     """
     match decision.number % 4:
         case 0:

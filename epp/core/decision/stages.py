@@ -264,7 +264,9 @@ class Stages(Struct, frozen=True, kw_only=True):
     uses the profiles of the stages. `decode` is the profile of requests without the header.
     """
     header: str = ""
-    """Lower-case name of the request header that names one of `named`."""
+    """Lower-case name of the request header that names the profile, one of `named`; "" if no header
+    does.
+    """
 
     @property
     def alone(self) -> bool:

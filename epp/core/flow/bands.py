@@ -25,7 +25,8 @@ from epp.core.types import Seconds
 
 FLOWS_MAX: Final = 1_024
 """Maximum number of flows of a band with a queue of their own. Later flows share `SHARED_FLOWS`
-queues, so that a client that invents a flow for each request gains nothing.
+queues, so that a client that invents a flow for each request gains nothing. Agent sessions always
+have queues of their own.
 """
 SHARED_FLOWS: Final = 64
 LOUDEST_OF: Final = 64
@@ -35,7 +36,9 @@ tickets. They are those that have had waiting tickets for the longest time.
 
 
 class State(StrEnum):
-    """State of a ticket. All but `NEW` and `WAITING` are final."""
+    """State of a ticket, that is, of a request in flow control. All but `NEW` and `WAITING` are
+    final.
+    """
 
     NEW = "new"
     WAITING = "waiting"
@@ -231,12 +234,16 @@ class Band:
             self._loudest_most = counts.get(self._loudest, 0)
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
-        """Charge the flow of `ticket`, which was placed, with `tokens` or with one request."""
+        """Charge the flow of `ticket`, which was placed, with `tokens`, or with one request under
+        `Fairness.REQUESTS`, and record the charge for peers.
+        """
         ticket.charged_tokens = tokens
         self._add(ticket, 1.0 if self.settings.fairness is Fairness.REQUESTS else tokens, now)
 
     def correct(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
-        """Correct the charge of `ticket` to the `tokens` that it used."""
+        """Correct the charge of `ticket` to the `tokens` that it used, and record the correction for
+        peers. A charge of one request stays (`Fairness.REQUESTS`).
+        """
         if self.settings.fairness is not Fairness.REQUESTS:
             self._add(ticket, tokens - ticket.charged_tokens, now)
         ticket.charged_tokens = tokens
@@ -296,7 +303,7 @@ class Band:
         return reversed(self._tickets.values())
 
     def forget_idle(self) -> None:
-        """Forget the counters of flows once no ticket waits at all, unless charges decay."""
+        """Forget the counters of the band's flows if no ticket waits in it, unless charges decay."""
         if not self.requests and self.settings.fairness is not Fairness.DECAYING_TOKENS:
             self._flows.clear()
 

@@ -76,7 +76,7 @@ class Evictions:
         return None
 
     def end(self, victim: Running, refusal: Refusal) -> None:
-        """Evict `victim` with `refusal` for its client."""
+        """Evict the running request `victim` with `refusal` for its client, and count it."""
         self.remove(victim)
         self.evicted[victim.priority] += 1
         victim.evict(refusal)

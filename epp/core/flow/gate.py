@@ -95,6 +95,10 @@ class Gate:
 
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
+
+        If the room is learned (`RoomDetector`), the gate records the room that it saw, and the time
+        since which there is none. The limit of prefill tokens does not close the gate until that
+        has lasted for `STANDING_S` or requests wait in the queue.
         """
         offered = [(stage, candidates) for stage, candidates in stages if len(candidates)]
         if self.restricts:
@@ -123,7 +127,9 @@ class Gate:
     def _is_open(
         self, offered: list[tuple[Stage | None, Candidates]], request: InferenceRequest, lead: Lead
     ) -> bool:
-        """Return whether each stage has an endpoint with room by `lead`."""
+        """Return whether each stage has an endpoint with room by `lead`. Record the room of a pool
+        without stages for `certainly_open`, unless the request has a subset hint.
+        """
         for stage, candidates in offered:
             spare, any_open = self.rooms.spare(candidates, lead)
             if stage is None and request.subset is None:

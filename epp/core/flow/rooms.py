@@ -88,7 +88,9 @@ class RoomOf(Struct, frozen=True, kw_only=True):
 
     @property
     def more(self) -> int:
-        """Return the number of further requests for which the slots suffice."""
+        """Return the number of further requests for which the engine's slots and its queue suffice,
+        at least 0.
+        """
         return max(0, math.floor(self.slots + self.queue - self.requests))
 
     def sentence(self, name: str) -> str:

@@ -83,7 +83,7 @@ class OutlierEjection(Parameters, frozen=True):
     """Longest duration of one ejection."""
     max_ejection_percent: Annotated[float, Meta(ge=0, le=50)] = 10.0
     """Largest percentage of the endpoints, rounded down, that may be ejected although they serve
-    some requests; at least one endpoint if there are three or more.
+    some requests; at least one endpoint if there are three or more, and none if it is 0.
     """
     max_failing_percent: Annotated[float, Meta(ge=0, le=90)] = 75.0
     """Largest percentage of the endpoints, rounded down, that may be ejected if they return nothing

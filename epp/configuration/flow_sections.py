@@ -240,8 +240,8 @@ class FlowSections:
         return None if declared is None else declared.plugin
 
     def _detector(self, declared: ConfiguredPlugin | None) -> Any:
-        """Return the detector of the gate; if none is named, return the one that learns the
-        endpoints' room.
+        """Return the saturation detector of flow control. Return the one that learns the endpoints'
+        room if none is named, or if the named plugin is invalid, which is recorded.
         """
         if declared is None:
             return RoomDetector()

@@ -44,8 +44,8 @@ class NeededIndexes:
         self.declared = declared
         self.findings = declared.findings
         self._parameters_set: dict[str, set[str]] = {}
-        """Names of the parameters that the document sets for each index, by the name of
-        the index.
+        """Names of the parameters of each index that the document, or a plugin that needs the index,
+        has set so far, by the name of the index.
         """
 
     def of(
@@ -198,7 +198,7 @@ class NeededIndexes:
     ) -> None:
         """Set the parameters that a plugin wants for the existing index `lookup`.
 
-        A parameter that the document sets differently stays, with a warning.
+        A parameter that the document or an earlier plugin sets differently stays, with a warning.
         """
         index: Any = indexes[lookup]
         told = self.findings.convert(

@@ -128,8 +128,8 @@ class OtherSections:
         return plugin
 
     def utilization(self, named: ConfiguredPlugin | None) -> ConfiguredPlugin | None:
-        """Return the `utilization-detector` by which requests are shed: `named`, or the first that is
-        declared, or None.
+        """Return the `utilization-detector` by which requests are shed: `named` if it is one, else the
+        first that is declared, or None if there is none.
         """
         if named is not None and named.type_name == DETECTOR:
             return named

@@ -90,7 +90,7 @@ class EndpointDiscovery(Parameters, frozen=True):
 
     def port_of(self, endpoint: Endpoint, rank: int) -> int | None:
         """Return the port at which `endpoint`, the rank `rank` (from 0) of its pod, renders
-        prompts, or None if it must not render.
+        prompts. Return None if it must not render, or if its port would be above `PORT_MAX`.
         """
         if self.context_limit_label:
             limit = endpoint.labels.get(self.context_limit_label, "")

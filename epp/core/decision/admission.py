@@ -111,7 +111,9 @@ class Admission:
         return max(loads, default=1.0)
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
-        """Return a phrase about the endpoints that have no room for `request`."""
+        """Return a phrase about the endpoints that have no room for `request`, or about another
+        reason why it waits.
+        """
         gate, pool = self._state.gate, self._state.pool
         if gate is None:
             return "a plugin held it"

@@ -114,7 +114,9 @@ class Outcomes:
             state.latency.first_output(lease.slot, placed, now - lease.opened_at_s)
 
     def _learn_end(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
-        """Compare the predicted time per output token with a complete answer."""
+        """Compare the predicted time per output token with a complete, streamed answer. Do nothing
+        if the answer has fewer than two tokens, or if these are not counted.
+        """
         latency = self._state.latency
         placed, first_s, tokens = lease.latency, lease.first_output_at_s, outcome.output_tokens
         if placed is None or first_s is None or tokens is None or tokens < 2:

@@ -87,7 +87,7 @@ class ConcurrencyDetector(Parameters, frozen=True):
     )
 
     concurrency_mode: ConcurrencyMode = ConcurrencyMode.REQUESTS
-    """The quantity that counts: requests, tokens or both."""
+    """Quantity whose capacity limits an endpoint: requests, tokens or both."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 100
     max_token_concurrency: Annotated[int, Meta(ge=1)] = 1_000_000
     headroom: Annotated[float, Meta(ge=0)] = 0.0
@@ -172,9 +172,11 @@ class MaxSaturation(Struct, frozen=True, kw_only=True):
     abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detectors: tuple[Any, ...]
-    """The `Detector`s, at least one."""
+    """Detectors whose loads are compared, at least one."""
     stages: Mapping[int, frozenset[Stage]] = field(default_factory=dict)
-    """Stages that a detector judges, by its position; all if it has no entry."""
+    """Stages that a detector judges, by the position of the detector in `detectors`. A detector
+    without an entry judges all stages.
+    """
 
     @property
     def headroom(self) -> float:

@@ -39,7 +39,9 @@ class Evictions:
         self.evicted: Counter[int] = Counter()
         """Number of evicted requests by priority."""
         self._running: dict[int, dict[Running, None]] = {}
-        """Requests by priority, oldest first. The number of open streams bounds them."""
+        """Running requests that may be evicted, by priority, oldest first. The number of open streams
+        bounds them.
+        """
         self.paused_until_s: Seconds = 0.0
 
     def __len__(self) -> int:

@@ -57,7 +57,9 @@ class Gate:
         were subtracted from `_endpoints`.
         """
         self._requests = self._tokens = 0.0
-        """Numbers of requests and of tokens of the KV cache that each open endpoint has room for."""
+        """Numbers of requests and of tokens of the KV cache that each open endpoint has room for at
+        least.
+        """
         self.rivalry = Rivalry(settings)
         self.configure(settings)
 

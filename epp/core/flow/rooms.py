@@ -154,9 +154,11 @@ class Spare(Struct, frozen=True):
     per_request: float
     per_token: float
     requests: float
-    """Number of requests that each of these endpoints has slots for."""
+    """Number of further requests for which each of the endpoints with room has slots at least."""
     tokens: float
-    """Number of tokens that the KV cache of each has room for; inf if unknown."""
+    """Number of further tokens for which the KV cache of each of the endpoints with room has space
+    at least; inf if unknown.
+    """
     slots: frozenset[int]
     """Slots of the endpoints with room."""
 

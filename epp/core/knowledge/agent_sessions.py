@@ -115,7 +115,7 @@ class AgentSessionSettings(Parameters, frozen=True):
 
 
 class SessionCounts(Struct, frozen=True, kw_only=True):
-    """The agent sessions of one picker."""
+    """Counts of the agent sessions of one picker."""
 
     admitted: int
     """Number of admitted sessions."""
@@ -159,7 +159,7 @@ class AgentSessions:
         """Number of sessions admitted at each endpoint, by slot."""
         self._admissions = 0
         self.paused = 0
-        """Number of times that a session gave up its room."""
+        """Number of times that an idle session gave up its room to others."""
         self.configure(settings)
 
     def __repr__(self) -> str:

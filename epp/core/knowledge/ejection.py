@@ -176,9 +176,9 @@ class Ejection:
                 self._end(slot)
 
     def eject(self, slot: int, cause: Cause, now: Seconds, *, serving_some: bool) -> bool:
-        """Eject the endpoint in `slot`, for longer than last time. Return False if ejection is
-        disabled, if too many other endpoints are ejected, or if this endpoint is ejected and not
-        being probed.
+        """Eject the endpoint in `slot`, for longer than last time, at most `max_ejection_time`.
+        Return False if ejection is disabled, if too many other endpoints are ejected, or if this
+        endpoint is ejected and not being probed.
         """
         known = self.away.get(slot)
         if not self._settings.enabled or (known is not None and not known.probed):

@@ -297,8 +297,8 @@ class _Slot:
 
 
 class _TokenSize(Struct):
-    """Sums of the bytes and of the tokens of the prompts for one model. Sums of older windows weigh
-    less.
+    """Sums of the bytes and of the tokens of the prompts for one model, or for all models of the
+    pool. Sums of older windows weigh less.
     """
 
     prompt_bytes: float = 0.0

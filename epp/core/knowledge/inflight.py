@@ -180,7 +180,7 @@ class Lease(Struct, eq=False, gc=False):
     `slot` does everything, and for these leases themselves.
     """
     latency: PlacedPrediction | None = None
-    """Predicted latency at the endpoint in `slot`, or None if nothing is predicted."""
+    """Predicted latency at the endpoint in `slot`, or None if nothing was predicted for it."""
     counted: bool = True
     """False if another lease of the same request counts the request at the endpoint in `slot`."""
     moved_tokens: float = 0.0

@@ -187,8 +187,8 @@ class LatencyErrors(Struct, frozen=True):
     used: str
     """The source of the predictions: "estimate", "learned" or "none"."""
     predicted_s: Seconds = math.nan
-    """Median of the last predictions from the source `used`, or from the better source if it is
-    "none".
+    """Median in seconds of the last predictions from the source `used`, or from the better source if
+    it is "none".
     """
     observed_s: Seconds = math.nan
     """Median of the latencies that were observed of the requests of `predicted_s`, in seconds."""

@@ -25,7 +25,7 @@ class ProfileState(Struct):
     random: Random
     """Random generator that the picker plugin of the profile uses."""
     failures: PluginFailures
-    """Failures of the profile's plugins so far."""
+    """Failures so far of the profile's plugins, and of other plugins that share this object."""
     kept_scores: KeptScores | None = None
     """Cache of the scores of the profile's scorers. None if no score can be cached, or borrowed
     from the acting profile.

@@ -83,7 +83,9 @@ class Ticket(Struct, kw_only=True, eq=False):
     queue: str = ""
     """Name of the queue in which the ticket waits; set by `Band.add`."""
     charged_tokens: float = 0.0
-    """Tokens that the flow was charged when the request was placed."""
+    """Tokens that the request costs its flow: an estimate when it was placed, later corrected to the
+    tokens that it used.
+    """
 
 
 class _Flow:
@@ -137,7 +139,9 @@ class Band:
         self.bytes = 0
         """Number of body bytes of the band's waiting tickets."""
         self.counter = 0.0
-        """Tokens that the band was charged while bands shared room, divided by its weight."""
+        """Tokens that the band was charged while bands shared room, divided by its weight. When the
+        band begins to wait, the counter is at least the lowest one of the waiting bands.
+        """
         self._flows: dict[str, _Flow] = {}
         self._waiting: dict[str, _Flow] = {}
         """Flows of the band that have a waiting ticket, by name of the flow's queue."""

@@ -194,7 +194,9 @@ class Gate:
             self._subtract(slot)
 
     def sent(self, lease: Lease) -> None:
-        """Count the request of `lease`, which was placed."""
+        """Count the request of `lease`, which was placed, and subtract it from the room that the gate
+        knows. Each peer is assumed to have placed as much.
+        """
         rooms, spare = self.rooms, self._spare
         rooms.sent(lease)
         tokens = lease.uncached_tokens + rooms.answer_tokens

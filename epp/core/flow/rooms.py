@@ -186,8 +186,9 @@ class Rooms:
         return f"<Rooms [{self._rows.shape[1]} slots]>"
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> tuple[float, float]:
-        """Learn from a good page of the endpoint in `slot`. Return the requests and the tokens of the
-        KV cache for which it has room.
+        """Learn from a good page of the endpoint in `slot`, and count what is sent to it anew. Return
+        the number of further requests and of tokens of the KV cache for which it has room; the
+        tokens are inf if unknown.
         """
         if slot >= self._rows.shape[1]:
             self._grow()

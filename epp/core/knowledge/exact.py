@@ -457,7 +457,7 @@ class ExactIndex:
 
     def silence(self, slot: int, *, rank: int = 0) -> None:
         """Drop the blocks that `rank` at `slot` reported. Blocks that are assumed from decisions
-        stay.
+        stay. Stop waiting for events of the endpoint, and make earlier answers of `held` void.
         """
         known = self._rank(slot, rank)
         self._await_nothing(slot)

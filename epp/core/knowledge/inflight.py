@@ -155,7 +155,8 @@ class Lease(Struct, eq=False, gc=False):
     prefill_tokens: float = 0.0
     """Estimate of how many of this request's uncached prompt tokens are still to be computed."""
     uncached_tokens: float = 0.0
-    """Number of this request's prompt tokens that were estimated not to be cached when it was sent.
+    """Number of this request's prompt tokens that the endpoint had to compute when the request was
+    sent, because they were estimated not to be cached; 0 if another endpoint computes the prompt.
     """
     prefilled: bool = False
     """True once the prompt of this request is known to be computed at the endpoint, or known never

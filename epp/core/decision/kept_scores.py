@@ -66,7 +66,7 @@ class _Set:
         """
         self.by_model: OrderedDict[tuple[int, str], tuple[int, Floats | float]] = OrderedDict()
         """Scores of scorers that read the model, with the version of the columns for which they
-        were computed. They are stored by (row, model), least recently used first.
+        were computed. They are stored by (row, model), those that were computed longest ago first.
         """
 
 

@@ -155,7 +155,8 @@ class Lease(Struct, eq=False, gc=False):
     prefill_tokens: float = 0.0
     """Estimate of how many of this request's uncached prompt tokens are still to be computed."""
     uncached_tokens: float = 0.0
-    """Number of this request's prompt tokens that were estimated not to be cached when it was sent.
+    """Number of this request's prompt tokens that the endpoint had to compute when the request was
+    sent, because they were estimated not to be cached; 0 if another endpoint computes the prompt.
     """
     prefilled: bool = False
     """True once the prompt of this request is known to be computed at the endpoint, or known never
@@ -180,7 +181,7 @@ class Lease(Struct, eq=False, gc=False):
     `slot` does everything, and for these leases themselves.
     """
     latency: PlacedPrediction | None = None
-    """Predicted latency at the endpoint in `slot`, or None if nothing is predicted."""
+    """Predicted latency at the endpoint in `slot`, or None if nothing was predicted for it."""
     counted: bool = True
     """False if another lease of the same request counts the request at the endpoint in `slot`."""
     moved_tokens: float = 0.0
@@ -190,8 +191,8 @@ class Lease(Struct, eq=False, gc=False):
     transfer_tokens: float = 0.0
     """Estimate of how many of `moved_tokens` have not arrived."""
     sender: tuple[int, int] = (-1, 0)
-    """Slot and generation of the endpoint that sends these KV blocks; the slot is -1 if it is
-    unknown.
+    """Slot and generation of the endpoint that computes the prompt and sends its KV blocks to the
+    endpoint in `slot`; the sender's slot is -1 if it is unknown or if nothing is sent.
     """
 
     def undrain(self) -> float:
@@ -232,7 +233,9 @@ class _Backlog:
         last metrics page; NaN if not reported.
         """
         self.seen_transfer_tokens = 0.0
-        """Number of these tokens of requests whose first output the picker saw after that page."""
+        """Number of prompt tokens whose KV blocks the engine received for requests whose first
+        output the picker saw after the last metrics page.
+        """
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
@@ -528,8 +531,8 @@ class InflightLedger:
             self._count_transfer(lease, -lease.transfer_tokens)
 
     def join(self, lease: Lease) -> None:
-        """Stop counting the request of `lease` at its endpoint, because another lease of the same
-        request counts it there.
+        """Stop counting the request of `lease` and its prompt length at its endpoint, because
+        another lease of the same request counts them there. Its uncached tokens stay counted.
         """
         self._uncount(lease)
         lease.counted = False
@@ -552,7 +555,7 @@ class InflightLedger:
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
         """Record the first output of the request of `lease`, which shows that its prompt is
-        prefilled.
+        prefilled. Close the leases of its prefill and encode stages.
         """
         if lease.first_output_at_s is None:
             lease.first_output_at_s = now
@@ -692,9 +695,8 @@ class InflightLedger:
         columns.prefill_backlog_tokens[slot] = left if busy else 0.0
 
     def close(self, lease: Lease, now: Seconds, *, answered: bool = False) -> bool:
-        """Close the lease: stop counting its request and tokens at the endpoint. Return False if it
-        was closed before.
-
+        """Close the lease and those of its prefill and encode stages: stop counting the request and
+        its tokens at their endpoints. Return False if it was closed before.
         `answered` is True if an answer showed that the prompt was computed.
         """
         if lease.slot < 0:
@@ -717,7 +719,7 @@ class InflightLedger:
 
     def close_earlier(self, lease: Lease, now: Seconds, *, answered: bool = True) -> None:
         """Close the leases of the prefill and encode stages of `lease`, because these stages have
-        ended.
+        ended. The transfer of the KV blocks to its endpoint then counts as begun.
         """
         for earlier in lease.earlier:
             self.close(earlier, now, answered=answered)
@@ -761,7 +763,7 @@ class InflightLedger:
 
     def set_speed(self, slot: int, prefill_tokens_per_s: float, now: Seconds) -> None:
         """Set the configured prefill speed of the endpoint in `slot`, in tokens per second, from
-        `now` on.
+        `now` on. If it changes, forget the measured speed.
         """
         columns = self._columns
         if columns.prefill_tokens_per_s.item(slot) != prefill_tokens_per_s:

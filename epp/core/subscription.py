@@ -171,8 +171,9 @@ class Subscription:
     # Periodic calls by the shell.
 
     def watch(self, now: Seconds) -> list[Asked]:
-        """Compare the event stream with the pool's state of the endpoint; call this a few times a
-        second. Return the requests that the caller must send.
+        """Compare the event stream with the pool's state of the endpoint, and report a changed
+        state of the stream to the scheduler; call this a few times a second. Return the requests
+        that the caller must send.
         """
         scheduler = self._scheduler
         index = next(iter(scheduler.indexes.hearing.values()), None)
@@ -207,8 +208,9 @@ class Subscription:
             waiting[0] = self._read_waiting(first)
 
     def work(self, now: Seconds, *, blocks_max: int = BLOCKS_PER_WORK) -> list[Asked]:
-        """Apply queued frames with up to about `blocks_max` engine blocks. Return the requests that
-        the caller must send to the source.
+        """Apply queued frames with up to about `blocks_max` engine blocks. If events contradict
+        each other, drop all blocks and queued frames. Return the requests that the caller must send
+        to the source.
         """
         waiting = self._waiting
         left = blocks_max

@@ -49,16 +49,19 @@ class ModelNames:
         self.adapters_named(names)
 
     def adapters_named(self, names: Collection[str]) -> None:
-        """Record that these names are LoRA adapters, without a conclusion about other names."""
+        """Record that these names are LoRA adapters, without a conclusion about other names. Do
+        nothing once `ADAPTERS_MAX` names are known.
+        """
         adapters = self._adapters
         if len(adapters) < ADAPTERS_MAX:
             adapters.update(names)
 
     def adapter_of(self, name: str, held: Container[int]) -> str | None:
-        """Return `name` if it is an adapter, "" if it is the base model, or None if that is
-        unknown.
+        """Return `name` if it is an adapter, "" if it is the base model or no adapters are served,
+        or None if that is unknown.
 
-        `held` are the keys that any engine has cached for the base model.
+        `held` are the keys that any engine has cached for the base model. If one of them is a
+        watched key of `name`, the name is recorded as one of the base model.
         """
         if name in self._adapters:
             return name
@@ -82,7 +85,8 @@ class ModelNames:
 
     def asked(self, name: str, key: int, held: Container[int], now: Seconds) -> None:
         """Watch for `key`, which an engine will cache if `name` is the base model: the last key of
-        a prompt requested under that name.
+        a prompt requested under that name. Do nothing if `key` is in `held`, that is, already
+        cached.
         """
         if key not in held:
             awaited = self._awaited.get(name) or deque(maxlen=AWAITED_MAX)

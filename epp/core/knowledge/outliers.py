@@ -117,7 +117,9 @@ class Outlier(Struct, frozen=True, kw_only=True):
 
 
 class _Average:
-    """A running average of the logarithms of request times divided by expected times."""
+    """A running average of logarithms: of request times divided by expected times, or of the
+    seconds that answers take.
+    """
 
     __slots__ = ("_samples_max", "last_at_s", "log", "samples")
 
@@ -152,8 +154,9 @@ class _Recent:
         self._failures[1] += failed
 
     def share(self, now: Seconds, window_s: Seconds, answers_min: int) -> float:
-        """Return the share of errors among the endpoint's answers in the last `window_s` seconds,
-        or NaN if there were fewer than `answers_min` answers.
+        """Return the share of errors among the endpoint's latest answers, or NaN if there were
+        fewer than `answers_min`. Answers of at least the last half of `window_s` seconds count, and
+        of at most all of it.
         """
         self._turn(now, window_s)
         answers = sum(self._answers)
@@ -242,8 +245,11 @@ class Outliers:
         self.ejection.configure(settings)
 
     def ended(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
-        """Record the end of the request of `lease`, its time and whether it failed. Called once,
-        while the lease is live.
+        """Record the end of the request of `lease`, its time and whether it failed. This may eject
+        the endpoint, or end its ejection if the request was a probe.
+
+        Called once, while the lease is live. A request that was sent before the endpoint's record
+        was started anew is ignored.
         """
         slot = lease.slot
         record = self._record(slot)
@@ -289,8 +295,9 @@ class Outliers:
             self.ejection.probe_ended(lease, passed=False)
 
     def observed(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Read a metrics page of the endpoint in `slot`, whose counter of refusals may explain
-        earlier responses 503.
+        """Read a metrics page of the endpoint in `slot`. If its counter of refusals has increased,
+        earlier responses 503 were refusals. If later pages contradict that, they count as errors,
+        and the endpoint may be ejected.
         """
         record = self._records.get(slot)
         if record is None:
@@ -317,8 +324,8 @@ class Outliers:
         return None if record is None else record.rejections
 
     def tick(self, now: Seconds) -> None:
-        """Start probes of endpoints that were ejected long enough, and compare the speed of all
-        endpoints every `EVALUATE_EVERY_S`.
+        """Start probes of endpoints that were ejected long enough. Every `EVALUATE_EVERY_S`,
+        compare the speed of all endpoints and eject the slow ones.
         """
         for slot in self.ejection.due(now):
             self._start_anew(slot, now)
@@ -420,7 +427,9 @@ class Outliers:
         )
 
     def _judge(self, slot: int, record: _Record, now: Seconds) -> None:
-        """Eject the endpoint in `slot` if it fails and the other endpoints fail less."""
+        """Eject the endpoint in `slot` if it fails and the other endpoints fail less. If all the
+        others fail too, end the ejections for failing.
+        """
         share = self._failure_share(record, now)
         if not self._fails(record, share):
             return

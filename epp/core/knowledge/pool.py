@@ -184,8 +184,9 @@ class EndpointPool:
         return forgotten
 
     def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> bool:
-        """Store the values of a good scrape of `slot`. Return True if they show that the engine
-        restarted.
+        """Store the values of a good scrape of `slot`, which also ends the state of being set
+        aside, unreachable or saturated. Return True if the values show that the engine restarted;
+        all earlier values are then dropped.
 
         A changed process start time or a counter that fell shows a restart. The container may have
         restarted inside its pod, which keeps the pod's UID (design D5).
@@ -227,16 +228,19 @@ class EndpointPool:
         return restarted
 
     def transfers(self, slot: int) -> KvTransfers | None:
-        """Return the KV-cache transfers that the engine in `slot` reported last, or None."""
+        """Return the KV-cache transfers that the engine in `slot` reported last, or None if it
+        reported none.
+        """
         return self._member(slot).transfers
 
     def report(self, slot: int, report: LoadReport) -> bool:
         """Store the load that the engine in `slot` reported in a response. Return False, without a
         change, if the endpoint was never scraped.
 
-        Only the reported values become newer. The age stays that of the last good scrape, because
-        all other values are of that age. Marks that a good scrape would clear stay too, because an
-        endpoint that answers one request may fail the next.
+        Only the reported values become newer, and a reported number of waiting requests resets the
+        count of requests that no report includes. The age stays that of the last good scrape,
+        because all other values are of that age. Marks that a good scrape would clear stay too,
+        because an endpoint that answers one request may fail the next.
         """
         columns = self.columns
         if columns.observed_at_s[slot] == -math.inf:
@@ -255,7 +259,8 @@ class EndpointPool:
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
         """Record a failed scrape of the endpoint in `slot`. `answered` is False if there was no
-        connection, or no response in time.
+        connection, or no response in time. `UNANSWERED_BEFORE_UNREACHABLE` of these in a row mark
+        the endpoint as unreachable; an answer removes the mark.
         """
         member = self._member(slot)
         if answered:
@@ -281,6 +286,9 @@ class EndpointPool:
         """Record the HTTP status of a response of `slot`. Return True if this failure makes the
         pool set the endpoint aside.
 
+        Only 502, 503 and 504 count as failures; another status ends a row of them. A 503 of the
+        engine also marks the endpoint as saturated until the next good scrape.
+
         `by_gateway` is True if the response is the gateway's own, because it could not reach the
         endpoint.
         """
@@ -298,8 +306,9 @@ class EndpointPool:
         return self._set_aside(member, now)
 
     def set_aside(self, slot: int, now: Seconds) -> bool:
-        """Set the endpoint in `slot` aside until its next good scrape. Return False if it is
-        already set aside, or if one more would be more than half of the pool.
+        """Set the endpoint in `slot` aside until its next good scrape, or for
+        `SET_ASIDE_UNSCRAPED_S` if it serves no metrics. Return False if it is already set aside, or
+        if one more would be more than half of the pool.
         """
         return self._set_aside(self._member(slot), now)
 
@@ -369,8 +378,8 @@ class EndpointPool:
         return self._ready[np.isin(self._ready, allowed)]
 
     def all_observed_since(self, cutoff_s: Seconds) -> bool:
-        """Return whether all ready endpoints are reachable and have a good scrape of `cutoff_s` or
-        later.
+        """Return whether no endpoint of the pool is unreachable and all ready ones have a good
+        scrape of `cutoff_s` or later.
         """
         if self._unreachable:
             return False
@@ -390,7 +399,8 @@ class EndpointPool:
 
     def _find_ready(self, now: Seconds) -> None:
         """Determine the ready endpoints, and the time until which this result stays valid if no
-        scrape comes.
+        scrape comes. Endpoints without metrics are no longer set aside after
+        `SET_ASIDE_UNSCRAPED_S`.
         """
         ready: list[int] = []
         until_s = math.inf

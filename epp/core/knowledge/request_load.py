@@ -71,7 +71,7 @@ class RequestLoad:
 
     def scaled(self, factor: _Floats, offset: _Floats) -> _Floats:
         """Return `requests` times `factor` plus `offset`, both of shape (). The result is kept for
-        the same two objects.
+        the same two objects, and `recount` updates it.
         """
         kept = self._scaled
         if kept is None or kept[0] is not factor or kept[1] is not offset:

@@ -83,7 +83,9 @@ class MirrorCounts(Struct):
     unknown: int = 0
     """Number of removed blocks that the mirror did not know as stored."""
     skipped: int = 0
-    """Number of ignored blocks: not local, hashes without tokens, or above the memory limit."""
+    """Number of blocks that were not stored: not local, hashes without tokens, above the memory
+    limit, or in a tier beyond `TIERS_MAX`.
+    """
 
 
 class _Start(Struct, frozen=True, gc=False):
@@ -253,7 +255,8 @@ class Mirror:
 
     def unbalanced(self, blocks_total: int) -> bool:
         """Return whether the events stored more blocks than fit into the device's `blocks_total`,
-        so that its stores and removals contradict each other.
+        so that its stores and removals contradict each other. Return False once copies are no
+        longer counted.
         """
         return self.counting and self.copies > max(0, blocks_total - 1)
 

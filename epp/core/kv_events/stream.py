@@ -120,7 +120,9 @@ class StreamCounts(Struct):
     duplicates: int = 0
     gaps: int = 0
     lost: int = 0
-    """Number of frames of the stream that never came although it was subscribed."""
+    """Number of frames of the stream that never came although it was subscribed. A gap of more than
+    `GAP_FRAMES_MAX` frames does not count.
+    """
     implausible: int = 0
     """Number of frames whose number was more than `GAP_FRAMES_MAX` above that of the previous
     frame, so that it is implausible.
@@ -245,7 +247,7 @@ class KVEventStream:
 
     def connected(self, now: Seconds) -> None:
         """Record that the source of the stream is connected and sends frames from now on. Request
-        the frames that may be missing.
+        the frames that may be missing, or drop all blocks if frames cannot be requested now.
         """
         self._connected = True
         self._heard(now)
@@ -260,7 +262,7 @@ class KVEventStream:
 
     def disconnected(self, now: Seconds) -> None:
         """Record that the source of the stream is disconnected, so that no frame or answer comes
-        any longer.
+        any longer. Buffered frames are dropped.
         """
         if self._connected:
             self._connected = False
@@ -269,7 +271,8 @@ class KVEventStream:
 
     def received(self, sequence: int, payload: bytes, now: Seconds) -> None:
         """Process a live frame with number `sequence`: apply it, buffer it, or request the frames
-        before it.
+        before it. A single frame with an implausible number is ignored; after two in a row,
+        everything is reset.
         """
         self._heard(now)
         if self._newest is not None and sequence - self._newest > GAP_FRAMES_MAX:
@@ -288,8 +291,8 @@ class KVEventStream:
             self._take(frame, now)
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Store a replayed frame with number `sequence` until its replay ends; do nothing if no
-        replay is running.
+        """Store a replayed frame with number `sequence` until its replay ends, or end the replay if
+        it is too large. Do nothing if no replay is running.
         """
         if self._asked is None or self._replay_ended:
             return
@@ -358,7 +361,8 @@ class KVEventStream:
         self, lives: int, observed_at_s: Seconds, computed_tokens: float, now: Seconds
     ) -> None:
         """Compare the stream with what the pool knows of the engine's process; `lives` changes with
-        every new process.
+        every new process. This may drop all blocks, apply replayed frames, request frames, or make
+        the stream stale.
 
         `observed_at_s` is the time of the last scrape. `computed_tokens` is the number of prompt
         tokens that the engine computed since it started, without cached ones; NaN if not reported.

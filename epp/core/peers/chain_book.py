@@ -60,7 +60,9 @@ class ChainBook:
         return entry[0][: entry[1]]
 
     def note(self, chain: bytes, known: int = 0) -> None:
-        """Add `chain` to the book. The book already contains the first `known` bytes of the chain."""
+        """Add `chain` to the book, and begin a new generation if this one is then full. The book
+        already contains the first `known` bytes of the chain.
+        """
         length = len(chain)
         if length > known:
             young = self._young

@@ -122,7 +122,7 @@ class Peer(Struct):
     frames: int = 0
     lost: int = 0
     """Number of frames of the peer that did not come in time, by the gaps in the numbers of its
-    frames.
+    frames. Each gap counts as at most `FRAMES_LOST_MAX`.
     """
     claims_cut: int = 0
     """Number of the peer's load reports for one endpoint that exceeded the limits of
@@ -334,9 +334,10 @@ class PeerExchange:
     def receive(self, message: bytes, now: Seconds, origin: bytes) -> Taken:
         """Process a frame of a peer, and return whether it was accepted, or why not.
 
-        A live frame replaces the peer's load, and its records are queued for `apply`. A goodbye
-        removes the peer. A snapshot frame has no effect here. `origin` is the origin that may use the
-        connection by which the frame came.
+        A live frame updates the peer's load and queue reports, and its records are queued for
+        `apply`; an unknown sender becomes a peer. Of a live frame that comes late, only the records
+        count. A goodbye removes the peer. A snapshot frame has no effect here. `origin` is the
+        origin that may use the connection by which the frame came.
         """
         frame = _read(message)
         if isinstance(frame, Taken):
@@ -565,8 +566,8 @@ class PeerExchange:
         )
 
     def _records(self, now: Seconds) -> Iterator[bytes]:
-        """Yield the encoded records of the decisions since the last call, at most
-        `RECORDS_PER_OUTGOING_MAX`.
+        """Yield the encoded records of the decisions that were not sent yet, at most
+        `RECORDS_PER_OUTGOING_MAX`. Decisions are dropped while no peer is present or may return.
         """
         sent = self._scheduler.placements.sent
         if not sent:
@@ -695,8 +696,9 @@ def _age_s(frame: Frame) -> Seconds:
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:
-    """Return `keys` as they are sent to peers: without the beginnings of hash chains that `book`
-    contains. The new parts are cut to `bytes_max` in total.
+    """Return the first `KEYS_MAX` of `keys` as they are sent to peers: without the beginnings of
+    hash chains that `book` contains. The new parts are cut to `bytes_max` in total, and added to
+    `book`.
     """
     found: list[Key] = []
     for key in islice(keys, KEYS_MAX):

@@ -121,8 +121,9 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
-    """A decision of the sender: at `age_ms` milliseconds before the frame, a request was sent to
-    `endpoint`.
+    """A decision of the sender: `age_ms` milliseconds before the frame, a request was sent to
+    `endpoint`. In a snapshot, it is an entry of a shared index, which another picker may have
+    decided.
     """
 
     endpoint: int

@@ -289,7 +289,9 @@ def write_item(fields: list[bytes], item: Item) -> None:
 
 
 def write_content(fields: list[bytes], content: Content) -> None:
-    """Append the canonical fields of `content`, which is a text or a list of parts, to `fields`."""
+    """Append the canonical fields of `content`, a text or a list of parts, to `fields`; None has no
+    fields.
+    """
     if isinstance(content, str):
         fields += (content.encode(), TEXT)
         return

@@ -143,8 +143,8 @@ class Gateway:
         self._patience_s: Seconds | None = None
         self._patient_until_s: Seconds = -math.inf
         self.unseen = 0
-        """Number of streams that ended without a response, counted while the gateway has never sent
-        one.
+        """Number of streams with a placed request that ended without a response, counted while the
+        gateway has never sent one.
         """
 
     def patience_s(self, now: Seconds) -> Seconds | None:
@@ -156,7 +156,8 @@ class Gateway:
         return self._patience_s
 
     def cut(self, waited_s: Seconds, now: Seconds) -> None:
-        """Note that a stream ended while its timed answer had waited for `waited_s` seconds.
+        """Note that a stream ended while its timed answer had waited for `waited_s` seconds. After
+        `CUTS_ALIKE` equal waits in a row, `patience_s` is `PATIENCE_USED` times this wait.
 
         Clients leave after any time. A gateway's timeout is always the same.
         """
@@ -495,7 +496,8 @@ class Session:
     def half_closed(self, now: Seconds) -> list[Answer]:
         """Process the half-close of the stream, after which the gateway sends no more messages.
         Return the answers to send. Some gateways half-close the stream right after the body, and
-        still need answers.
+        still need answers. A body that is collected counts as complete then if the gateway
+        announced no body modes; otherwise return [].
         """
         if self._phase is Phase.COLLECTING and self._pieces and not self._announced:
             return self._route_full_duplex(now, trailers=False)

@@ -688,7 +688,9 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
 
     @property
     def peer_targets(self) -> tuple[tuple[str, int], ...]:
-        """Host and port of each of `peers`, or else of `peer_service`; empty if neither is set."""
+        """Host and port of each of `peers`, or else of `peer_service`; empty if neither is set.
+        Raises `ValueError` if one is malformed.
+        """
         named = self.peers or (self.peer_service,) if self.meshes else ()
         return tuple(parse_host_port(text, self.peer_port) for text in named)
 

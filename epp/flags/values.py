@@ -136,5 +136,5 @@ def parse_host_port(text: str, port: int) -> tuple[str, int]:
 
 
 def is_peer_url(text: str) -> bool:
-    """Return True if `text` is a URL of Valkey or Redis."""
+    """Return whether `text` has the form of a URL of Valkey or Redis."""
     return _URL.fullmatch(text) is not None

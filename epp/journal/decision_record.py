@@ -299,7 +299,8 @@ def kept_at_s(record: bytes) -> float:
 
 
 def scores_at_of(record: bytes) -> int:
-    """Return the position of the scores of all candidates of the decision in `record`.
+    """Return the position of the scores of all candidates of the decision in `record`, or -1 if
+    there are none.
 
     The scores may have been dropped for newer ones.
     """

@@ -161,7 +161,8 @@ class BurstIndex:
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return, as a match, how much the burst window prefers each slot for `request`. All blocks
-        match at the preferred slots, or fewer at slots with a higher load.
+        match at the preferred slots, or fewer at slots with a higher load. No block matches
+        anywhere if the window is over or full.
         """
         prompts = self._prompts(request)
         total = sum(map(len, prompts))
@@ -173,7 +174,8 @@ class BurstIndex:
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """Add `request`, which was routed to `slot`, to the burst window.
 
-        The first request after the end of a window starts the next one.
+        The first request after the end of a window starts the next one. Return the data that
+        `retract` needs, or None if the window is full, so that the request is not added.
         """
         if now >= self._ends_at_s:
             self._clear()

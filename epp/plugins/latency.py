@@ -172,7 +172,7 @@ class PredictedLatency(Parameters, frozen=True):
     max_decode_token_samples_for_prediction: int = 0
     """No effect."""
     slo_buffer_factor: Annotated[float, Meta(gt=0)] = 1.0
-    """No effect, only 1 is possible."""
+    """No effect, because the SLO always counts as it is."""
     context_ttl: Duration | None = field(default=None, name="contextTTL")
     """No effect, because the prediction of a request ends with the request."""
     streaming_mode: bool = True
@@ -189,7 +189,9 @@ class PredictedLatency(Parameters, frozen=True):
     """No effect."""
 
     def warnings(self) -> Sequence[str]:
-        """Return one sentence for each parameter set without effect."""
+        """Return one sentence for each of the parameters in `found` that is set, because it has no
+        effect. Other parameters without effect cause no warning.
+        """
         found = (
             ("sloBufferFactor", self.slo_buffer_factor != 1.0),
             ("contextTTL", self.context_ttl is not None),

@@ -282,8 +282,8 @@ class Outliers:
             self._probed(lease, record, now, passed=True, failed=False)
 
     def blame(self, slot: int, now: Seconds) -> None:
-        """Eject the endpoint in `slot`, because it explains the failures of requests that several
-        endpoints served.
+        """Eject the endpoint in `slot`, if the limits of ejection allow it, because it explains the
+        failures of requests that several endpoints served.
         """
         self.ejection.eject(slot, Cause.FAILING, now, serving_some=False)
 

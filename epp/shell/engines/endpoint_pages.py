@@ -108,8 +108,8 @@ def models_on(page: bytes) -> tuple[str, ...]:
 def gpu_utilization_on(page: bytes, pod: str) -> float:
     """Return the highest GPU utilization on a DCGM page, from 0 to 1.
 
-    Only samples without a pod label, or with the name `pod` in it, count. Raises `ExpositionError`
-    if no sample counts.
+    Only samples from 0 to 100 % without a pod label, or with the name `pod` in it, count. Raises
+    `ExpositionError` if no sample counts.
     """
     values = [
         value

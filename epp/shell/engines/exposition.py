@@ -480,7 +480,8 @@ class PageMemory:
         metrics: EndpointMetrics,
     ) -> None:
         """Remember this page for parsing the next one, if it follows the rules of the exposition
-        format.
+        format. If it does not, or if the memory of an earlier page was of no use, the next
+        `PAGES_MAX` pages are not remembered.
         """
         if self._pages_until_layout:
             self._pages_until_layout -= 1

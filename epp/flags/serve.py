@@ -728,7 +728,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         """Return the seconds between two scrapes of the same endpoint, in a pool of `endpoints`
         endpoints.
 
-        The flag `--refresh-metrics-interval` is a minimum.
+        They are 0.5 ms per endpoint, but at least `--refresh-metrics-interval`, or 0.2 s without
+        that flag.
         """
         given = self.refresh_metrics_interval
         least_s = REFRESH_MIN_S if given is None else float(given)

@@ -41,7 +41,7 @@ class LogFormat(StrEnum):
 
 
 class CompatMetrics(StrEnum):
-    """Names that the metrics page can contain in addition to Homing's own metric names."""
+    """Sets of metric names that the metrics page can contain in addition to Homing's own names."""
 
     NONE = "none"
     GIE = "gie"

@@ -56,8 +56,8 @@ at most a hundred times too slow or too fast.
 FRESH_S: Final = 300.0
 """Time in seconds without an answer after which the speed of an endpoint is not compared."""
 KIND_SHARE: Final = 3
-"""Divisor of the number of compared endpoints. If more than the quotient are slow, none counts as
-slow, because they are a kind of endpoint of their own.
+"""Divisor of the number of compared endpoints. If more than the quotient, and more than one, are
+slow, none counts as slow, because they are a kind of endpoint of their own.
 """
 BACK_SHARE: Final = 2 / 3
 """Share of the slowness factor below which a slow endpoint recovers. It is below 1 to avoid
@@ -73,8 +73,8 @@ PAGES_TO_CONTRADICT: Final = 2
 error. The first page may have been on its way.
 """
 OTHERS_SHARE: Final = 4
-"""Divisor of the number of other endpoints. The largest error rate in the best quarter of them
-counts as the error rate of the others.
+"""Divisor of the number of other endpoints: the quarter of them with the lowest error rates is left
+out, and the lowest error rate of the remaining ones counts as that of the others.
 """
 CHANCE: Final = 1e-4
 """Probability above which a row of errors counts as chance, given the error rate of the other
@@ -107,8 +107,8 @@ class Outlier(Struct, frozen=True, kw_only=True):
     probed: bool = False
     """True if the endpoint is ejected and being probed with single requests."""
     failure_share: float = math.nan
-    """Share of errors among the endpoint's answers in the last `window` of the outlier settings, 0
-    to 1; NaN if there were too few answers.
+    """Share of errors among the endpoint's answers in about the last `window` of the outlier
+    settings, 0 to 1; NaN if there were too few answers.
     """
     since_s: Seconds = -math.inf
     """Time since which the endpoint has been an outlier or, if it is ejected, the time of its
@@ -454,8 +454,8 @@ class Outliers:
         self._look_again_s = now + LOOK_AGAIN_S
 
     def _loss(self, record: _Record | None, now: Seconds) -> float:
-        """Return the share of errors among an endpoint's answers in the last `window` of the
-        settings, 0 to 1. It is 0 if unknown, and 1 after several errors in a row.
+        """Return the share of errors among an endpoint's answers in about the last `window` of the
+        settings, 0 to 1. It is 0 if unknown, and 1 after `consecutive_failures` errors in a row.
         """
         if record is None:
             return 0.0

@@ -30,8 +30,8 @@ class _Load:
         self.prefill_tokens: _Floats = np.zeros(0)
         self.reported_at_s: _Floats = np.zeros(0)
         self.held_tokens: _Floats = np.zeros((3, 0))
-        """Prompt tokens at each endpoint: all of them, those whose KV blocks it still has to receive,
-        and those whose KV blocks it still has to send.
+        """Prompt tokens of the peer's requests at each endpoint: all of them, those whose KV blocks
+        the endpoint still has to receive, and those whose KV blocks it still has to send.
         """
 
     def fit(self, slots: int) -> None:

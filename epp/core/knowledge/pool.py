@@ -43,7 +43,9 @@ class Standing(StrEnum):
 
     READY = "ready"
     UNREACHABLE = "unreachable"
-    """Scrapes of the endpoint get no answer."""
+    """The last scrapes of the endpoint got no answer, or the last one did not and its metrics are
+    too old or missing.
+    """
     STALE = "stale"
     """The endpoint's metrics are too old, although its scrapes get an answer."""
     ASLEEP = "asleep"
@@ -55,7 +57,7 @@ class Standing(StrEnum):
 
 
 class _Member:
-    """The state of one endpoint of the pool that is not in the columns."""
+    """The part of the state of one endpoint of the pool that is not in the columns."""
 
     __slots__ = (
         "answered",
@@ -94,8 +96,8 @@ class EndpointPool:
     without a good scrape in between, it receives no requests until its next good scrape, or for 10
     s if it serves no metrics. At most half the pool is set aside at a time.
 
-    A pod can have several ports, of which some have no server. A port whose scrapes never got an
-    answer is not ready while any other endpoint of the pool answers.
+    A pod can have several ports, of which some have no server. In such a pod, a port whose scrapes
+    never got an answer is not ready if any endpoint of the pool has answered.
 
     An endpoint stays ready if its scrapes get no answer or its metrics are stale, because there may
     be no other one. It ranks below the others, and its *standing* gives the reason.

@@ -230,12 +230,12 @@ class _Node(Struct, gc=False, eq=False):
     The slots are among those of the parent.
     """
     mask: int
-    """Bit mask of the slots that have this node cached, which are the keys of `holders`."""
+    """Bit mask of the slots that have this tree node cached, which are the keys of `holders`."""
     oldest: Seconds
     """Lower bound of the stamps in `holders`. Lower stamps are older."""
     children: int = 0
     learnt: int = 0
-    """Bit mask of the slots for which only a peer has recorded this node."""
+    """Bit mask of the slots for which only a peer has recorded this tree node."""
 
 
 class _Slot:
@@ -274,7 +274,9 @@ class _Slot:
         in `stamps`.
         """
         self.live = 0
-        """Number of entries of the queue that were left when outdated entries were last removed."""
+        """Number of entries of the endpoint's queue of prompts that were left when outdated entries
+        were last removed.
+        """
         self.queued = False
         """True if this slot is in the heap that orders slots by their oldest stamp."""
 

@@ -59,8 +59,8 @@ class RefusedPairs:
     def wait(
         self, slots: Sequence[int], count_of: Counter, sent_at_s: Seconds, now: Seconds
     ) -> bool:
-        """Let a response 503 of the endpoints in `slots` wait. Return False if none of them counts
-        refusals, so that no page can explain it.
+        """Let a response 503 of the endpoints in `slots` wait for their next metrics pages. Return
+        False, without waiting, if none of them counts refusals, so that no page can explain it.
         """
         counts = tuple(map(count_of, slots))
         if all(count is None for count in counts):

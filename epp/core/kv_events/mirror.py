@@ -378,8 +378,8 @@ class Mirror:
                     tier.blocks.pop(key, None)
 
     def give_up(self, blocks: int, changes: list[Changed]) -> int:
-        """Drop at least `blocks` blocks, as counted by `len`: blocks with tails first, and the last
-        stored first. Return how many were dropped.
+        """Drop at least `blocks` blocks, as counted by `len`, or all if there are fewer: blocks
+        with tails first, and the last stored first. Set `cut`, and return how many were dropped.
 
         Removed keys are added to `changes`.
         """
@@ -409,7 +409,8 @@ class Mirror:
 
     def supported(self, steps: Sequence[int], blocks: int) -> int:
         """Return how many of `blocks` cached blocks of the index a prompt can use, because every
-        group has what it needs there.
+        group has what it needs there. Return 0 if there are groups and the engine's blocks do not
+        consist of whole steps.
 
         `steps` are the hashes of the prompt's steps.
         """

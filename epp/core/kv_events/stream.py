@@ -130,7 +130,8 @@ class StreamCounts(Struct):
     restarts: int = 0
     """Number of times that the stream's state was reset because the engine restarted or was assumed
     to have restarted: its process changed, a frame that is no duplicate had an earlier number, two
-    frames in a row had implausible numbers, or no scrape confirmed a reconnection in time.
+    frames in a row had implausible numbers, or no scrape showed the same process in time after a
+    gap or a reconnection.
     """
     replays: int = 0
     replays_vain: int = 0
@@ -168,8 +169,8 @@ class KVEventStream:
         self._connected = False
         self._disconnected_at_s: Seconds = now
         self._last: int | None = None
-        """Number of the last frame of the stream whose events were applied, or None if there is
-        none.
+        """Number of the frame of the stream after which the next one is expected: the last one that
+        was applied or that a snapshot includes, or -1 before frame 0. None if it is unknown.
         """
         self._newest: int | None = None
         """Number of the last live frame that came, even if it is only buffered; None if there is
@@ -226,8 +227,9 @@ class KVEventStream:
 
     @property
     def last(self) -> int | None:
-        """Return the number of the last frame of the stream whose events were applied, or None if
-        there is none.
+        """Return the number of the frame of the stream after which the next one is expected: the
+        last one that was applied or that a snapshot includes, or -1 before frame 0. Return None if
+        it is unknown.
         """
         return self._last
 

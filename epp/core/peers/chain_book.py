@@ -38,7 +38,9 @@ class ChainBook:
         return len(self._young) + len(self._old)
 
     def known(self, chain: bytes) -> int:
-        """Return the length in bytes of the longest beginning of `chain` that this book contains."""
+        """Return the length in bytes of the longest beginning of `chain` that this book contains:
+        all of `chain`, or a multiple of `STEP_BYTES`.
+        """
         at = len(chain)
         while at >= STEP_BYTES:
             entry = self._find(chain[at - HASH_BYTES : at])

@@ -434,9 +434,9 @@ class PeerExchange:
         return inbox.apply(records_max, self._scheduler, self._slots, self._by_hash, now)
 
     def tick(self, now: Seconds) -> None:
-        """Remove peers that sent nothing for `SILENT_S_MAX`, with their load and queue reports, and
-        forget them after `KEPT_S_MAX`. Forget old chains that were sent to peers. Call this about
-        once a second.
+        """Remove peers that sent nothing for `SILENT_S_MAX`, with their load and queue reports.
+        Forget them after `KEPT_S_MAX`, or if more than `ORIGINS_MAX` are silent. Forget old chains
+        that were sent to peers. Call this about once a second.
         """
         for peer in tuple(self.peers.values()):
             if now - peer.heard_at_s > SILENT_S_MAX:

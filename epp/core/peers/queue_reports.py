@@ -17,7 +17,8 @@ class QueueReports:
 
     def collect(self, *, whole: bool) -> bool:
         """Collect the charges that the next frame reports: all if `whole`, else those that changed.
-        Return whether there are any, or whether requests began or ceased to wait.
+        Return whether there are any, or whether requests began or ceased to wait since the last
+        frame. Count the report in the shares.
         """
         shares = self._shares
         # Peers learn the load of this picker from the same frames.

@@ -380,8 +380,8 @@ def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item)
 
 
 def _digest(fields: list[bytes], digest: xxhash.xxh3_128, value: Any) -> None:
-    """Add `value` to the digest of a media item without building its JSON, because an image has
-    megabytes of base64 text.
+    """Add `value` to the digest of a media item. Texts and objects are added without building their
+    JSON, because an image has megabytes of base64 text.
     """
     if isinstance(value, str):
         digest.update(value.encode())

@@ -145,7 +145,8 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         of everything up to the end of that message.
 
         Both are the same at each turn. The hash has 64 bits, and depends on the model, the salt and
-        the API kind. Return None if the request is not a conversation or has no prompt.
+        the API kind. Return None if the request is not a conversation, or has no prompt or no
+        message of the user.
         """
         if self.api not in _CONVERSATIONS or not self.prompts:
             return None

@@ -69,7 +69,9 @@ class ComparedModel(Struct):
 
     @property
     def exact(self) -> bool:
-        """Return whether the computed ids of this model may be used as the engine's."""
+        """Return whether the computed ids of this model may be used as the engine's, as they may
+        until `COMPARED_MIN` prompts were compared.
+        """
         lately = self.lately_compared
         return lately < COMPARED_MIN or self.lately_agreed >= AGREEMENT_MIN * lately
 
@@ -107,7 +109,9 @@ class Agreement:
         return Disagreement(model, known.compared, known.agreed, same_tokens)
 
     def exact(self, model: str) -> bool:
-        """Return whether the computed ids of `model` may be used as the engine's."""
+        """Return whether the computed ids of `model` may be used as the engine's, as they may until
+        `COMPARED_MIN` of its prompts were compared.
+        """
         known = self._by_model.get(model)
         return known is None or known.exact
 

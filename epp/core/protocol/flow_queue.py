@@ -66,9 +66,13 @@ class FlowTotals(Struct):
     outcomes: Counter[tuple[State, int]]
     """Number of requests that left the queue or did not have to wait, by state and priority."""
     waits: Counter[tuple[State, int]]
-    """Number of requests that waited, by state and priority."""
+    """Number of requests that waited until they were placed or refused, by state and priority;
+    cancelled ones do not count.
+    """
     waited_s: dict[tuple[State, int], Seconds]
-    """Sum of the waits of the requests that waited, in seconds, by state and priority."""
+    """Sum of the waits, in seconds, of the requests that are counted in `waits`, by state and
+    priority.
+    """
 
 
 class WaitingFlow(Struct, frozen=True):
@@ -136,8 +140,8 @@ class FlowQueue:
     def __init__(
         self, scheduler: Scheduler, waker: Waker, now: Seconds, *, bytes_max: int = 0
     ) -> None:
-        """Create the queue. `bytes_max` is the memory in bytes for the bodies of waiting requests,
-        above which the settings have no effect; 0 for no limit.
+        """Create the queue. `bytes_max` is the maximum size in bytes of the bodies of all waiting
+        requests, beside the limits in the settings; 0 for no limit.
         """
         self._bytes_max = bytes_max
         self._scheduler = scheduler

@@ -478,7 +478,10 @@ class Session:
         return f"<Session [{self._phase.value}, to {where}, {self._body_bytes} body bytes held]>"
 
     def receive(self, event: Event, now: Seconds) -> list[Answer]:
-        """Process the next message of the gateway and return the answers to send, in order."""
+        """Process the next message of the gateway and return the answers to send, in order. A
+        message that is not legal in the present phase sets `violated`, and once `finished` is true
+        every message is ignored.
+        """
         if self.finished:
             return []
         handler = _HANDLERS.get((self._phase, type(event)))
@@ -647,8 +650,8 @@ class Session:
         response.
 
         It can if the request is routed, has arrived completely if the picker passes it back, and
-        the response body bypasses the picker. In full duplex an early end may lose data in every
-        phase.
+        the gateway sends no response body, or only streams copies of it. In full duplex an early
+        end may lose data in every phase.
         """
         passed = self._request_ended or self._modes.request not in _HOLDING
         bypassed = self._modes.response in {BodyMode.NONE, BodyMode.STREAMED}

@@ -1,8 +1,8 @@
 """Fetch pages of endpoints beside their metrics: the list of models and the utilization of GPUs.
 
 The pages are fetched by the same bounded client as metrics, but far less often. One task fetches
-each page of each endpoint. The content of a page is valid for some fetch intervals and then
-unknown.
+each page of each endpoint. The attributes on a page are valid for some fetch intervals and then
+unknown; a list of models is kept until the next one is fetched.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ itself samples GPUs less often.
 """
 BACKOFF_S_MAX: Final = 30.0
 KEPT_INTERVALS: Final = 5
-"""Number of fetch intervals for which the last fetched page stays valid while later fetches
-fail.
+"""Number of fetch intervals for which the attributes on the last fetched page stay valid while
+later fetches fail.
 """
 TIMEOUT_S: Final = 1.0
 PAGE_BYTES_MAX: Final = 1024 * 1024

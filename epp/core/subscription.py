@@ -278,7 +278,8 @@ class Subscription:
 
     def _open(self, batch: Batch, left: int, now: Seconds) -> tuple[Sequence[Event], int]:
         """Return the events of `batch`, and the number of blocks and events in them. If this number
-        exceeds `left`, or if a removal was unreadable, queue the events instead and return ((), 0).
+        exceeds `left`, queue the events instead and return ((), 0); do so as well if a removal was
+        unreadable, after dropping all blocks. Faults are counted.
         """
         if batch.at_s:
             self.engine_clock_s = batch.at_s

@@ -110,7 +110,8 @@ class ZmtpConnection:
 
     def _read_messages(self, wire: bytes | bytearray, at: int, found: list[Message]) -> int:
         """Add the messages that are complete in `wire` from position `at` on to `found`. Return the
-        position after the last whole ZMTP frame.
+        position after the last whole ZMTP frame. Raises `ZmtpError` for a frame or message that
+        breaks the protocol or a limit.
         """
         end = len(wire)
         parts, parts_bytes = self._parts, self._parts_bytes

@@ -649,8 +649,8 @@ class PeerExchange:
         return tuple(found)
 
     def _unread(self) -> tuple[bytes, ...]:
-        """Return the origins of peers that sent a part of an unknown chain since the last
-        heartbeat.
+        """Return the origins of peers that sent a part of an unknown chain since the last call,
+        which is that of the last heartbeat.
         """
         lost = [peer for peer in self.peers.values() if peer.inbox.chain_lost]
         for peer in lost:

@@ -750,7 +750,7 @@ class Session:
 
     def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
         """Refuse a buffered request with trailers but without a body, because its headers were
-        already answered without a destination.
+        already answered without a destination. Return the answer to send.
         """
         return self._refuse(_bad_request("the request has trailers but no body", None))
 
@@ -966,7 +966,7 @@ class Session:
 
     def _wait_until_decoded(self, read: Callable[[Seconds], list[Answer]]) -> list[Answer]:
         """Let the request wait until `carry_on` has decoded the rest of its complete body; then
-        `read` is called.
+        `read` is called. Return [], because there is no answer yet.
         """
         self._phase = Phase.WAITING
         self._read = read
@@ -981,8 +981,8 @@ class Session:
         self.undecoded = False
 
     def _parse_encoded(self, encoded: EncodedBody, body: bytes) -> Parsed | Refusal:
-        """Return the request in a body with a content encoding. If the body cannot be decoded,
-        return a request without its prompt.
+        """Return the request in a body with a content encoding. If the body cannot be decoded, note
+        the reason in the exchange, and return a request without its prompt.
         """
         decoded = encoded.finish()
         self._count(encoded)
@@ -1005,7 +1005,7 @@ class Session:
 
     def _route_headers(self, now: Seconds, *, ends: bool = True) -> list[Answer]:
         """Schedule the request at its headers, because it has no body or the body would arrive too
-        late.
+        late. Return the answers to send.
 
         `ends` is True if nothing more of the request will arrive.
         """
@@ -1053,7 +1053,7 @@ class Session:
 
     def _route_unread(self, now: Seconds, *, ends: bool) -> list[Answer]:
         """Schedule the request without reading its body, and pass the body back: the stored part
-        now, the rest as it arrives.
+        now, the rest as it arrives. Return the answers to send now.
         """
         body = b"".join(self._body)
         self._body.clear()
@@ -1099,7 +1099,9 @@ class Session:
         return self._decided(pending, self._scheduler.schedule(request, now))
 
     def _decided(self, pending: _Pending, decision: Decision | Refusal) -> list[Answer]:
-        """Return the answers for the decision about the request of `pending`."""
+        """Record the decision about the request of `pending`, notify the observer, and return the
+        answers to send. From then on, a request of priority below 0 may be evicted.
+        """
         if isinstance(decision, Refusal):
             return self._refuse(decision)
         exchange, leg = self._exchange, decision.leg

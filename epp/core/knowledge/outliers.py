@@ -387,7 +387,8 @@ class Outliers:
 
     def _failed(self, slot: int, record: _Record, outcome: Outcome, now: Seconds) -> bool:
         """Record how a request of the endpoint ended. Return whether that was an error of the
-        endpoint. A refusal because the endpoint is full is no error.
+        endpoint. A refusal because the endpoint is full is no error, and a 503 of the engine is
+        none as long as its next metrics pages may explain it.
         """
         if outcome.full:
             return False
@@ -505,7 +506,8 @@ class Outliers:
 
     def _took(self, lease: Lease, record: _Record, ending: Ending, now: Seconds) -> None:
         """Record the time of a finished request relative to the time that was expected at its
-        endpoint.
+        endpoint. A request whose client left counts only if its time is above the endpoint's
+        average.
         """
         speed = self._columns.prefill_tokens_per_s.item(lease.slot)
         prefill_s = lease.ahead_tokens / speed

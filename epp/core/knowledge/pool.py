@@ -262,7 +262,8 @@ class EndpointPool:
     def observe_failure(self, slot: int, *, answered: bool) -> None:
         """Record a failed scrape of the endpoint in `slot`. `answered` is False if there was no
         connection, or no response in time. `UNANSWERED_BEFORE_UNREACHABLE` of these in a row mark
-        the endpoint as unreachable; an answer removes the mark.
+        the endpoint as unreachable; an answer removes the mark. Without an answer, the endpoint no
+        longer counts as saturated.
         """
         member = self._member(slot)
         if answered:
@@ -289,7 +290,8 @@ class EndpointPool:
         pool set the endpoint aside.
 
         Only 502, 503 and 504 count as failures; another status ends a row of them. A 503 of the
-        engine also marks the endpoint as saturated until the next good scrape.
+        engine also marks the endpoint as saturated until its next scrape that succeeds or gets no
+        answer.
 
         `by_gateway` is True if the response is the gateway's own, because it could not reach the
         endpoint.

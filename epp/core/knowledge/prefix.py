@@ -564,7 +564,8 @@ class PrefixIndex:
 
     def correct(self, correction: Correction) -> None:
         """Adapt the capacity and the TTL of an endpoint to the error of its predicted cache hits,
-        if `correctByEngine` is set.
+        if `correctByEngine` is set. Evict at most `CORRECTED_BLOCKS_MAX` blocks above the new
+        capacity.
         """
         if not self._settings.correct_by_engine:
             return

@@ -428,7 +428,8 @@ class KVEventStream:
 
     def _take(self, frame: _Frame, now: Seconds) -> None:
         """Process a live frame while no replay is running: apply it, or request the frames before
-        it.
+        it. A repeated frame is only counted; any other frame with an earlier number resets the
+        stream.
         """
         sequence, last = frame.sequence, self._last
         if last is not None and sequence == last + 1:
@@ -570,7 +571,10 @@ class KVEventStream:
         self._actions.append(Forget())
 
     def _graft(self, now: Seconds) -> None:
-        """Apply the replayed frames up to the first gap, then the live frames that came meanwhile."""
+        """Apply the replayed frames up to the first gap, then the live frames that came meanwhile,
+        once the replay has ended and the process is confirmed. If frames are still missing, request
+        them, or drop all blocks and continue without them.
+        """
         first = self._asked
         if first is None or not self._replay_ended or not self._confirmed:
             return

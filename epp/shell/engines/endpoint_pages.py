@@ -253,7 +253,10 @@ class EndpointPages:
         self.replace(self._endpoints)
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the set of endpoints from which model and GPU pages are fetched."""
+        """Replace the set of endpoints from which model and GPU pages are fetched; those without
+        metrics are left out. The content of an endpoint that left, restarted or has a new address
+        is dropped.
+        """
         self._endpoints = endpoints
         wanted: dict[tuple[str, str], tuple[Endpoint, _Source]] = {
             (endpoint.endpoint_id, source.name): (endpoint, source)

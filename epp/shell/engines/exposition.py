@@ -786,7 +786,7 @@ def _shown(name: bytes) -> str:
 
 
 def _number(name: bytes, line: bytes, text: bytes) -> float:
-    """Parse the value of a metrics line. Return NaN if it is NaN, negative or above `VALUE_MAX`.
+    """Return the value of a metrics line, or NaN if it is NaN, negative or above `VALUE_MAX`.
 
     Raises `ExpositionError` if it is not a number.
     """

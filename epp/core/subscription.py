@@ -240,7 +240,7 @@ class Subscription:
 
     def close(self, now: Seconds) -> None:
         """Drop all blocks that this subscription reported to the indexes, because the endpoint left
-        or its events are no longer needed.
+        or its events are no longer needed. Report the state `NONE` to the scheduler.
         """
         self._clear()
         self._scheduler.take(EventsVoided(self.slot, self.rank), now)

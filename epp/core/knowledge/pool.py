@@ -462,8 +462,8 @@ class EndpointPool:
         return slot
 
     def _restart(self, slot: int, now: Seconds) -> None:
-        """Drop the scraped values and the requests in flight of an endpoint whose process
-        restarted.
+        """Reset the state of an endpoint whose process restarted, with its scraped values and its
+        requests in flight.
         """
         endpoint = self.columns.endpoints[slot]
         self._unreachable.discard(slot)

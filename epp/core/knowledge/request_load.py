@@ -42,8 +42,8 @@ class RequestLoad:
         waits: bool,
     ) -> None:
         """Compute the arrays from the requests that engines report, the part of them that waits,
-        the requests in flight, and their prompt tokens. `kv_used_tokens` are the tokens in memory.
-        `waits` is True if any request waits.
+        the requests in flight, and their prompt tokens. `kv_used_tokens` are the tokens in the KV
+        cache of each candidate. `waits` is True if any request waits.
         """
         self._reported, self._waiting = reported, waiting
         self._kv_used_tokens = kv_used_tokens

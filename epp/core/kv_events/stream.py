@@ -335,8 +335,8 @@ class KVEventStream:
         self._take_all(held, now)
 
     def heartbeat(self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds) -> None:
-        """Process a heartbeat of the source. Request a snapshot if its `epoch` is a new one, or if
-        `sequence`, the number of the source's last frame, shows a gap.
+        """Process a heartbeat of the source. Request a snapshot, unless one is awaited, if its
+        `epoch` is a new one, or if `sequence`, the number of the source's last frame, shows a gap.
         """
         self._heard(now)
         self._heartbeat_s = interval_s
@@ -354,7 +354,9 @@ class KVEventStream:
         self.complete = False
 
     def unbalanced(self, now: Seconds) -> None:
-        """Drop all blocks and request all frames again, because the events contradict each other."""
+        """Drop all blocks, because the events contradict each other. If the source is connected,
+        request all frames or a snapshot, as far as that is possible now.
+        """
         self._reset(now)
 
     # Knowledge of the pool.
@@ -555,8 +557,9 @@ class KVEventStream:
         self._confirmed = True
 
     def _reset(self, now: Seconds) -> None:
-        """Drop all blocks and request all frames again, after a new process or a contradiction. The
-        buffered frames belong to the old state and are dropped.
+        """Drop all blocks, after a new process or a contradiction. If the source is connected,
+        request all frames or a snapshot, as far as that is possible now. The buffered frames belong
+        to the old state and are dropped.
         """
         connected = self._connected
         self._stop_asking()
@@ -622,7 +625,7 @@ class KVEventStream:
 
     def _reset_with(self, held: list[_Frame], now: Seconds) -> None:
         """Drop all blocks and request all frames again, but keep the buffered frames `held`, which
-        are from the same process.
+        are from the same process. If no replay may start now, continue with `held`.
         """
         self._stop_asking()
         self._forget()

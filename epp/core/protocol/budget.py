@@ -39,7 +39,8 @@ class BodyBudget:
         """Count `count_bytes` more against the budget, for a stream that already stores
         `holding_bytes`.
 
-        Return False, and count nothing, if that would exceed the budget.
+        Return False, and count nothing, if that would exceed the budget, or its part without the
+        reserve for a stream that would store more than `SMALL_BYTES`.
         """
         most = self.bytes_max
         if holding_bytes + count_bytes > SMALL_BYTES:

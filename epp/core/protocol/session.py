@@ -1085,7 +1085,9 @@ class Session:
         return self._placed(pending, now)
 
     def _placed(self, pending: _Pending, now: Seconds) -> list[Answer]:
-        """Schedule a parsed request, or let it wait in the queue. Return the answers to send."""
+        """Schedule a parsed request, with the priority of its objective and the subset hint, or let
+        it wait in the queue. Return the answers to send.
+        """
         request = pending.request
         objective = first_of(self._headers, OBJECTIVE_HEADERS)
         priority = self._priority(objective) if objective else 0

@@ -242,8 +242,8 @@ class EndpointPages:
         self._group: asyncio.TaskGroup | None = None
 
     def configure(self, prepared: Prepared) -> None:
-        """Fetch the kinds of pages in `prepared` from now on, and discard all content if their
-        settings changed.
+        """Fetch the kinds of pages in `prepared` from now on, and discard all content. Do nothing
+        if their settings are unchanged.
         """
         kept = {source.name: source.settings for source in prepared.sources}
         if kept == {source.name: source.settings for source in self._sources}:

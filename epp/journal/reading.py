@@ -67,8 +67,8 @@ class Segments(Struct, frozen=True, kw_only=True):
     """Files with the requests of a capture in the old format; empty otherwise."""
 
     def records(self, since_s: float = -math.inf, until_s: float = math.inf) -> Iterator[Read]:
-        """Yield the journal's records in order, each file's after its `Opened`, and a `Lost` before
-        a file if records are missing.
+        """Yield the journal's records in order, each file's after its `Opened`. A `Lost` follows
+        that `Opened` if records before the file are missing.
 
         The state that a file repeats is left out if the file before was read completely. Files last
         written before `since_s` are skipped, and reading ends at the first file that began after

@@ -40,7 +40,9 @@ class SourceRow(Struct, frozen=True, kw_only=True):
     be.
     """
     place: str = ""
-    """Address where the endpoint publishes its events, or "" if unknown."""
+    """Address where the endpoint publishes its events or from which its engine connected, or "" if
+    unknown.
+    """
     lag_s: Seconds | None = None
     """Age in seconds of the last received frame of events, by the clocks of engine and picker; None
     if unknown.
@@ -52,8 +54,8 @@ class SourceRow(Struct, frozen=True, kw_only=True):
 
 
 class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
-    """The reception of all endpoints' KV-cache events, for metrics. The counts are since the picker
-    started.
+    """The reception of all endpoints' KV-cache events, for metrics. `events`, `faults` and
+    `streams` count since the picker started; the other fields describe the present.
     """
 
     states: Mapping[str, int]
@@ -117,8 +119,8 @@ class Source:
 
     @property
     def ranks(self) -> tuple["Source", ...]:
-        """The sources of KV events of all data-parallel ranks of this endpoint, one per rank. Only
-        the source of the first rank has this property.
+        """The sources of KV events of all data-parallel ranks of this endpoint, one per rank. Use
+        it only on the source of the first rank.
         """
         return (self, *self.others)
 

@@ -136,8 +136,9 @@ class KVEventListener:
         self._start()
 
     def _configure(self) -> None:
-        """Read the event settings from the scheduler's configuration. If they changed, drop and
-        open all sources again.
+        """Read the event settings from the scheduler's configuration. If they changed, drop all
+        sources, which `_replace_sources` creates again, and replace the server to which engines
+        connect.
         """
         names = self._scheduler.indexes.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
@@ -317,7 +318,8 @@ class KVEventListener:
     def _take_in(self, source: Source, lines: ZmtpLines) -> bool:
         """Use the connection `lines`, which an engine opened, for the rank `source`.
 
-        Return False if another connection is in use for this rank.
+        Return False if another connection is in use for this rank, events are no longer wanted, or
+        the connection has ended.
         """
         if self._settings is None or lines.transport is None:
             return False
@@ -561,7 +563,7 @@ class KVEventListener:
 
     async def _hear(self, source: Source, place: Place) -> bool:
         """Receive the events of the rank `source` from `place` until the connection ends. Return
-        True if the connection was established.
+        False if the connection or its handshake failed.
         """
         topic = b"" if self._settings is None else self._settings.topic_filter.encode()
         zmtp = ZmtpConnection(SocketType.SUB, topic=topic)

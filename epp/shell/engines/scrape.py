@@ -67,9 +67,12 @@ def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
 
 
 class ScrapeFailure(StrEnum):
+    """The kind of failure of one scrape of an endpoint's metrics page."""
+
     TIMEOUT = "timeout"
     REFUSED = "refused"
-    """The connection to the endpoint failed, or broke before an answer."""
+    """The connection to the endpoint failed, or broke with an error before the page was complete.
+    """
     STATUS = "status"
     """The HTTP status of the answer was not 200; redirects are not followed."""
     PAGE = "page"
@@ -112,15 +115,17 @@ class _Target:
         scrape.
         """
         self.idle = False
-        """True if the endpoint was idle at its last scrape and got no work since."""
+        """True if scraping is adaptive, the endpoint was idle at its last scrape and it got no work
+        since.
+        """
         self.problem: tuple[ScrapeFailure, str] | None = None
         """Kind and sentence of the endpoint's last failure, or None if its last scrape succeeded or
         there was none.
         """
         self.due_s: Seconds = 0.0
         self.earliest_s: Seconds = 0.0
-        """Time at which the next scrape of this endpoint would be due without back-off for
-        failures.
+        """Time at which the next scrape of this endpoint would be due without back-off for failures
+        and without the longer pause of an idle endpoint.
         """
         self.resting: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None

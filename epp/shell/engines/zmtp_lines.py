@@ -94,7 +94,9 @@ class ZmtpLines(asyncio.Protocol):
         self.end("closed the connection" if exc is None else "lost the connection")
 
     def flush(self) -> None:
-        """Send the queued data of the ZMTP connection."""
+        """Send the queued data of the ZMTP connection. End the connection if more than
+        `UNSENT_BYTES_MAX` bytes remain unsent.
+        """
         if self.transport is None or self.transport.is_closing():
             return
         data = self.zmtp.to_send()

@@ -158,7 +158,9 @@ class ExtProc:
                 call.wire.end(OK)
 
     def open(self, peer: str, wire: Wire) -> Call:
-        """Return the call that serves a new stream of the gateway `peer`. Never raises."""
+        """Return the call that serves a new stream of the gateway `peer` or, above the limit of
+        open streams, refuses it. Never raises.
+        """
         self._opened_at_s = self.clock()
         try:
             if len(self._calls) >= self._streams_max:

@@ -285,7 +285,7 @@ class Renderer:
 
     async def _ask(self, server: _Server, question: Question, timeout_s: Seconds) -> PromptTokens:
         """Request the tokens from one renderer, and record for its circuit breaker whether it
-        failed.
+        failed. Raises `TokensUnknownError`.
         """
         server.breaker.asked(time.monotonic())
         failed = True

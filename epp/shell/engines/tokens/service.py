@@ -116,7 +116,9 @@ class Tokens:
         return Prepared(settings, resolver)
 
     def accept(self, prepared: Prepared) -> None:
-        """Use the token producer in `prepared` from now on."""
+        """Use the token producer in `prepared` from now on. If it is another one, close the
+        previous one and forget which token ids agreed with the engine's.
+        """
         before, self.resolver = self.resolver, prepared.resolver
         self._settings = prepared.settings
         if before is prepared.resolver:

@@ -77,6 +77,8 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class Pause(Struct, frozen=True):
+    """A step of a list or watch: wait before the next request."""
+
     seconds: Seconds
 
 
@@ -261,7 +263,9 @@ class ListWatch(Generic[T]):
     # The methods below determine the next step.
 
     def next(self, now: Seconds) -> Step:
-        """Return the next step of the list or watch at `now`: a request or a pause."""
+        """Return the next step of the list or watch at `now`: a request, which is counted, or a
+        pause.
+        """
         if now < self._not_before_s:
             return Pause(self._not_before_s - now)
         if self._resource_version and now >= self._relist_at_s:
@@ -359,7 +363,9 @@ class ListWatch(Generic[T]):
             self._not_before_s = now + self._random.uniform(*self._timing.reconnect_s)
 
     def failed(self, error: ApiError, now: Seconds) -> None:
-        """Record that the last step failed with `error`. The objects stay unchanged."""
+        """Record and count that the last step failed with `error`, and determine when and with
+        which request to go on. The objects stay unchanged.
+        """
         kind = error.kind
         self.statistics.errors[kind] += 1
         self._broken = True

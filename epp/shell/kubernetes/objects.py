@@ -427,7 +427,7 @@ _decode_rewrite = msgspec.json.Decoder(_RewriteObject).decode
 
 def rewrite_reader(pool_name: str, pool_group: str) -> Callable[[bytes], Rewrite | None]:
     """Return a function that parses an InferenceModelRewrite and returns its rules, or None if it
-    belongs to another pool.
+    belongs to another pool. The function raises `ValueError` for a match that is not exact.
     """
 
     def read(raw: bytes) -> Rewrite | None:

@@ -291,7 +291,7 @@ class RecentDecisions:
 
     def know_states(self, states: States) -> None:
         """Set the states of all endpoints that are not ready or have a problem, for later
-        decisions.
+        decisions, and store them in the history if there is one.
         """
         self._states_told += 1
         _remember(self._context.states, self._states_told, states, STATES_MAX)

@@ -74,9 +74,9 @@ class ScrapeFailure(StrEnum):
     """The connection to the endpoint failed, or broke with an error before the page was complete.
     """
     STATUS = "status"
-    """The HTTP status of the answer was not 200; redirects are not followed."""
+    """The HTTP status of the endpoint's answer was not 200; redirects are not followed."""
     PAGE = "page"
-    """The answer was not a complete, readable metrics page within the limits."""
+    """The endpoint's answer was not a complete, readable metrics page within the limits."""
     INTERNAL = "internal"
     """A defect of the picker made one scrape fail."""
 

@@ -34,7 +34,7 @@ class ZmtpLines(asyncio.Protocol):
         self.zmtp = connection
         self.ready: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()
-        """Future with the reason in words why the connection ended."""
+        """Future with the reason in words why the ZMTP connection ended."""
         self.transport: asyncio.Transport | None = None
         self._heard = heard
         self._made = made

@@ -32,8 +32,8 @@ class Code(IntEnum):
 
 
 class Cut(StrEnum):
-    """Reasons for which the picker closes a gateway's connection although the gateway would keep it
-    open.
+    """Reasons for which the picker closes or rejects a gateway's connection, or asks the gateway to
+    replace it, although the gateway would keep it open.
     """
 
     RESETS = "resets"

@@ -302,7 +302,9 @@ class JournalFolder(ABC):
         journal.folders.append(self)
 
     def tell(self, record: Any) -> None:
-        """Queue a record to be written, or drop it if the queue is full. The call never blocks."""
+        """Queue a record to be written, or drop and count it if the queue is full or this level has
+        ended after a defect. The call never blocks.
+        """
         size = self._size_of(record)
         room = self._limits.queue_bytes_max - self._bytes_put + self._bytes_taken
         if size > room or self._ended:

@@ -54,8 +54,8 @@ class Problem(StrEnum):
     VERSION = "version"
     """The connection ended because the peer has another version or is not a replica."""
     SECRET = "secret"  # noqa: S105  a word
-    """The connection ended because the peer does not know the secret, or only one side has a
-    secret.
+    """The connection ended because the peer does not know the secret, only one side has a secret,
+    or the peer did not authenticate in time.
     """
     HANDSHAKE = "handshake"
     """The TLS handshake failed although the peer knows the secret."""
@@ -128,7 +128,9 @@ class Connection:
     # The methods below establish the connection.
 
     def advance(self) -> None:
-        """Continue to establish the connection, as far as received data allows."""
+        """Continue to establish the connection, as far as received data allows. A failure is
+        recorded in `problem`.
+        """
         if self.problem is not None:
             return
         try:

@@ -179,7 +179,7 @@ class Peers:
     async def _start_warm(self) -> None:
         """Do the warm start, then save the snapshot file periodically.
 
-        A restart of this task skips the warm start.
+        A restart of this task skips the warm start if it is over.
         """
         if not self.ready:
             await self._warm_up()
@@ -217,7 +217,7 @@ class Peers:
 
     async def _take_snapshots(self) -> None:
         """Do the warm start: load the snapshot file, then a newer snapshot from a replica or from
-        the broker.
+        the broker. Count and log the result.
         """
         began_at_s = time.monotonic()
         try:

@@ -197,7 +197,7 @@ class Tracer:
         self, exchange: Exchange, now: Seconds, attributes: Mapping[str, Any], error: str
     ) -> bool:
         """End the span of the request `exchange`. Return True if it was sampled and queued for
-        export.
+        export. If the queue is full, count it as dropped.
 
         `attributes` describe the end of the request. `error` is the reason of its failure, or "".
         """

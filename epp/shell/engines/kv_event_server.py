@@ -140,7 +140,7 @@ class KVEventServer:
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
         """Replace the endpoints whose engines may connect, and close connections from addresses
-        without endpoints.
+        without endpoints. The topics on the other connections are resolved again.
         """
         self._endpoints = {}
         for endpoint in endpoints:

@@ -44,8 +44,8 @@ class SourceRow(Struct, frozen=True, kw_only=True):
     unknown.
     """
     lag_s: Seconds | None = None
-    """Age in seconds of the last received frame of events, by the clocks of engine and picker; None
-    if unknown.
+    """Seconds since the engine sent the last frame of events that was decoded, by the clocks of
+    engine and picker; None if unknown.
     """
     sequence: int | None = None
     """The engine's sequence number up to which every frame of events was processed, or None if none
@@ -66,7 +66,7 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
     """
     silent: int = 0
     events: Mapping[str, int]
-    """Number of received KV-cache events by their type."""
+    """Number of KV-cache events that were applied to the indexes, by their type."""
     faults: Mapping[str, int]
     """Number of events and payloads that were not understood, and of rejected messages, by
     reason.

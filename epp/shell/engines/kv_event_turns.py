@@ -29,12 +29,12 @@ AT_ONCE_MAX: Final = 32
 processed.
 """
 BLOCKS_MAX: Final = 256
-"""Maximum number of blocks of one endpoint whose events are processed before the next endpoint has
-its turn.
+"""Maximum number of blocks of one rank whose events are processed before the next rank has its
+turn.
 """
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Maximum number of unprocessed bytes of one endpoint's events. Above it the endpoint's connection
-is not read.
+"""Maximum number of unprocessed bytes of one rank's events. Above it the rank's connection is not
+read.
 """
 
 

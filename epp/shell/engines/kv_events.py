@@ -316,7 +316,8 @@ class KVEventListener:
         return Rejection.RANK
 
     def _take_in(self, source: Source, lines: ZmtpLines) -> bool:
-        """Use the connection `lines`, which an engine opened, for the rank `source`.
+        """Use the connection `lines`, which an engine opened, for the rank `source`, and end an
+        earlier one.
 
         Return False if another connection is in use for this rank, events are no longer wanted, or
         the connection has ended.

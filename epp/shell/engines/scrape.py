@@ -221,8 +221,8 @@ class Scraper:
                 target.trusted_otherwise = True
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the set of endpoints to scrape, and cancel the scrapes of endpoints that are no
-        longer in it.
+        """Replace the set of endpoints to scrape by those of `endpoints` that have a metrics
+        target, and cancel the scrapes of all others.
         """
         before, self._targets = self._targets, {}
         for endpoint in endpoints:
@@ -346,7 +346,8 @@ class Scraper:
 
     def _pause_s(self, target: _Target) -> Seconds:
         """Return the pause in seconds before the target's next scrape. Each consecutive failure
-        after the first doubles it, up to a maximum.
+        after the first doubles it, up to a maximum. The pause of an idle endpoint is longer if
+        scraping is adaptive.
         """
         interval_s = self.interval_s
         if target.idle and self._idle_oldest_s is not None:

@@ -269,7 +269,7 @@ class _ExtProcCall:
         self._go_on(partial(self.session.resolved, resolution))
 
     def _evict(self, refusal: Refusal) -> None:
-        """End a request whose response has not begun with `refusal`."""
+        """Refuse, with `refusal`, a request whose response has not begun."""
         self._go_on(partial(self.session.evicted, refusal))
 
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:

@@ -89,7 +89,9 @@ class EventRecorder:
         self._news.set()
 
     async def run(self) -> None:
-        """Write queued Kubernetes Events until cancelled."""
+        """Write queued Kubernetes Events until cancelled. Events that cannot be written are
+        counted, and each new kind of failure is logged.
+        """
         while True:
             while self._pending:
                 await self._write(self._pending.popleft())

@@ -356,7 +356,7 @@ class ListWatch(Generic[T]):
 
     def closed(self, now: Seconds) -> None:
         """Record that the API server ended a watch regularly. The watch continues from the last
-        version after a short delay.
+        version after a short delay, unless a new list is due.
         """
         self._succeeded(now)
         if now < self._relist_at_s:
@@ -410,8 +410,8 @@ class ListWatch(Generic[T]):
         self._not_before_s = now + pause_s * self._random.uniform(0.5, 1.0)
 
     def _backoff_s(self) -> Seconds:
-        """Return a random delay in seconds from a range that doubles with each failure (full
-        jitter).
+        """Return a random delay in seconds from a range that doubles with each failure, up to a
+        maximum (full jitter).
         """
         least_s, most_s = self._timing.backoff_s
         # The least delay times 2**16 exceeds every limit.
@@ -431,8 +431,8 @@ class ListWatch(Generic[T]):
             self._tried_at_once.clear()
 
     def _replace(self, resource_version: str, now: Seconds) -> bool:
-        """Replace all objects by those of the completed list. Return True if `objects` or `synced`
-        changed.
+        """Replace all objects by those of the completed list, and count as repairs the changes that
+        the watch missed. Return True if `objects` or `synced` changed.
         """
         before, after = self._held, self._pending
         told = {

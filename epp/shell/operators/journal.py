@@ -169,7 +169,9 @@ class JournalSnapshot(Struct, frozen=True, kw_only=True):
     """Number of records that are missing in the files of this journal level, by reason."""
     write_errors: int
     bytes: int
-    """Total size in bytes of all files in the folder of this journal level."""
+    """Total size in bytes of all files in the folder of this journal level at the last write; 0
+    before the first.
+    """
 
 
 def read_salt(path: str) -> bytes:
@@ -421,7 +423,9 @@ class JournalFolder(ABC):
         self._pending_types.append(kind)
 
     def _flush(self, now: Seconds) -> None:
-        """Write the converted records to the file. They are lost if the disk fails."""
+        """Write the converted records to the file, and end the segment if it is too long or too
+        old. The records are lost if the disk fails.
+        """
         self._flushed_s = now
         if not self._pending:
             return

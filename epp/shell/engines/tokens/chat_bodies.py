@@ -45,14 +45,14 @@ _GIVEN: Final = frozenset({"user", "system", "developer"})
 
 
 class UnknownChatError(Exception):
-    """The chat that vLLM makes of a request is unknown, because its body has members or parts that
-    are invalid or that this module does not convert.
+    """Raised if the chat that vLLM makes of a request is unknown, because its body has members or
+    parts that are invalid or that this module does not convert.
     """
 
 
 def as_chat(api: ApiKind, body: Json) -> Json:
-    """Convert the body of a request of any supported API to the chat request from which vLLM
-    renders the prompt. Raises `UnknownChatError`.
+    """Convert the body of a Messages or Responses request to the chat request from which vLLM
+    renders the prompt. A body of another API is returned unchanged. Raises `UnknownChatError`.
     """
     make = _MAKERS.get(api)
     if make is None:

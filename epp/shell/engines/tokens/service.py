@@ -91,7 +91,7 @@ class Tokens:
         self._changed = asyncio.Event()
         self._agreement = Agreement()
         self._results: dict[str, dict[TokensResult, int]] = {}
-        """Number of results of backends that are no longer used, by backend."""
+        """Number of results of backends that are no longer used, by backend and result."""
         self._compared: dict[str, dict[Compared, int]] = {}
         """Number of comparisons with engines' token ids since the start, by backend and result."""
         self._served: deque[_Served] = deque(maxlen=SERVED_MAX)

@@ -745,7 +745,7 @@ class Telemetry:
         self._without_prefix(mode).inc()
 
     def request_unparsed(self, api: str, reason: str) -> None:
-        """Count a request that was routed although the picker could not read its body."""
+        """Count a request that was routed although the picker did not fully understand its body."""
         self._unparsed(api, reason).inc()
 
     def unknown_body_mode(self, mode: int) -> None:

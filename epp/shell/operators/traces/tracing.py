@@ -141,8 +141,8 @@ class Tracer:
         """
 
     def begin(self, exchange: Exchange, now: Seconds) -> RequestTrace | UnsampledTrace:
-        """Return the span of the request `exchange`, which was decided or refused at `now`, or the
-        trace of an unsampled request.
+        """Return the span of the request `exchange`, which was decided, was refused or failed at
+        `now`, or the trace of an unsampled request.
         """
         headers = exchange.headers
         said = headers.get(PARENT_HEADER, "")

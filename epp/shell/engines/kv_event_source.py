@@ -68,11 +68,13 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
     events: Mapping[str, int]
     """Number of KV-cache events that were applied to the indexes, by their type."""
     faults: Mapping[str, int]
-    """Number of events and payloads that were not understood, and of rejected messages, by
-    reason.
+    """Number of events and payloads that were not understood, and of rejected connections and
+    messages of engines, by reason.
     """
     streams: Mapping[str, int]
-    """Number of gaps, replays and similar incidents of the streams of KV-cache events, by kind."""
+    """Number of applied frames, gaps, replays and other incidents of the streams of KV-cache
+    events, by kind.
+    """
 
 
 class Source:

@@ -111,7 +111,7 @@ class ExtProc:
         self._decoding = Turns(clock)
         self._opened_at_s = -math.inf
         self.shedding = 0
-        """Number of streams above the limit that wait for their first message to be refused."""
+        """Number of open streams above the limit, each of which is refused at its first message."""
         self.draining = False
 
     @property

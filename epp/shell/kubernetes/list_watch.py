@@ -125,7 +125,9 @@ class Statistics:
         """Number of lists of this kind of object that were started."""
         self.watches = 0
         self.repairs = 0
-        """Number of objects for which a periodic list differed from what the watch had reported."""
+        """Number of objects for which a periodic list differed from what the watch had reported,
+        although they did not change after the watch.
+        """
         self.errors: Counter[ApiFailure] = Counter()
 
 

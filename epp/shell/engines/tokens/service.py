@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Compared(StrEnum):
-    """The result of comparing the token ids of a prompt with those that the engine stored."""
+    """The result of comparing the token ids of a request with those that the engine stored."""
 
     AGREES = "agrees"
     DIFFERS = "differs"
@@ -49,7 +49,8 @@ class TokensSnapshot(Struct, frozen=True, kw_only=True):
     results: Mapping[str, int] = field(default_factory=dict)
     """Number of requests for tokens by `TokensResult`."""
     compared: Mapping[str, int] = field(default_factory=dict)
-    """Number of prompts whose token ids were compared with the engine's, by result (`Compared`)."""
+    """Number of requests whose token ids were compared with the engine's, by result (`Compared`).
+    """
 
 
 class _Served(Struct, frozen=True):

@@ -99,8 +99,9 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     inflight_requests: int
     inflight_prefill_tokens: float | None
     requests: int
-    """Number of requests that were routed to the endpoint within the window of the live view. All
-    counts and shares of requests below are of the same window.
+    """Number of requests within the window of the live view that were routed to the endpoint, or
+    that the gateway sent to it instead of the chosen one. All counts and shares of requests below
+    are of the same window.
     """
     share: float
     """The endpoint's share of all requests that were routed within the window of the live view,
@@ -108,7 +109,7 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """
     failed: int
     prompt_tokens: int = 0
-    """Number of prompt tokens of the requests that were routed to the endpoint within the window;
+    """Number of prompt tokens of the endpoint's requests within the window of the live view;
     `predicted_hits` is a share of it.
     """
     compared_prompt_tokens: int = 0
@@ -197,7 +198,8 @@ class LivePrefills(Struct, frozen=True, kw_only=True):
     decode: str
     """Name of the endpoint that receives the KV cache and decodes."""
     requests: int
-    """Number of the picker's own requests for this pair of endpoints whose prefill has not ended.
+    """Number of the picker's own latest requests for this pair of endpoints whose prefill has not
+    ended.
     """
 
 

@@ -137,7 +137,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Number of load reports in response headers, by result of reading them."""
     rank_choices: Mapping[str, int] = field(default_factory=dict)
     """Number of requests to endpoints with several data-parallel ranks, by result of the choice;
-    empty if no plugin selects ranks.
+    empty until a plugin selects ranks.
     """
     messages: Mapping[str, int] = field(default_factory=dict)
     """Number of gateways' ext_proc messages, by the decoder that read them."""
@@ -739,8 +739,8 @@ class Telemetry:
             self._errors(*labels, error_code).inc()
 
     def scheduled_without_prefix(self, mode: str) -> None:
-        """Count a request that was scheduled at its headers, before its body. `mode` is the
-        gateway's body mode or "headers-only".
+        """Count a request that was scheduled without its complete body. `mode` is the gateway's
+        body mode, or "memory" if the body was not read for lack of memory.
         """
         self._without_prefix(mode).inc()
 

@@ -67,8 +67,9 @@ class Reception:
         return source.subscription
 
     def end_subscription(self, source: Source) -> None:
-        """Close the subscription of the rank `source`, if it has one, and add its counts to the
-        totals.
+        """End the subscription of the rank `source`, if it has one, and add its counts to the
+        totals. The blocks that it reported are dropped, unless the slot belongs to another endpoint
+        now.
         """
         subscription, source.subscription = source.subscription, None
         if subscription is None:
@@ -164,7 +165,9 @@ class Reception:
 
     async def _replay(self, source: Source, place: Place, first: int) -> None:
         """Request the missed events again, from the sequence number `first` on. They are stored as
-        they arrive and processed later, so that the engine need not wait.
+        they arrive and processed later, so that the engine need not wait. At most
+        `REPLAYS_AT_ONCE_MAX` replays run at a time. A failure is logged, and the subscription is
+        told whether the replay was complete.
         """
         subscription = source.subscription
         if subscription is None or place.replay_port is None:

@@ -290,7 +290,8 @@ class KVEventListener:
 
     def _rank_of_payload(self, first: Source, payload: bytes) -> Source | Rejection:
         """Return the source of the rank that `payload` names, or the reason why the payload is
-        rejected.
+        rejected. If one rank is configured and the engine sends a second one, ignore the endpoint
+        from now on, and end its connection and subscription.
         """
         rank = rank_in(payload)
         if first.refused:
@@ -353,7 +354,9 @@ class KVEventListener:
 
     def _new_source(self, endpoint: Endpoint, slot: int, settings: KvEventsConfig) -> Source:
         """Return the event source of an endpoint's first rank. If engines connect and several ranks
-        are configured, it contains the sources of the other ranks.
+        are configured, it contains the sources of the other ranks, and each rank has a
+        subscription. If several ranks are unusable, it contains the reason instead, and messages of
+        the endpoint are ignored.
         """
         first = Source(endpoint, slot)
         ranks = _ranks_that_connect(settings)

@@ -88,7 +88,9 @@ class ResponseReader:
         return bool(self._wire)
 
     def feed(self, data: bytes) -> None:
-        """Add received data to the answer; `body` is set when the answer is complete."""
+        """Add received data to the answer; `body` is set when the answer is complete. Raises
+        `BadResponseError`.
+        """
         if not self._wire and self._is_usual(data):
             return
         self._pieces += 1

@@ -116,7 +116,9 @@ def _parse(text: bytes) -> Any:
 
 
 def _decode(kind: type[_Port], value: Any) -> _Port:
-    """Convert a value of the endpoints file to a type that msgspec does not know."""
+    """Convert a value of the endpoints file to a type that msgspec does not know. Raises
+    `ValueError`.
+    """
     try:
         return kind(msgspec.convert(value, _PORT, strict=False))
     except msgspec.ValidationError as problem:

@@ -77,8 +77,8 @@ class LastGood:
         return made
 
     def keep(self, content: bytes) -> None:
-        """Note that the file's `content` came into force. `run` writes it to the last-good copy if
-        copies are enabled.
+        """Note that the file's `content` came into force, so that the last-good copy no longer is.
+        `run` writes it to the last-good copy if copies are enabled.
         """
         self.in_force = False
         if self._path is not None:

@@ -273,8 +273,9 @@ class _ExtProcCall:
         self._go_on(partial(self.session.evicted, refusal))
 
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
-        """Send the answers that `step` returns at the current time. `step` is a call of the session
-        that follows the end of a wait or of work in parts, and not a new message of the stream.
+        """Send the answers that `step` returns at the current time, and end the stream if its
+        session is over. `step` is a call of the session that follows the end of a wait or of work
+        in parts, and not a new message of the stream.
         """
         session, service = self.session, self._service
         try:

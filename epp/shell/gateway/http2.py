@@ -424,7 +424,7 @@ class _Connection(asyncio.Protocol):
 
     def turn(self) -> bool:
         """Process received data of the connection, as far as one turn allows, and return whether
-        more remains.
+        more remains. If not, resume reading the socket.
         """
         self._turn_due = False
         self._turn.begin()
@@ -491,8 +491,8 @@ class _Connection(asyncio.Protocol):
             self._defect(stream_id)
 
     def _defect(self, stream_id: int) -> None:
-        """End the stream whose processing raised the current exception, with a status that says
-        that the picker failed.
+        """Log the current exception, and end the stream whose processing raised it with a status
+        that says that the picker failed.
         """
         _log.exception("a gRPC stream failed because of a defect of the transport")
         stream = self._streams.get(stream_id)
@@ -666,7 +666,9 @@ class _Connection(asyncio.Protocol):
         return True
 
     def write(self, stream: _Stream, message: bytes) -> None:
-        """Queue one gRPC message to be sent on `stream`, unless the stream was reset."""
+        """Queue one gRPC message, and before the first one the response headers, to be sent on
+        `stream`, unless the stream was reset.
+        """
         try:
             if not stream.answered:
                 stream.answered = True
@@ -790,10 +792,9 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def _fail(self, error: NGH2Error) -> None:
-        """Report an error of the HTTP/2 engine to the gateway, as HTTP/2 specifies, and close the
-        connection.
-
-        Data after the end of the connection is not an error, so nothing is reported.
+        """Report an error of the HTTP/2 engine to the gateway, as HTTP/2 specifies, count it and
+        close the connection. Data after the end of the connection is not an error, so it is neither
+        reported nor counted.
         """
         if self._failed:
             return
@@ -812,8 +813,8 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def look(self, now: Seconds) -> None:
-        """Do what is due at `now`: retire the connection if it is old, ping it, abort it if it does
-        not respond, and reset lingering streams.
+        """Do what is due at `now`: retire the connection if it is old or too little of its window
+        is left, ping it, abort it if it does not respond, and reset lingering streams.
         """
         if self._transport is None:
             return
@@ -871,8 +872,8 @@ class _Connection(asyncio.Protocol):
             self._engine.reset_stream(stream_id, _GRACEFUL)
 
     def retire(self, now: Seconds) -> None:
-        """Ask the gateway to use a new connection. Streams that are open or under way on this one
-        are still served.
+        """Ask the gateway to use a new connection, and count this one as leaving. Streams that are
+        open or under way on it are still served.
         """
         if self._retired_at_s is None and self._transport is not None and not self._failed:
             self._retired_at_s = now
@@ -990,7 +991,9 @@ class Http2Server:
         return {"connections": self._look_after}
 
     async def _look_after(self) -> None:
-        """Examine all connections of gateways periodically, until cancelled."""
+        """Examine all connections of gateways periodically, and log how many were evicted or
+        rejected, until cancelled.
+        """
         while True:
             await asyncio.sleep(POLL_S)
             now = self.clock()
@@ -1027,7 +1030,7 @@ class Http2Server:
 
     def admit(self, connection: _Connection) -> bool:
         """Give `connection` one of the limited places, if necessary that of an idle connection,
-        which is evicted. Return False if there is none.
+        which is evicted. Return False if there is none. Evictions and rejections are counted.
         """
         admission = self.places.take(connection)
         if not admission.admitted:

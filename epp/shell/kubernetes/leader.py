@@ -150,8 +150,9 @@ class LeaderElector:
             await self._release()
 
     async def _attempt(self) -> None:
-        """Read the Lease, and write it if this replica may. A leader stops trying at its
-        deadline.
+        """Read the Lease, and write it if this replica may. A leader stops trying at its deadline.
+        A failure is logged; if another candidate wrote the Lease meanwhile, this replica no longer
+        leads.
         """
         until_s = self._election.lead_until_s
         limit_s = self._timing.renew_deadline_s

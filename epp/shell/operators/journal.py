@@ -321,7 +321,9 @@ class JournalFolder(ABC):
         queue.append((self, record, size))
 
     def failed(self, error: Exception) -> None:
-        """End this level of the journal after a defect. Requests and other levels continue."""
+        """Log `error`, and end this level of the journal after this defect. Requests and other
+        levels continue.
+        """
         self._write_errors += 1
         if self._ended:
             return
@@ -367,8 +369,8 @@ class JournalFolder(ABC):
     # The methods below run in the thread.
 
     def take(self, record: Any, size: int, now: Seconds) -> None:
-        """Convert a record from the queue, and write if enough converted records have
-        accumulated.
+        """Convert a record from the queue, and write if enough converted records have accumulated.
+        A defect ends this level; later records are ignored.
         """
         self._bytes_taken += size
         if self._ended:
@@ -445,7 +447,9 @@ class JournalFolder(ABC):
             self._close()
 
     def _write(self, packed: bytes, now: Seconds) -> bool:
-        """Append converted records to the segment's file. Return False if that failed."""
+        """Append converted records to the segment's file. Return False if that failed. The first
+        failure and the recovery are logged.
+        """
         try:
             if not self._folder.is_open:
                 self._folder.begin(self._number)

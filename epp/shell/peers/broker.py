@@ -236,7 +236,9 @@ class Broker:
         return self._read_first
 
     async def run(self) -> None:
-        """Keep a connection to the broker until cancelled; reconnect after every failure."""
+        """Keep a connection to the broker until cancelled; reconnect after every failure, which
+        drops the queued frames.
+        """
         while True:
             try:
                 await self._connection()

@@ -163,7 +163,9 @@ class Connection:
         self.stage = Stage.GATE
 
     def _verify(self) -> None:
-        """Check, as the server, whether the client's answer proves that it knows the secret."""
+        """Check, as the server, whether the client's answer proves that it knows the secret. If so,
+        go on with TLS; else record the problem.
+        """
         answer = self._exactly(ANSWER_BYTES)
         if answer is None:
             return
@@ -173,7 +175,9 @@ class Connection:
             self.fail(Problem.SECRET)
 
     def _answer(self) -> None:
-        """Send, as the client, the proof that this process knows the secret."""
+        """Send, as the client, the proof that this process knows the secret, and go on with TLS.
+        Record a problem if the server's greeting does not fit.
+        """
         greeting = self._exactly(_GREETING.size)
         if greeting is None:
             return
@@ -193,7 +197,7 @@ class Connection:
 
     def _exactly(self, count: int) -> bytes | None:
         """Return exactly the first `count` received bytes, or None if some of them are still
-        missing.
+        missing or the peer closed the connection, which is recorded.
         """
         came = self._socket.recv(count - len(self._incoming))
         if not came:
@@ -248,7 +252,7 @@ class Connection:
         return True
 
     def flush(self) -> None:
-        """Send as many queued bytes as the socket accepts."""
+        """Send as many queued bytes as the socket accepts. A failure is recorded in `problem`."""
         while self._outgoing and self.problem is None:
             try:
                 # TLS requires the same bytes again after an attempt that failed.
@@ -280,7 +284,9 @@ class Connection:
         return self._first() if self.waiting() else None
 
     def _receive(self) -> bool:
-        """Read the data that the socket has received. Return True if there was any."""
+        """Read the data that the socket has received. Return True if there was any. The end of the
+        connection is recorded in `problem`.
+        """
         if self.problem is not None:
             return False
         try:

@@ -314,8 +314,8 @@ class Mesh:
     # Methods called once per beat.
 
     def beat(self, now: Seconds) -> None:
-        """Do the periodic work: accept connections, send hello messages, and detect silent
-        peers.
+        """Do the periodic work: accept connections, continue handshakes, open connections to peers,
+        send queued data and hello messages, and close connections of silent peers.
         """
         if self._bound is None:
             return
@@ -452,8 +452,8 @@ class Mesh:
                 )
 
     def _advance(self, now: Seconds) -> None:
-        """Continue the handshakes of incoming connections, and close those that fail or take too
-        long.
+        """Continue the handshakes of incoming connections, admit those that are complete, and close
+        those that fail or take too long.
         """
         shaken = 0
         for newcomer in tuple(self._admission.newcomers):
@@ -608,7 +608,7 @@ class Mesh:
         return False
 
     def _take(self, source: Link | Guest, message: bytes, found: list[Message]) -> None:
-        """Append a received message to `found` if its kind is known; else count it as
+        """Append a received message to `found` if its kind is known, and count it; else count it as
         unreadable.
         """
         kind = KINDS.get(message[0])

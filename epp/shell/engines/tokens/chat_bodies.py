@@ -96,7 +96,7 @@ def _system(system: Any) -> str:
 
 def _turns(message: Json) -> Iterable[Json]:
     """Convert one message of the Messages API to messages of the Chat Completions API. Results of
-    tools in it become separate messages before it.
+    tools in it become separate messages before it. Raises `UnknownChatError`.
     """
     role, content = message["role"], message["content"]
     if role not in _TURNS:
@@ -171,7 +171,7 @@ def _tool(tool: Json) -> Json:
 
 def _of_responses(members: Json) -> Json:
     """Convert the body of a Responses request to chat messages, removing the converted members from
-    `members`.
+    `members`. Raises `UnknownChatError`.
     """
     if members.pop("tools", None) or members.pop("truncation", "disabled") != "disabled":
         raise UnknownChatError

@@ -183,8 +183,8 @@ class LocalWorker:
         return PromptTokens(done.ids)
 
     async def run(self) -> None:
-        """Run the tokenizer process until cancelled. Restart it when it ends, unless it answered
-        that it can never return tokens.
+        """Run the tokenizer process until cancelled. When it ends, fail the waiting requests and
+        restart it after a delay, unless it answered that it can never return tokens.
         """
         backoff_s = self._backoff_s
         while True:

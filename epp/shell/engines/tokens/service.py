@@ -171,8 +171,9 @@ class Tokens:
             self._served.append(_Served(request, endpoint, held, now))
 
     def look(self, now: Seconds) -> None:
-        """Compare the token ids of requests that were served a while ago with the engine's. Call
-        this method about once a second.
+        """Compare the token ids of requests that were served a while ago with the engine's, and
+        count the results. The first time that too many differ for a model, log a warning. Call this
+        method about once a second.
 
         A difference counts only if the engine reported everything since then and no report was
         forgotten. A block that was stored and evicted counts as stored.

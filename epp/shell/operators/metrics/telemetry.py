@@ -523,7 +523,10 @@ class Telemetry:
         request_bytes: int,
         model_name: str = "",
     ) -> None:
-        """Count a routed request. `model_name` is the client's model name if it was rewritten."""
+        """Record a routed request, which is counted later together with others (`fold`); the
+        candidates that filters dropped are counted at once. `model_name` is the client's model name
+        if it was rewritten.
+        """
         request, endpoint = leg.lease.request, leg.endpoint
         if leg.scorers != self._scorers:
             self._fold_decisions()

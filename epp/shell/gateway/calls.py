@@ -45,8 +45,8 @@ class Cut(StrEnum):
     flow-control window was left.
     """
     EVICTED = "evicted"
-    """A newer connection needed a place within the limits. This one was asked to leave, because it
-    had no streams, if any connection had none, and was silent for longest.
+    """A newer connection needed a place within the limits. This one was asked to leave: a
+    connection without streams if there was one, and the longest silent of these.
     """
     REFUSED = "refused"
     """The limits of the number of connections left no place for the new connection."""

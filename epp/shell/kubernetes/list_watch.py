@@ -16,8 +16,8 @@ requested page by page from servers without this feature (Kubernetes before 1.32
 A list may come from one of several sources that are tried in order: the same kind in a newer and an
 older API group. If a source is absent or forbidden, the next one is used.
 
-`next` returns what to do. The caller reports the result to `page`, `initial`, `line`, `closed`,
-`unstreamed` or `failed`.
+`next` returns what to do. The caller reports the result to `page`, `initial`, `opened`, `line`,
+`closed`, `unstreamed` or `failed`.
 """
 
 from collections import Counter

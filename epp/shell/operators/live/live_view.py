@@ -127,12 +127,12 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     reported it.
     """
     engine_ttft_s: Seconds | None = None
-    """Mean time to first token of the endpoint's requests in the last minute, in seconds, as
-    measured by the engine.
+    """Mean time to first token in the last minute, in seconds, as measured by the endpoint's engine
+    for all its requests.
     """
     kv_events: str | None = None
-    """State of the endpoint's KV-cache events ("live" or a problem), or None if no index needs
-    them.
+    """State of the endpoint's KV-cache events, such as "live", "replaying" or "silent", or None if
+    no index needs them.
     """
     kv_events_problem: str | None = None
     """Reason why no KV-cache events are received from the endpoint, or None."""

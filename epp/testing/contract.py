@@ -67,7 +67,9 @@ given limits.
 """
 _GROWTH_MAX: Final = 1.25
 _GROWTH_BYTES_MAX: Final = 64 * 1024
-"""Number of bytes by which an index may grow further, because dictionaries grow by doubling."""
+"""Number of bytes by which an index may grow in addition to the factor `_GROWTH_MAX`, because
+dictionaries grow by doubling.
+"""
 _ENOUGH: Final = 1e-12
 _COST_TOLERANCE: Final = 1e-6
 """Tolerance when scores are compared with the reported cost, whose parts may be added up in another
@@ -474,7 +476,9 @@ def _check_churn(subject: _Subject) -> None:
 
 
 def _settings(subject: _Subject) -> SchedulerSettings:
-    """Return scheduler settings with one profile that contains the plugin under test."""
+    """Return scheduler settings for the plugin under test: with a profile that contains it, or with
+    it as an additional index.
+    """
     name = subject.kind.type_name
     declared: dict[str, object] = {"type": name, "parameters": dict(subject.parameters)}
     others = {"keep": "queue-scorer", "pick": "prefix-cache-scorer", "open": "queue-scorer"}

@@ -189,8 +189,12 @@ def overfull(inflight: Ints, *, balance_abs: float, balance_rel: float) -> Bools
 def shortest_wait(
     candidates: Candidates, holders: Bools, *, balance_abs: float, balance_rel: float
 ) -> Floats:
-    """Return float64[n]: 1 for the candidate with the shortest expected wait of those that
-    generation 4 considers, 0 for the others.
+    """Return float64[n]: 1 for the candidates with the shortest expected wait among those
+    considered, 0 for the others.
+
+    If any candidate is in `holders`, the considered ones are the `holders` that are not too full
+    (`overfull`), or else all candidates that are not too full. If no candidate is in `holders`, all
+    are considered.
     """
     inflight = candidates.inflight_requests
     swing = max(_SWING_MIN, _SWING_DEVIATIONS * math.sqrt(float(inflight.mean())))

@@ -52,7 +52,7 @@ class ArmSummary(Struct, kw_only=True):
 
 
 class Summary(Struct, kw_only=True):
-    """Content of the file demo/summary.json."""
+    """Content of the file summary.json that the demo writes."""
 
     schema: int
     seed: int

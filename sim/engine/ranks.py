@@ -56,7 +56,9 @@ class RankedEngine:
 
     @property
     def received_tokens(self) -> int:
-        """Number of prompt tokens that other engines computed for requests of all ranks."""
+        """Number of prompt tokens that other engines computed, over all requests of all ranks whose
+        first token has been generated.
+        """
         return sum(rank.received_tokens for rank in self.ranks)
 
     @property

@@ -76,7 +76,7 @@ class TraceDemand(Struct, frozen=True, kw_only=True):
 
     def share_of_sized(self, stretch: Stretch) -> float:
         """Return the work per second of `stretch` as a share of the sized stretch's work per
-        second.
+        second; 1 if the sized stretch has none.
         """
         return _per_s(stretch) / self.work_per_s if self.work_per_s else 1.0
 

@@ -59,7 +59,9 @@ class Workers(Protocol):
         ...
 
     def stop(self) -> None:
-        """Stop the running jobs and end the iterator that `outcomes` returned."""
+        """End the iterator that `outcomes` returned, and stop its jobs. Jobs that are running
+        elsewhere than on this machine continue to their end.
+        """
         ...
 
 

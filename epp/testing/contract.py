@@ -80,7 +80,8 @@ order.
 class ContractError(AssertionError):
     """The error of a plugin that breaks its contract.
 
-    Its message is one sentence with the values that repeat the case.
+    Its message is one sentence. If a random case failed, it contains the numbers of the case and of
+    the seed, which repeat it.
     """
 
 
@@ -388,7 +389,9 @@ def _check_index(subject: _Subject) -> None:
 
 
 def _record_request(subject: _Subject, index: Any, random: Random, step: int, now: float) -> float:
-    """Match and record one random request in `index`, and sometimes retract it.
+    """Match and record one random request in `index`, and sometimes retract it. Sometimes also pass
+    entries of a peer, a correction, a cache size or the time to the index, as far as it supports
+    them.
 
     Return the time after it, in seconds.
     """

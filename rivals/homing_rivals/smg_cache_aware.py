@@ -19,7 +19,9 @@ from homing_rivals.narrowing import first_of, least_of, most_of, only
 from homing_rivals.radix_tree import DEEPEST_BLOCKS, FIRST_HOLDER, RadixTreeSettings
 
 _TENANTS_MAX: Final = 8
-"""Maximum number of endpoints with the deepest matched block that generation 4 considers."""
+"""Maximum number of endpoints with the prompt's deepest known block that cache-aware routing of
+generation 4 considers.
+"""
 _SWING_MIN: Final = 4.0
 _SWING_DEVIATIONS: Final = 2.0
 _TOKENS_PER_S: Final = 2_000.0

@@ -77,8 +77,8 @@ class RadixTree:
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """Return the longest beginning of the request's prompt in the tree; restoring it takes no
-        time. Count the look-up. The nodes of that beginning count as in use until the request
-        leaves.
+        time. The nodes of that beginning count as in use until the request leaves. The look-up is
+        counted in `statistics`.
         """
         parts = parts_of(request)
         found = start = 0

@@ -274,7 +274,7 @@ class SimulatedPod:
 
     def submit(self, request: EngineRequest, rank: int | None = None) -> None:
         """Queue `request` in the engine, at data-parallel rank `rank` if given. Raises `ValueError`
-        if the request can never fit.
+        if the engine can never serve it.
         """
         self._catch_up()
         if isinstance(self.engine, RankedEngine):

@@ -30,8 +30,8 @@ Names come from responses and traces, so their number must be bounded.
 """
 ERRORS_SHOWN_MAX: Final = 10
 _GAP_S_MIN: Final = 1e-6
-"""Smallest time between two chunks that is counted, in seconds. Two chunks from one read have no
-time between them.
+"""Smallest time in seconds between two chunks; shorter times count as this one. Two chunks from one
+read have no time between them.
 """
 
 

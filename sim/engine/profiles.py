@@ -118,9 +118,13 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     prefill: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Error of the duration of a step that computes a prompt, as a share."""
+    """Error of the estimated duration of a step that computes a prompt, as a share of the true
+    duration.
+    """
     decode: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Error of the duration of a step in which requests decode, as a share."""
+    """Error of the estimated duration of a step in which requests decode, as a share of the true
+    duration.
+    """
     kv_tokens: Annotated[float, Meta(ge=0.0, le=10.0)]
 
     @property

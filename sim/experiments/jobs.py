@@ -84,10 +84,11 @@ class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
     title: str
     jobs: Sequence[RunSettings]
     summary: Callable[[Results, bool], OfRuns]
-    """Function (results so far, True if all runs have ended) -> summary."""
+    """Function (results so far, True if all runs have ended) -> summary of the experiment."""
     table: Callable[[OfRuns], str]
     reports: Callable[[OfRuns, Results], dict[str, str]]
-    """Function (summary, results) -> content of each report file, by file name."""
+    """Function (summary of the experiment, results) -> content of each report file, by file name.
+    """
 
     def carry_out(self, folder: Path | None, *, workers: int) -> int:
         """Run all jobs, write the results to `folder` after each job, print the table, and return

@@ -47,12 +47,15 @@ class MeanTraffic(Struct, frozen=True, kw_only=True):
 
     @property
     def duration_s(self) -> Seconds:
-        """Duration of the traffic: about 2,000 requests, from two minutes to an hour."""
+        """Duration of the traffic in seconds: the time in which about 2,000 requests arrive, but at
+        least two minutes and at most an hour.
+        """
         return min(max(REQUESTS_WANTED / self.requests_per_s, _DURATION_S_MIN), _DURATION_S_MAX)
 
     def document(self, profiles: Sequence[Profile]) -> bytes:
-        """Return the traffic as an inference-perf workload file in YAML. Lengths are limited so
-        that every request fits into the context and the KV cache of each profile.
+        """Return the traffic as an inference-perf workload file in YAML. Lengths are limited to 8
+        times their mean, and so that every request fits into the context and the KV cache of each
+        profile.
 
         Raises `MeanTrafficError` if a profile does not allow requests of 1.5 times the mean length,
         prompt and output together.

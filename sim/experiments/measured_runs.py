@@ -31,9 +31,13 @@ class Sample(Struct, frozen=True, kw_only=True):
 
     half: Half
     share: float = 1.0
-    """Share of the half's requests that are replayed, counted from its beginning."""
+    """Share of the half's requests that are replayed, counted from its beginning; at least one
+    request is.
+    """
     load: float = 1.0
-    """Factor on the request rate: at 2, requests arrive twice as fast as in the trace."""
+    """Factor on the request rate of the tuning, in addition to `--speed`: at 2, requests arrive
+    twice as fast.
+    """
     repetition: int = 0
     """Number of the repetition. 0 replays the trace unchanged; others replay similar traffic,
     resampled or generated with another seed.

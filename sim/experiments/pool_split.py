@@ -41,7 +41,7 @@ def splits_for(stretch: Stretch, profile: Profile) -> list[Split]:
 
     Each has the share of prefill in the busy time of pods, P / (P + D) with P = uncached tokens /
     prefill speed and D = output tokens x step time / batch (`demand.busy_times`), for one of
-    `CACHED_SHARES`.
+    `CACHED_SHARES`, limited to `SHARE_MIN` to `SHARE_MAX`. Equal shares are tried once.
     """
     shares = set()
     for cached_share in CACHED_SHARES:

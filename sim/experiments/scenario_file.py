@@ -306,7 +306,9 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Remove the tables `[[name]]` from the parsed scenario file and return them."""
+    """Remove the tables `[[name]]` from the parsed scenario file and return them. Raises
+    `ScenarioError` for another value, or for more than `EVENTS_MAX` tables.
+    """
     found = document.pop(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ScenarioError(f"{path}: {name}: expected tables under [[{name}]], got another value.")
@@ -319,7 +321,7 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
 
 def _table(path: Path, document: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Remove the table `[name]` from the parsed scenario file and return it, or None if it does not
-    exist.
+    exist. Raises `ScenarioError` for another value.
     """
     found = document.pop(name, None)
     if found is not None and not isinstance(found, dict):

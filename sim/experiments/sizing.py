@@ -162,8 +162,9 @@ class PodSearch:
 
     @property
     def perhaps(self) -> int | None:
-        """Smallest number of pods below the result that was run with every seed and whose figures
-        keep all bounds, although their 95 % confidence limits do not. None if there is none.
+        """Smallest number of pods below the result (any number if there is no result) that was run
+        with every seed and whose figures keep all bounds, although their 95 % confidence limits do
+        not. None if there is none.
         """
         pods = self.pods
         return min(
@@ -380,8 +381,8 @@ class Sizing:
         self._search(list(self.headroom.values()))
 
     def _compare_loads(self) -> None:
-        """Run the best option without a split and the best one with a split at `LOADS`, with the
-        same number of pods: the larger one of those that they need.
+        """Run the best option without a split and the best one with a split once at each of
+        `LOADS`, with the same number of pods: the larger one of those that they need.
 
         Do nothing if there is no option with a split, or if one kind has no sufficient number.
         """
@@ -401,8 +402,9 @@ class Sizing:
         self.loads = [(at, pods, load, one) for (at, load), one in zip(asked, found, strict=True)]
 
     def _autoscale(self, chosen: int) -> None:
-        """Find the highest target among `TARGET_SHARES` with which an autoscaler keeps the bounds.
-        If none does, the lowest tried target remains the result.
+        """Find the highest target among `TARGET_SHARES` with which an autoscaler keeps the bounds,
+        and store its settings and runs in `autoscaled`. If none does, the lowest target remains the
+        result.
         """
         task = self.task
         repetitions = range(1 if task.demand.cut else task.seeds)

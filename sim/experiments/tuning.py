@@ -44,8 +44,8 @@ LOST_MORE_MAX: Final = 0.001
 present configuration, as a share of the sent requests. Beyond it, a gain does not count.
 """
 LOST: Final = math.log(10.0)
-"""Cost in each objective of a run that loses too many requests or has no figure. It equals that of
-a figure ten times worse than the present one.
+"""Cost that is added to each objective of a run that loses too many requests, and cost of an
+objective without a figure. It equals that of a figure ten times worse than the present one.
 """
 
 
@@ -181,8 +181,9 @@ class Tuning:
         self._requests = requests
 
     def estimate_power(self) -> None:
-        """Estimate the statistical power of the tuning and store it in `power`. Raises
-        `StoppedError` if it is interrupted.
+        """Estimate the statistical power of the tuning and store it in `power`; `power` stays None
+        if no valid random configuration differs from the present one. Raises `StoppedError` if it
+        is interrupted.
         """
         pilots = [self._against(one, Half.TUNING) for one in self.search.pilots(self.present.hash)]
         if pilots:
@@ -212,8 +213,9 @@ class Tuning:
 
     @property
     def beats(self) -> bool:
-        """True if the chosen configuration is better in an objective at the trace's load, and at no
-        load worse in an objective or a guard, or loses too many more requests.
+        """True if the tuning is complete, the chosen configuration is better in an objective at the
+        trace's load, and at no load it is worse in an objective or a guard or loses too many more
+        requests.
         """
         return (
             self.complete

@@ -43,8 +43,8 @@ class Varied(Struct, frozen=True, kw_only=True):
     the first resample a recorded trace.
     """
     blocks: int = 0
-    """Number of blocks of the recorded trace from which the repetitions are resampled; 0 for
-    generated traffic.
+    """Number of blocks of the recorded trace from which the repetitions are resampled; 0 if none is
+    resampled.
     """
     cut: str = ""
     """Number and length of `blocks` in words, for example "30 blocks of 120 s"."""

@@ -45,7 +45,7 @@ class KVTransferParams(Struct, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """Return whether these parameters describe blocks that can be read."""
+        """True if these parameters describe KV blocks of a prefill leg that can be read."""
         members = (self.remote_engine_id, self.remote_request_id, self.remote_host)
         return self.do_remote_prefill and None not in members and self.remote_port is not None
 
@@ -168,7 +168,9 @@ class BlockReader:
         size_bytes: _Sizes,
         speed: float,
     ) -> None:
-        """Create a reader without legs. `size_bytes` returns the size of a number of tokens."""
+        """Create a reader without legs. `size_bytes` returns the size in bytes of the KV blocks of
+        a number of tokens.
+        """
         self._owner = owner
         self._connector = connector
         self._link = link
@@ -201,7 +203,9 @@ class BlockReader:
         self._reads[request.request_id].reserved.set()
 
     def abandon(self, request_id: str) -> None:
-        """Forget a leg that has left the engine. A transfer that has begun goes on to its end."""
+        """Forget a decode leg that has left the engine, unless its blocks are reserved: its
+        transfer then goes on to its end.
+        """
         read = self._reads.get(request_id)
         if read is not None and not read.reserved.is_set():
             del self._reads[request_id]

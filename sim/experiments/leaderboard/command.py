@@ -1,5 +1,5 @@
-"""The command `sim leaderboard`: every routing strategy on every case, with the same requests for
-all strategies.
+"""The command `sim leaderboard`: run routing strategies on cases, with the same requests for all
+strategies of a case and a seed.
 """
 
 import argparse
@@ -113,8 +113,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(options: argparse.Namespace) -> int:
     """Run `sim leaderboard` and return its exit code.
 
-    0: done. 1: a cell failed. 2: wrong command line. 130: interrupted; completed cells are stored.
-    Raises errors that `sim` prints.
+    0: done. 1: a cell failed. 2: wrong command line. 130: interrupted; with --out, completed cells
+    are stored. Raises errors that `sim` prints.
     """
     if options.list:
         print(_list())
@@ -179,7 +179,8 @@ class Board:
 
     def play(self, workers: Workers) -> None:
         """Run the cells of the leaderboard that have no result yet, and store each result in the
-        folder. Raises `OSError`.
+        folder, if there is one. A cell that fails is recorded in `failed`, and the others go on.
+        Raises `OSError`.
         """
         jobs = [self.cells[number] for number in self.left]
         with progress_bar("leaderboard") as bar:
@@ -323,8 +324,8 @@ def _strategy_summary(policy: PolicySource) -> StrategySummary:
 
 
 def _strategies(wanted: tuple[str, ...] | None, size: str) -> tuple[str, ...]:
-    """Return the names of the strategies to run: `wanted`, or the default for `--size` if `wanted`
-    is None.
+    """Return the names of the strategies to run: `wanted`, all of them if that is the name `all`,
+    or the default for `--size` if `wanted` is None.
 
     The default configuration has two names and runs only under one of them. Raises
     `PolicyNameError` if strategies are not named and those of other projects are not installed.

@@ -279,14 +279,14 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Figures of the busiest part of the run; set only if the command needs them."""
+    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is."""
     imbalance: Imbalance
     prediction: Prediction
     metrics_age_s: float | None
     preemptions: int
     pods: dict[str, PodLoadSummary]
     pool: PoolSummary | UnsetType = UNSET
-    """Number of pods over the run; set only in whole runs."""
+    """Number of pods over the run, and pod-hours; `Run.summary` always sets it."""
     tier_hit_tokens: dict[str, int] | UnsetType = UNSET
     """Number of prompt tokens that each cache tier hit, warm-up included; set only if pods have a
     tier besides the GPU's cache.
@@ -324,10 +324,10 @@ class KeptRun(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Figures of the busiest part of the run; set only if the command needs them."""
+    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is."""
     digest: str
     pool: PoolSummary | UnsetType = UNSET
-    """Number of pods over the run; set only in whole runs."""
+    """Number of pods over the run, and pod-hours; `Run.summary` always sets it."""
 
 
 ComparedRun: TypeAlias = RunSummary | KeptRun

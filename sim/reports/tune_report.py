@@ -36,8 +36,8 @@ from sim.reports.report import (
 )
 
 TRIALS_SHOWN: Final = 12
-"""Maximum number of trials in the report: the best of those that ran on the largest share of the
-tuning half.
+"""Maximum number of trials in the report. Trials that ran on a larger share of the tuning half come
+first, and among them those with the lowest cost.
 """
 _MARGIN: Final = 1.02
 """Factor by which an axis extends beyond its points, if it does not begin at 0."""
@@ -342,7 +342,9 @@ def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
 
 
 def _charts(summary: TuneSummary) -> str:
-    """Return charts of the trials that ran on the whole tuning half; "" if there are none."""
+    """Return charts of the trials that ran on the whole tuning half; "" if there are no such
+    trials.
+    """
     finished = [one for one in summary.trials if len(one.costs) == len(summary.rungs)]
     if not finished:
         return ""

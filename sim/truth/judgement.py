@@ -96,7 +96,7 @@ def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) ->
 
 def all_of(truth: str, what: str, total: int, agreed: int) -> Judgement:
     """Return the comparison of `total` recorded items, of which `agreed` are equal in the
-    simulation. It passes only if all are.
+    simulation. It passes only if there are some and all are equal.
     """
     return Judgement(
         truth=truth,

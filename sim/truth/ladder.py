@@ -161,7 +161,7 @@ def fit_shared_context_factor(
     shape: Description, profile: Profile, stages: Sequence[Stage], ended: Callable[[float], None]
 ) -> float:
     """Return the `shared_context_factor` (0 to 1) with the least squares of the relative errors of
-    prefix-aware output tokens/s.
+    prefix-aware output tokens/s, or the profile's own factor if the factor has no effect.
 
     `ended` is called as by `Ladder.climb`.
     """

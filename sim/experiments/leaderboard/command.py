@@ -83,7 +83,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help=f"names of sim strategies, or files with EndpointPickerConfigs; {_ALL} for all names "
         f"(default: {_ALL}; with --size full the {len(LEADING)} leading ones)")  # fmt: skip
     add("--cases", type=_names, metavar="A,B,...",
-        help=f"names of cases to run, or {_ALL} (default: {_ALL}, or no named case if --trace is given)")  # fmt: skip
+        help=f"names of cases to run, or {_ALL} for all but the further cases of --list (default: {_ALL}, "
+        "or no named case if --trace is given)")  # fmt: skip
     add("--list", action="store_true", help="list the strategies and cases, and exit")
     add("--trace", action="append", type=Path, default=[], metavar="FILE",
         help="trace to add as a case, on four pods of the default profile; repeatable")  # fmt: skip

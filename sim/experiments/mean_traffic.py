@@ -18,10 +18,12 @@ from epp.core.types import Seconds
 from sim.engine.profiles import Profile
 
 LONGEST: Final = 8.0
-"""Maximum length of a prompt or an output, as a multiple of the mean."""
+"""Maximum length of a prompt or an output in synthetic traffic, as a multiple of the mean length.
+"""
 _LONGEST_MIN: Final = 1.5
-"""Smallest accepted maximum length of a request, as a multiple of the mean. If requests were
-limited to less, hardly any length would exceed the mean.
+"""Smallest accepted maximum length of a request (prompt and output) in synthetic traffic, as a
+multiple of the mean length. If requests were limited to less, hardly any length would exceed the
+mean.
 """
 REQUESTS_WANTED: Final = 2_000
 _DURATION_S_MIN: Final[Seconds] = 120.0

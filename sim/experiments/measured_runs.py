@@ -31,8 +31,8 @@ class Sample(Struct, frozen=True, kw_only=True):
 
     half: Half
     share: float = 1.0
-    """Share of the half's requests that are replayed, counted from its beginning; at least one
-    request is.
+    """Share of the requests of the trace's half that a run replays, counted from the beginning of
+    the half; at least one request is replayed.
     """
     load: float = 1.0
     """Factor on the request rate of the tuning, in addition to `--speed`: at 2, requests arrive

@@ -11,7 +11,9 @@ from sim.engine.profiles import Profile
 from sim.experiments.demand import Stretch, busy_times
 
 CACHED_SHARES: Final = (0.8, 0.5, 0.0)
-"""Shares of the prompt tokens that pods may have cached. Each leads to a division that is tried."""
+"""Shares of the prompt tokens that pods may have cached. Each leads to a division into prefill and
+decode pods that is tried.
+"""
 SHARE_MIN: Final = 0.1
 SHARE_MAX: Final = 0.9
 

@@ -118,7 +118,8 @@ class Run:
         file.
         """
         self.settings = settings
-        """The given settings, with `jitter_s` replaced by the jitter that is in effect."""
+        """The given settings of the run, with `jitter_s` replaced by the jitter that is in effect.
+        """
         self.stopped = False
         self._held = held
         self.trace: Trace = held or open_trace(Path(settings.trace), settings.read)
@@ -350,7 +351,8 @@ def _hashed(
     configured: Iterable[SchedulerSettings | None], told: Sequence[int]
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
     """Return a function that makes an `InferenceRequest` of an arrival, with hashes for the block
-    sizes of these settings' indexes and with token hashes for the block sizes in `told`.
+    sizes of the indexes in `configured` that count blocks, and with token hashes for the block
+    sizes in `told`.
     """
     counting = (index for index in _indexes(configured) if index.abilities.counts_blocks)
     sizes = tuple(sorted({index.block_tokens for index in counting}))

@@ -73,7 +73,7 @@ class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     labels: dict[str, str] = field(default_factory=dict)
     role: str = ""
     """Role of the pods, which their label `llm-d.ai/role` shows; "" for pods that serve whole
-    requests. A pod with a role sends and receives KV blocks.
+    requests. A pod with a role sends or receives KV blocks.
     """
     nics: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of NICs of each pod for KV blocks, usually one for each GPU. Needs a role."""
@@ -116,7 +116,9 @@ EVENTS: Final[Mapping[str, type[Struct]]] = {
     "peer-partition": PeerPartition,
     "reschedule": Reschedule,
 }
-"""Type of a table `[[events]]` by the value of its key `kind`."""
+"""Type to which a table `[[events]]` of a scenario file is converted, by the value of its key
+`kind`.
+"""
 
 
 class Scenario(Struct, frozen=True, kw_only=True):

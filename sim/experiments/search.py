@@ -42,7 +42,9 @@ The value was determined on synthetic landscapes, together with the choice of th
 docs/simulator.md has the table.
 """
 FINALISTS: Final = 4
-"""Number of trials with the lowest costs on the last rung that are run again with every seed."""
+"""Maximum number of trials, those with the lowest costs on the last rung, that are run again with
+every seed.
+"""
 
 Costs = tuple[float, ...]
 """Cost of a configuration in each objective: logarithm of its figure over that of the present

@@ -352,7 +352,8 @@ class _Task:
 
     @property
     def about(self) -> dict[str, str]:
-        """Values that must be the same when the command is started again on the same folder.
+        """Values that must be the same when `sim size` is started again on the same folder, as text
+        by name.
 
         Flags may change, because the key of a run contains them.
         """

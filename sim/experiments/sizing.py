@@ -55,8 +55,8 @@ them are assumed to be run with every seed.
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """One of the compared alternatives: a profile (model and GPU) with a scheduler configuration
-    and a price.
+    """One of the alternatives that a sizing compares: a profile (model and GPU) with a scheduler
+    configuration and a price.
     """
 
     profile: Profile
@@ -288,7 +288,8 @@ class Sizing:
 
     @property
     def chosen(self) -> int | None:
-        """Index of the cheapest option in `options`.
+        """Index of the cheapest option in `options`; of equally cheap ones, that which uses less of
+        its bounds.
 
         None while an option's search has not ended, or if no option can be called the cheapest.
         """

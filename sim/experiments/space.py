@@ -126,7 +126,9 @@ class Dimension(Struct, frozen=True, kw_only=True):
     span: Range | Choice
     parameter: str = ""
     present: Value | None = None
-    """Value in the present configuration, or None if it is outside the range or the choices."""
+    """Value of the dimension in the present configuration, or None if it is outside the range or
+    the choices.
+    """
 
     @property
     def name(self) -> str:

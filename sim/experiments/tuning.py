@@ -84,12 +84,12 @@ class Comparison(Struct, frozen=True, kw_only=True):
     present: Sequence[KeptRun]
     other: Sequence[KeptRun]
     differences: dict[str, DifferenceSummary]
-    """Difference from the present configuration by measure of the objectives, as in summary.json,
-    with the present configuration's figure.
+    """Difference of the other configuration from the present one by measure of the objectives, as
+    in summary.json, with the present configuration's figure.
     """
     guards: dict[str, DifferenceSummary]
-    """Difference from the present configuration by measure of the guards, in the same form as
-    `differences`.
+    """Difference of the other configuration from the present one by measure of the guards, in the
+    same form as `differences`.
     """
 
     @property

@@ -92,7 +92,9 @@ class Window(Struct, frozen=True, kw_only=True):
     """
     start_s: Seconds
     end_s: Seconds
-    """Time of the last arrival; or of the end of the run, if the run has no steady part."""
+    """End of the steady part: the time of the last arrival, or the end of the run if it has no
+    steady part.
+    """
     drain_s: Seconds
     """Time in seconds from the last arrival to the end of the last answer; 0 if the run has no
     steady part.
@@ -559,8 +561,8 @@ def figures_of(summary: ComparedRun) -> dict[str, float]:
     """Return the figures by which runs are compared, by name; NaN if the run does not have a
     figure.
 
-    Pod-hours are included only for whole runs with an autoscaler, because otherwise the number of
-    pods is fixed.
+    Pod-hours are included only for a `RunSummary` of a run with an autoscaler, because otherwise
+    the number of pods is fixed.
     """
     told = {
         "ttft_mean_s": summary.ttft_s.mean,

@@ -57,7 +57,7 @@ class Bound(Struct, frozen=True, kw_only=True):
     """An SLO bound: a limit for one figure of a run."""
 
     name: str
-    """Name of the figure, one of `NAMES`."""
+    """Name of the figure that the bound limits, one of `NAMES`."""
     limit: float
 
     @property

@@ -118,7 +118,9 @@ class TokenGapSummary(Summary, frozen=True, kw_only=True):
 
 
 class Goodput(Summary, frozen=True, kw_only=True):
-    """Share of the sent requests that met both latency targets, and their number per second."""
+    """Share of the requests sent after the warm-up (or in the busiest part) that met both latency
+    targets, and their number per second.
+    """
 
     ttft_target_s: float
     tpot_target_s: float
@@ -150,15 +152,17 @@ class Spread(Summary, frozen=True, kw_only=True):
 
 
 class Imbalance(Summary, frozen=True, kw_only=True):
-    """How unequally pods are loaded, by number of requests and by uncached prompt tokens."""
+    """How unequally pods are loaded over the whole run, by number of completed requests and by
+    uncached prompt tokens.
+    """
 
     requests: Spread
     uncached_tokens: Spread
 
 
 class Prediction(Summary, frozen=True, kw_only=True):
-    """Error of the picker's estimates of cached prompt tokens, per request; None for a policy
-    without such estimates.
+    """Error of the picker's estimates of cached prompt tokens, per completed request, warm-up
+    included; None for a policy without such estimates.
     """
 
     bias_tokens: float | None
@@ -659,7 +663,9 @@ class CountSummary(Summary, frozen=True, kw_only=True):
     """
     cost_per_hour: float | None
     used: float | None
-    """Highest used share among all bounds (1 is at the limit)."""
+    """Highest share that the figures use of any SLO bound (1 is exactly at the bound); None if the
+    share of a bound is unknown.
+    """
     bounds: list[BoundSummary]
 
 
@@ -687,7 +693,9 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     limits are not; None if there is none.
     """
     used: float | None
-    """Highest used share among all bounds with `pods` pods (1 is at the limit)."""
+    """Highest share that the figures with `pods` pods use of any SLO bound (1 is exactly at the
+    bound).
+    """
     cost_per_hour: float | None
     cost_per_million_tokens: float | None
     """Cost of serving a million tokens, prompt and output tokens together; None if it is unknown.
@@ -731,7 +739,9 @@ class LoadSummary(Summary, frozen=True, kw_only=True):
     load: float
     """Request rate as a multiple of that of the trace."""
     used: float | None
-    """Highest used share among all bounds (1 is at the limit)."""
+    """Highest share that the figures use of any SLO bound (1 is exactly at the bound); None if the
+    share of a bound is unknown.
+    """
     ttft_p90_s: float | None
     itl_mean_s: float | None
     e2e_mean_s: float | None

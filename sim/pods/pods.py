@@ -155,7 +155,9 @@ class Pod:
         self.side_channel = ("127.0.0.1", 0)
         """Host and port at which decode engines reach this engine. The server sets it."""
         self.held: HeldBlocks | None = None
-        """Blocks held for decode engines; None without a connector."""
+        """KV blocks of prefill legs that the pod holds for decode engines; None if its engine has
+        no KV connector.
+        """
         self._reader: BlockReader | None = None
         connector = settings.engine.kv_connector
         if connector is not None:
@@ -400,7 +402,9 @@ class Pod:
             generation.progress.set()
 
     def _now(self, rank: _Rank) -> Seconds:
-        """Return the present time of a rank whose engine changes now, and let it make a pass."""
+        """Return the simulated time at which a rank's engine changes, record it as the earliest
+        start of the next pass, and wake the rank.
+        """
         rank.submitted_at = self.clock()
         rank.work.set()
         return rank.submitted_at

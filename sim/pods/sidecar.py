@@ -58,11 +58,14 @@ _REMOTE_DECODE: Final = {
 _MEDIA: Final = frozenset({"image_url", "audio_url", "video_url", "input_audio"})
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _CONNECT_S_MAX: Final = 5.0
-"""Time in which a connection must be open. An answer may take any time, as in llm-d-router."""
+"""Time in seconds within which a connection to a pod must be established. An answer may take any
+time, as in llm-d-router.
+"""
 _OWN_HEADERS: Final = frozenset(
     {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
 )
-"""Headers that belong to one connection, in requests and responses."""
+"""Names of headers that belong to one connection and are not passed on, in requests and responses.
+"""
 
 _Members: TypeAlias = dict[str, Raw]
 _Headers: TypeAlias = list[tuple[str, str]]
@@ -97,7 +100,7 @@ class Sidecar:
         """Create a sidecar for the engine at `engine_url`, which has no path.
 
         `ranks` has the URL of the engine of each data-parallel rank, by the `ip:port` of its
-        sidecar. A request may name one of them, whichever of their sidecars it reaches.
+        sidecar. A request may name one of these ranks, whichever sidecar it reaches.
         """
         self._engine_url = engine_url
         self._client = client

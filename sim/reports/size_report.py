@@ -64,7 +64,7 @@ class _Table(Struct, frozen=True, kw_only=True):
     title: str
     rows: list[list[str]]
     note: str = ""
-    """Sentences under the table that explain its column heads, or "" for none."""
+    """Sentences between the title and the table that explain the table, or "" for none."""
     facts: bool = False
     """True if the rows are pairs of name and value without a head."""
 

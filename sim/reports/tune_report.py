@@ -49,7 +49,7 @@ def conclusion(summary: TuneSummary) -> str:
     present = summary.config
     if not summary.complete:
         return (
-            f"Not finished: {tried} tried so far, and none judged on the hold-out half. "
+            f"Not finished: {tried} tried so far, without a complete judgement on the hold-out half. "
             "Run the same command again to continue."
         )
     if summary.chosen is None:
@@ -103,8 +103,8 @@ def _tried(summary: TuneSummary) -> str:
 
 
 def _given_up(summary: TuneSummary) -> str:
-    """Return a sentence about the losses of the chosen trial, all of which are within the
-    tolerance.
+    """Return a sentence about the significant losses of the chosen trial, all of which are within
+    the tolerance or within what a guard allows.
     """
     at = summary.hold_out
     losses = [

@@ -88,7 +88,7 @@ class LineFormat(Struct, frozen=True, kw_only=True):
 
     name: str
     says: str
-    """Description of the format in the help text."""
+    """Description of the format in one line."""
     recognises: Callable[[bytes], bool]
     """Function that returns whether a line, cut to 64 KiB, has this format."""
     parser: Callable[[bytes, ReadOptions], Parse]

@@ -230,7 +230,7 @@ def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
 def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
     """Return the session (by its first request's index) of the longest earlier prompt with which
     this prompt begins, or `otherwise` if there is none at most `SESSION_GAP_S` before. Record that
-    the session now ends with this prompt.
+    the session now ends with this prompt, and forget the ends that were looked up.
     """
     full = arrival.blocks[: sum(1 for _ in arrival.spans())]
     session = otherwise

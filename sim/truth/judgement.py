@@ -41,8 +41,9 @@ class Judgement(Struct, frozen=True, kw_only=True):
     simulated: float
     unit: str
     error: float | None
-    """Relative error: simulated / recorded - 1, or minus the share of disagreements if `what`
-    counts agreements. None for a fitted constant.
+    """Relative error: simulated / recorded - 1. It is minus the share of disagreements if `what`
+    counts agreements, the mean of absolute relative errors if `what` is a mean error, and None for
+    a fitted constant.
     """
     tolerance: float | None
     """Maximum of `abs(error)`; None if the number is shown without a verdict."""

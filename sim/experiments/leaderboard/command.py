@@ -54,16 +54,16 @@ from sim.reports.leaderboard_report import (
 )
 
 SIZES: Final[Mapping[str, int]] = {"small": 400, "full": 2_000}
-"""Number of requests in each cell, by the name that `--size` takes."""
+"""Number of requests in each cell (run) of the leaderboard, by the name that `--size` takes."""
 LEADING: Final = (
     *("homing", "weighted-scores", "smetric", "lmetric", "production-stack-load-aware"),
     *("dynamo-two-tier", "dynamo", "dynamo-first-token", "smg-cache-aware-4", "preble"),
     *("sticky-until-saturated", "sticky-until-saturated-first-token", "llm-d-3-2-2"),
     *("llm-d-approximate-lora", "lpwl", "kubeai-chwbl", "round-robin-live"),
 )
-"""Names of the strategies that run by default with `--size full`: the best of each family with
-`--size small`, and well-known ones. On two cores these take less than an hour; all strategies would
-take two and a half hours.
+"""Names of the strategies that `sim leaderboard --size full` runs by default: the best of each
+family with `--size small`, and well-known ones. On two cores these take less than an hour; all
+strategies would take two and a half hours.
 """
 _REQUESTS_MAX: Final = 1_000_000
 _ALL: Final = "all"

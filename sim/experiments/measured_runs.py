@@ -45,8 +45,8 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class MeasuredRuns:
-    """A source of run results that reads the journal first and simulates only the runs that are
-    missing there.
+    """A source of run results that reads the journal first, simulates only the runs that are
+    missing there, and adds these to it.
     """
 
     def __init__(

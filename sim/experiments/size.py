@@ -241,8 +241,8 @@ def run_probe(probe: Probe) -> RunSummary:
 
 
 class SizedRuns:
-    """Implementation of `Runs` that reads completed runs from the journal and has workers execute
-    the missing ones.
+    """Implementation of `Runs` that reads completed runs from the journal, has workers execute the
+    missing ones, and adds these to the journal.
     """
 
     def __init__(

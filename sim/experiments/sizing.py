@@ -274,7 +274,9 @@ class Sizing:
         self.complete = False
 
     def carry_out(self) -> None:
-        """Run the whole sizing. Raises what `Runs` raises; the results so far remain available."""
+        """Run the whole sizing, and set `complete` at its end. Raises what `Runs` raises; the
+        results so far remain available.
+        """
         self._search(self.options)
         chosen = self.chosen
         if chosen is not None and not self.task.answer_only:

@@ -192,8 +192,8 @@ class Tuning:
             self.power = power_of(differences, varied, requests=self._requests)
 
     def run(self) -> None:
-        """Search, choose a configuration and judge it. Raises `StoppedError` if it is
-        interrupted.
+        """Search, choose a configuration and judge it, and set `complete` at the end. Raises
+        `StoppedError` if it is interrupted; the results so far remain available.
         """
         self.search.run(self._costs)
         for trial in self.search.finalists(self.present.hash):

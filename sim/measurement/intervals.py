@@ -25,8 +25,8 @@ from msgspec import Struct
 
 CONFIDENCE: Final = 0.95
 REPETITIONS_NEEDED: Final = 3
-"""Minimum number of repetitions of a run for a confidence interval. With two, Student's t is 12.7,
-so that an interval would say nothing.
+"""Minimum number of repetitions of a run for a confidence interval. With two of generated traffic,
+Student's t is 12.7, so that an interval would say nothing.
 """
 BLOCKS_NEEDED: Final = 5
 """Minimum number of blocks of a recorded trace for a confidence interval. Fewer blocks allow too

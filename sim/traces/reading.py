@@ -64,7 +64,9 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     token for every four bytes.
     """
     seed: int = 1
-    """Random seed for files that describe a workload instead of listing requests."""
+    """Random seed for files that describe a workload instead of listing requests, and define no
+    seed.
+    """
     kept_in: str = ""
     """Folder in which big traces are cached in parsed form, or "" to parse them each time."""
 

@@ -228,7 +228,7 @@ class Ladder:
 
     def stage(self, rate_per_s: float, duration_s: Seconds) -> Outcomes:
         """Send requests at `rate_per_s` for `duration_s` seconds to the arm's pool, simulate until
-        all are answered, and return the results.
+        all are answered, and return the results; they are 0 if no request arrived.
         """
         self._ended.clear()
         self._cluster.clients.go_on(self._arrivals(rate_per_s, duration_s))

@@ -283,7 +283,7 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is."""
+    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is set."""
     imbalance: Imbalance
     prediction: Prediction
     metrics_age_s: float | None
@@ -328,7 +328,7 @@ class KeptRun(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is."""
+    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is set."""
     digest: str
     pool: PoolSummary | UnsetType = UNSET
     """Number of pods over the run, and pod-hours; `Run.summary` always sets it."""

@@ -16,7 +16,7 @@ from epp.core.types import Seconds
 
 BACKOFF_S: Final[Seconds] = 0.1
 """Pause in seconds before the first restart of a task that ended; each further pause is twice as
-long.
+long, up to `BACKOFF_S_MAX`.
 """
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 STEADY_S: Final[Seconds] = 60.0

@@ -294,8 +294,8 @@ class JournalFolder(ABC):
         self._pending = bytearray()
         self._pending_types: list[type] = []
         self._missing = 0
-        """Number of records that were lost since the last successful write; the next segment
-        reports it.
+        """Number of records that were lost because the disk failed, since the last successful
+        write; the next segment reports it.
         """
         self._healthy = True
         self._retry_at_s: Seconds = 0.0

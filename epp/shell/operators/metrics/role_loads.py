@@ -17,8 +17,7 @@ _ROLES: Final = frozenset(
 
 
 class RoleLoad(Struct, frozen=True, kw_only=True):
-    """The load of the ready endpoints of one role. A mean is None if no endpoint reports the value.
-    """
+    """The load of the ready endpoints of one role. A mean is None if no endpoint reports the value."""
 
     endpoints: int
     waiting_mean: float | None

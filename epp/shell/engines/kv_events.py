@@ -206,8 +206,8 @@ class KVEventListener:
         return source.worst_row(self._wall_clock(), unconnected)
 
     def snapshot(self) -> KVEventsSnapshot | None:
-        """Return the totals of received events for metrics, or None if no index receives events
-        from engines.
+        """Return the totals of received KV-cache events for metrics, or None if no index receives
+        events from engines.
         """
         if self._settings is None:
             return None

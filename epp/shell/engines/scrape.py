@@ -336,8 +336,8 @@ class Scraper:
             target.account.close()
 
     async def _rest(self, target: _Target) -> None:
-        """Wait until the target's next scrape is due. That time may become earlier during the
-        wait.
+        """Wait until the next scrape of `target`'s endpoint is due. That time may become earlier
+        during the wait.
         """
         loop = asyncio.get_running_loop()
         while (left_s := target.due_s - loop.time()) > CLOCK_S:

@@ -56,8 +56,8 @@ class Route(StrEnum):
     ENCODE_DECODE = "encode-decode"
     ENCODE_PREFILL_DECODE = "encode-prefill-decode"
     AGGREGATED_FALLBACK = "aggregated-fallback"
-    """One endpoint serves the whole request, because no endpoint was left for a stage that had to
-    run.
+    """One endpoint serves the whole request, because no endpoint was left for a prefill or encode
+    stage that had to run.
     """
 
 

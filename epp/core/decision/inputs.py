@@ -102,8 +102,8 @@ class IndexMemoryLimited(Struct, frozen=True, gc=False):
 
 
 class PeerRecorded(Struct, frozen=True, gc=False):
-    """A decision of a peer: the peer recorded `keys` for `slot` at `stamp` in its index with the
-    same name as `index`.
+    """A decision of a peer: the peer recorded the index keys `keys` for the endpoint in `slot` at
+    the time `stamp`, in its index with the same name as `index`.
     """
 
     index: str

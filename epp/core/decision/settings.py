@@ -50,8 +50,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     latency: LatencyPrediction | None = None
     """Settings of latency prediction, or None if no latency is predicted."""
     metrics_staleness_s: Seconds = 2.0
-    """Age of metrics in seconds above which an endpoint ranks below every endpoint with fresher
-    metrics.
+    """Age in seconds above which an endpoint's metrics are stale. Such an endpoint is not chosen
+    while a reachable endpoint with fresh metrics is left.
     """
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     """Prefill speed in tokens per second of each endpoint whose labels match none of

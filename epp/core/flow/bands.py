@@ -30,8 +30,8 @@ have queues of their own.
 """
 SHARED_FLOWS: Final = 64
 LOUDEST_OF: Final = 64
-"""Number of flows that are compared to find the loudest one again, once that has lost half of its
-tickets. They are those that have had waiting tickets for the longest time.
+"""Number of flows that are compared to find the one with most waiting tickets again, once that has
+lost half of its tickets. They are those that have had waiting tickets for the longest time.
 """
 
 
@@ -151,7 +151,9 @@ class Band:
         """Number of waiting tickets by the id of their flow, whatever queue they are in."""
         self._loudest = ""
         self._loudest_most = 0
-        """Number of tickets of the loudest flow when it was found."""
+        """Number of waiting tickets of the flow `_loudest` when it was found, or when a ticket was
+        last added to it.
+        """
 
     def __repr__(self) -> str:
         return f"<Band [{self.requests} requests of {self.flows} flows, {self.bytes} bytes]>"
@@ -239,7 +241,7 @@ class Band:
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Charge the flow of `ticket`, which was placed, with `tokens`, or with one request under
-        `Fairness.REQUESTS`, and record the charge for peers.
+        `Fairness.REQUESTS`, and record the charge for peers, except under `Fairness.NONE`.
         """
         ticket.charged_tokens = tokens
         self._add(ticket, 1.0 if self.settings.fairness is Fairness.REQUESTS else tokens, now)
@@ -295,7 +297,7 @@ class Band:
             yield flow.head()
 
     def of_flow(self, ticket: Ticket) -> Iterator[Ticket]:
-        """Yield the waiting tickets of the flow of `ticket`, oldest first."""
+        """Yield the tickets that wait in the same queue as `ticket`, oldest first."""
         return iter(self._flows[ticket.queue].tickets.values())
 
     def tickets(self) -> Iterator[Ticket]:
@@ -329,8 +331,8 @@ class Band:
             flow.charged_at_s = now
 
     def _forget_decayed(self) -> None:
-        """Keep the number of idle flows bounded: forget the one with the lowest counter if there are
-        too many. Its charges have decayed most.
+        """Keep the number of flows bounded: if there are too many, forget the one with the lowest
+        counter among those without a waiting ticket.
         """
         if len(self._flows) < FLOWS_MAX + SHARED_FLOWS:
             return

@@ -60,7 +60,9 @@ class Rivalry:
         return now >= self._until_s and settings.band(priority).ordering is Ordering.ARRIVAL
 
     def is_outranked(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether requests of a higher priority than that of `request` compete with it."""
+        """Return whether a request of higher priority than `request` came within `RIVALS_S` and
+        flows or priorities compete.
+        """
         outranked = self.settings.by_priority and request.priority < self._highest
         return outranked and now < min(self._highest_until_s, self._until_s)
 

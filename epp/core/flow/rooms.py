@@ -418,7 +418,9 @@ class Rooms:
         return float(own + columns.peers.requests(np.array([slot]), len(columns)).item(0))
 
     def _begin_untold(self) -> None:
-        """Forget what was sent before the last report to peers, which know it now."""
+        """Set to 0 the requests and tokens that were sent to endpoints and not yet reported to
+        peers, if a report was made since the last call.
+        """
         if self._reports != self._shares.reports:
             self._reports = self._shares.reports
             self._rows[_UNTOLD:] = 0.0

@@ -75,8 +75,8 @@ _END_OF_STREAM: Final = b"\x10\x01"
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """The load to generate: `streams` at a time for `duration_s`, or `rate_per_s` for `duration_s`,
-    or `at_once`.
+    """The traffic that the load generator must send to one server: `streams` at a time for
+    `duration_s`, or `rate_per_s` for `duration_s`, or `at_once`.
     """
 
     port: int

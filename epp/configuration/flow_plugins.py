@@ -87,8 +87,7 @@ class SloDeadlineOrdering(Parameters, frozen=True):
     """`slo-deadline-ordering-policy`: the request of a flow whose first token is due first is placed
     first.
 
-    The header `x-llm-d-slo-ttft-ms` gives the time. A request without it is due when its wait ends,
-    so that it is placed at last.
+    The header `x-llm-d-slo-ttft-ms` gives the time. A request without it is due when its wait ends.
     """
 
     ordering: ClassVar[Ordering] = Ordering.FIRST_OUTPUT

@@ -138,8 +138,8 @@ class StageSections:
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, tuple[str, Any]]
     ) -> dict[str, SchedulingProfile]:
         """Return the profile of each stage by its name, and that of `fallback`. Two stages can
-        share a profile. A missing profile of the decode stage, or one that the document names, is
-        recorded as a problem.
+        share a profile. A missing profile is recorded as a problem if it is that of the decode
+        stage or if the document names it.
         """
         found: dict[str, SchedulingProfile] = {}
         for stage, name in names.profiles.items():

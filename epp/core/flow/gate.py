@@ -72,8 +72,8 @@ class Gate:
         self._learns = isinstance(settings.detector, RoomDetector)
         self._plain = settings.policy == StaticCeiling()
         self.restricts = not (self._learns and self._plain)
-        """True unless the configuration has the default detector and ceiling: these say which
-        endpoints a decision without stages may choose.
+        """True if the configuration has another detector or ceiling than the defaults, which then
+        says which endpoints a decision without stages may choose.
         """
         self.know_priorities(self._priorities)
 

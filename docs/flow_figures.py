@@ -133,7 +133,8 @@ class Run(Struct, frozen=True, kw_only=True):
 class Row(Struct, frozen=True, kw_only=True):
     """The figures of one run; times are in seconds.
 
-    Requests that arrive during the warm-up count only in `served_per_s`, `refused` and `failed`.
+    Requests that arrive during the warm-up count only in `served_per_s`, `refused`, `failed` and
+    the queues of the engines.
     """
 
     run: Run
@@ -173,7 +174,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 def traffic(scenario: Scenario, arm: str, seed: int) -> Iterator[Arrival]:
-    """Yield the requests of `scenario`, or only the protected ones."""
+    """Yield the requests of `scenario`; only the protected ones if `arm` is `ALONE`."""
     drawn = arrivals(STANDARD[scenario.workload], seed)
     within = takewhile(lambda one: one.time_s < DURATION_S, drawn)
     sent = (one for one in within if arm != ALONE or scenario.protected(one))

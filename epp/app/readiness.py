@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
 
 FIRST_PASS_S_MAX: Final = 10.0
-"""Maximum time in seconds that endpoints without an answer delay readiness."""
+"""Maximum time in seconds for which endpoints without an answer delay the picker's readiness."""
 
 
 class Readiness:

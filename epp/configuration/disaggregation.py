@@ -270,9 +270,9 @@ class StageHeaders(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
     prefill_profile: str = ""
-    """No effect, because the whole plugin has none."""
+    """No effect, because the whole plugin has no effect."""
     encode_profile: str = ""
-    """No effect, because the whole plugin has none."""
+    """No effect, because the whole plugin has no effect."""
 
     def warnings(self) -> tuple[str, ...]:
         return ("has no effect, because the headers of stages are always set: remove it",)

@@ -40,7 +40,9 @@ class TokenFairness(Parameters, frozen=True):
 
 
 class ServiceStrategy(StrEnum):
-    """The order of programs; llm-d-router knows only the least attained service."""
+    """The order in which flows are served, which llm-d-router calls programs; it knows only the
+    least attained service.
+    """
 
     LAS = "las"
 

@@ -41,8 +41,8 @@ class ProfileState(Struct):
 
 
 class Staleness(Struct, frozen=True):
-    """The limits beyond which an endpoint ranks below all others: the age of its metrics, and
-    scrapes without an answer.
+    """The limits beyond which an endpoint is chosen only if no other is left: the age of its
+    metrics, and scrapes without an answer.
     """
 
     age_s_max: Seconds

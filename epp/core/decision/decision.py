@@ -22,7 +22,7 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     request_markers: tuple[RequestMarker, ...] = ()
     """Plugins that set headers on the request to the endpoint."""
     offered: Candidates | None = None
-    """Candidates of the decision before filtering, or None if no plugin sets headers on requests."""
+    """Candidates of the decision before filtering, or None if there are no `request_markers`."""
     earlier: tuple[Leg, ...] = ()
     """Legs of the prefill and encode stages; () if one endpoint serves the whole request."""
     primary_port: int = 0

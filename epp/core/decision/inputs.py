@@ -195,8 +195,8 @@ class Effects(Struct, frozen=True):
     """The consequences of one input on which the caller of `Scheduler.take` must act."""
 
     set_aside: Endpoint | None = None
-    """Endpoint that reached the limit of failed requests with this input, or None. It receives no
-    requests until its next successful scrape.
+    """Endpoint that is set aside because of failed requests with this input, or None. It receives
+    no requests until its next successful scrape, or for a fixed time if it serves no metrics.
     """
     restarted: tuple[str, ...] = ()
     """Names of the affinity indexes that start empty, because they are new or cannot adopt the new

@@ -160,7 +160,7 @@ class PoolState:
         return restarted
 
     def read_load(self, given: LoadReported) -> None:
-        """Apply a load report in the headers of a response, and count whether it could be read."""
+        """Apply a load report in the headers of a response, and count it as applied or ignored."""
         lease, report = given.lease, read_load_report(given.header)
         if (
             report is not None

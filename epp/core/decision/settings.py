@@ -38,8 +38,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     block_tokens: int = 64
     """Number of tokens in a block of the `prefix` index."""
     beliefs: tuple[str, ...] = ()
-    """Names of the indexes that estimate what endpoints have cached. The record of a request in
-    them is undone if the request is not served.
+    """Names of the indexes that count cached blocks. The record of a request in them is undone if
+    the request is not served.
     """
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)

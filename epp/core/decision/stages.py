@@ -54,7 +54,9 @@ REMOTE_OVERHEAD_S: Final[Seconds] = 0.012
 and a second server that reads the request. The simulator's profiles have 10 ms for the latter.
 """
 REMOTE_OVERHEAD_S_PER_TOKEN: Final[Seconds] = 10e-6
-"""Assumed time in which the second server tokenizes one token, as in the simulator's profiles."""
+"""Assumed time in which the server of the prefill endpoint tokenizes one token of a prompt, as in
+the simulator's profiles.
+"""
 
 _ENCODE_PATHS: Final = ("/v1/chat/completions",)
 _PREFILL_PATHS: Final = (
@@ -258,7 +260,7 @@ class Stages(Struct, frozen=True, kw_only=True):
     run and has no endpoint. If it is None, such a request is refused.
     """
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
-    """Event at which the prefill and encode endpoints stop counting the request."""
+    """Event from which on the request no longer counts at its prefill and encode endpoints."""
     prefill_deadline_s: Seconds = 60.0
     """Time in seconds after which a prefill stage that has not ended counts as overdue."""
     screen: SchedulingProfile | None = None

@@ -63,9 +63,12 @@ class Ticket(Struct, kw_only=True, eq=False):
     of the settings. A value above that maximum has no effect.
     """
     answer_within_s: Seconds | None = None
-    """Seconds after which the gateway ends the request if it still waits, or None if it does not."""
+    """Seconds after its arrival at which the gateway ends the request if it still waits, or None if
+    the gateway does not.
+    """
     first_token_within_s: Seconds | None = None
-    """Seconds after its arrival in which the client expects the first token, or None."""
+    """Seconds after the request's arrival within which the client expects the first token, or None.
+    """
     state: State = State.NEW
     enqueued_at_s: Seconds = 0.0
     held_since_s: Seconds | None = None

@@ -164,7 +164,8 @@ class Outcomes:
     ) -> Endpoint | None:
         """Find the endpoint that explains the failure of the request of `lease`, and eject it if
         the limits of ejection allow it.
-        `present` are the leases of the request whose endpoints are in the pool. Return the endpoint
+        `present` are the open leases of the request whose endpoints have neither left nor restarted
+        since. Return the endpoint
         that is set aside, or None.
 
         A status 503 waits for the next pages first, if any of the endpoints counts refusals.

@@ -100,10 +100,10 @@ class Gate:
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
 
-        If the room is learned and the ceiling is the default (`restricts` is False), the gate
-        records the room that it saw, and the time since which there is none. The limit of prefill
-        tokens closes the gate only if flows or priorities compete, and only once there has been no
-        room for `STANDING_S` or requests wait in the queue.
+        If the room is learned and the ceiling is the default (`restricts` is False), the gate records
+        the room that it saw. The limit of prefill tokens then closes the gate only if other requests
+        would pass `request`, and only once endpoints have been full again and again for `STANDING_S`
+        or requests wait in the queue.
         """
         offered = [(stage, candidates) for stage, candidates in stages if len(candidates)]
         if self.restricts:

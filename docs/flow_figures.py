@@ -137,7 +137,8 @@ class Run(Struct, frozen=True, kw_only=True):
 class Row(Struct, frozen=True, kw_only=True):
     """The figures of one run; times are in seconds.
 
-    Requests that arrive during the warm-up count only in `served_per_s`, `refused` and `failed`.
+    Requests that arrive during the warm-up count only in `served_per_s`, `refused`, `failed` and
+    the queues of the engines.
     """
 
     run: Run
@@ -177,7 +178,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 def traffic(run: Run) -> Iterator[Arrival]:
-    """Yield the requests of `run`: those of its scenario, or only the protected ones."""
+    """Yield the requests of `run`; only the protected ones if its arm is `ALONE`."""
     scenario = SCENARIOS[run.scenario]
     drawn = arrivals(_scaled(STANDARD[scenario.workload], run.pods / PODS), run.seed)
     within = takewhile(lambda one: one.time_s < DURATION_S, drawn)

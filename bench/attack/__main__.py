@@ -55,7 +55,7 @@ of them take at most twice the 99th percentile before the attack.
 """
 PROBE_S_MAX = 10.0
 ROOM = 8
-"""Number of requests of a pod at which others wait, with `--queue`."""
+"""Number of requests at each pod from which on further ones wait in the picker, with `--queue`."""
 TENANT = {"x-llm-d-inference-fairness-id": "probe"}
 """Header by which the probe has its share of the queue. Without `--queue` it has no effect."""
 PODS = 4
@@ -204,8 +204,8 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
 
 
 async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None:
-    """Return the seconds from `since_s` to the first of `CALM_PROBES` consecutive requests that
-    took at most `calm_s`, all but one.
+    """Return the seconds from `since_s` to the first of `CALM_PROBES` consecutive requests of the
+    probe that took at most `calm_s`, all but one.
 
     None if there are none within `RECOVERED_S_MAX`.
     """

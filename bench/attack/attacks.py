@@ -491,10 +491,10 @@ async def _models(target: Target) -> str:
 
 
 async def _refusals(target: Target) -> str:
-    """Attack with two gigabytes of bodies that are refused on arrival, on one connection of the
-    picker at a time; return a phrase about the extent.
+    """Attack with two gigabytes of bodies that are refused on arrival; return a phrase about the
+    extent. Without Envoy, one connection to the picker is used at a time.
 
-    The attack counts as a loss if fewer bytes are refused within `REFUSING_S_MAX`.
+    The attack counts as a loss if fewer bytes are refused, at the latest after `REFUSING_S_MAX`.
     """
     if target.gateway:
         refused, connections = await _refused_http(target), 1

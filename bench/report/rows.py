@@ -24,7 +24,7 @@ class Row(Struct, frozen=True, kw_only=True):
     """Measured value of the picker, by name of the transport."""
     floor: dict[str, Figure]
     """Measured value of the server that does nothing on the same transport, by name of the
-    transport. It is that of G for failures and slow requests.
+    transport. It is that of G for failures and slow requests. Empty if no such server took part.
     """
     aim_max: float | None
     judged: str

@@ -262,8 +262,8 @@ class Measures:
         """Plug-ins that raised errors during the run, of every picker; set at the end of the run."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
-        """Number of requests that the picker refused, by reason, warm-up included. `failures`
-        counts the failed requests, by reason.
+        """Number of requests that the picker refused or evicted, by reason, warm-up included.
+        `failures` counts the failed requests, by reason.
         """
         self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}

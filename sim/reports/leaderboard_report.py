@@ -72,8 +72,8 @@ _NAMES_MAX: Final = 6
 _FAR: Final = 2.0
 """Ratio to the best strategy from which a table cell has the darkest shade."""
 _MARKS: Final = (
-    "An asterisk marks the best of its case. An equals sign marks a strategy within its 95 % "
-    "confidence interval of the best: on the same requests, the two may not differ."
+    "An asterisk marks the best of its case. An equals sign marks a strategy that is level with the "
+    "best: the 95 % confidence interval of its difference from the best contains 0."
 )
 
 
@@ -150,9 +150,10 @@ _TIMES_SAY: Final = (
     "unanswered than the best; its ratio in these cases counts as 1 or more."
 )
 _LEVEL_SAYS: Final = (
-    "The table shows the number of cases in which each strategy is the best, or level with the best "
-    "(within its 95 % interval of it). A strategy whose figures vary between random draws has a wide "
-    "interval, so it may be level with the best although its mean is far from it."
+    "The table shows the number of cases in which each strategy is the best, or level with the best: "
+    "the 95 % interval of its difference from the best contains 0. A strategy whose figures vary "
+    "between random draws has a wide interval, so it may be level with the best although its mean is "
+    "far from it."
 )
 _CASES_SAY: Final = (
     "The best strategy of a case has the lowest mean E2E. Another strategy is level with the best "
@@ -198,8 +199,8 @@ def behind_part(summary: LeaderboardSummary) -> Part:
     rows = _behind_rows(summary)
     cases = {row.case for row in summary.rows}
     which = (
-        f"{_first(summary)} is not within the 95 % interval of the best strategy and more than "
-        f"{BEHIND - 1:.0%} behind it"
+        f"{_first(summary)} is not level with the best strategy, and more than {BEHIND - 1:.0%} "
+        "behind it"
     )
     measures = ", ".join(_JUDGED.values())
     if len(rows) == 1:
@@ -522,7 +523,7 @@ def _conditions(case: CaseSummary) -> str:
     )
     told.append(
         f"goodput: a first token within {case.ttft_target_s:g} s, later ones within "
-        f"{1000 * case.tpot_target_s:g} ms each"
+        f"{1000 * case.tpot_target_s:g} ms each on average"
     )
     held = " This case is a hold-out." if case.hold_out else ""
     return f"{what}: {', '.join(told)}.{held}"

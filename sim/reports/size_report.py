@@ -397,8 +397,8 @@ def _conclusion(summary: SizeSummary) -> str:
 
 
 def _other_kind(summary: SizeSummary, chosen: SizedSummary) -> str:
-    """Return a sentence about the best option with a split if the chosen one has none, or the
-    reverse; "" if all options are of one kind.
+    """Return a sentence about the best option of the chosen profile with a split if the chosen
+    option has none, or the reverse; "" if all options of the profile are of one kind.
     """
     split = chosen.prefill_share is UNSET
     others = [

@@ -1,9 +1,11 @@
 """The short form of make attack, and an attack that does not reach the picker."""
 
+import socket
+
 import pytest
 
 from bench.attack.__main__ import main
-from bench.attack.attacks import ATTACKS
+from bench.attack.attacks import ATTACKS, Target
 from bench.attack.effects import PROOFS, Watch, require_reached
 from bench.effect import NoEffectError
 from tests.envoy.rig import ENVOY
@@ -43,6 +45,17 @@ def test_an_attack_that_sends_nothing_prints_no_table(capsys, monkeypatch):
     told = capsys.readouterr()
     assert "attack resets: the fault did not take effect: observed 3 streams" in told.err
     assert told.out == ""
+
+
+async def test_requests_of_a_burst_that_are_lost_are_results_of_the_attack(monkeypatch):
+    """Its clients are innocent, so the command ends with 1 if one of them is lost."""
+    monkeypatch.setattr("bench.attack.attacks.BURST", 3)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    target = Target("", f"http://127.0.0.1:{port}", 0.1, [])
+    said = await ATTACKS["burst"](target)
+    assert target.lost == ["ClientConnectorError"] * 3
+    assert said == "3 of 3 lost: 3 ClientConnectorError"
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS))

@@ -154,9 +154,7 @@ class Row(Struct, frozen=True, kw_only=True):
     targets.
     """
     served_per_s: float
-    """Number of requests per second, refused ones included, that ended from `WARM_UP_S` to
-    `DURATION_S`.
-    """
+    """Number of complete requests per second that ended from `WARM_UP_S` to `DURATION_S`."""
     queue_p99: float
     """99th percentile of the number of requests that waited in an engine, over pods and time."""
     queue_max: float
@@ -259,7 +257,10 @@ def row_of(run: Run, ended: Sequence[SimulatedRequest], queues: Sequence[float])
     others = [one for one in done if not scenario.protected(one.arrival)]
     ttft_s = np.array([ttft_of(one) for one in mine])
     length_s = DURATION_S - WARM_UP_S
-    in_time = sum(WARM_UP_S <= (one.ended_at or 0.0) < DURATION_S for one in ended)
+    in_time = sum(
+        one.fate is Fate.COMPLETE and WARM_UP_S <= (one.ended_at or 0.0) < DURATION_S
+        for one in ended
+    )
     first_seed = run.seed == SEEDS[0] and run.pickers == 1 and run.pods == PODS
     return Row(
         run=run,

@@ -95,9 +95,8 @@ def warnings_of(summary: DriveSummary) -> list[str]:
         "The run was interrupted: only requests that had ended are counted.": not summary.complete,
         f"{requests.not_sent:,} requests were not sent, because --in-flight was reached: the gateway "
         "received less load than the trace has.": requests.not_sent,
-        f"{requests.unfit:,} requests were not sent, because their token ids cannot be written as text.": (
-            requests.unfit
-        ),
+        f"{requests.unfit:,} requests were not sent, because their token ids cannot be written as text "
+        "or their recorded bodies are not JSON.": requests.unfit,
         f"1 % of the requests were sent at least {seconds(late_s)} late: the driver itself was "
         "slow.": late_s is not None and late_s > _LATE_S_MAX,
         f"{requests.errors:,} requests have no complete answer.": requests.errors,

@@ -768,10 +768,6 @@ class AutoscalingSummary(Summary, frozen=True, kw_only=True):
     pods_min: int
     pods_max: int
     startup_s: float
-    whole_trace: bool
-    """True if the replayed trace is longer than the period for which the pool was sized; False if
-    that period is the whole trace.
-    """
     runs: int
     varied: str
     pods_mean: float | None

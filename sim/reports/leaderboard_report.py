@@ -102,7 +102,7 @@ class Part(Struct, frozen=True, kw_only=True):
 def leaderboard_table(summary: LeaderboardSummary) -> str:
     """Return the rankings, the cases and the conditions of `sim leaderboard` for the terminal."""
     if not summary.rows:
-        return "no case has run with every strategy yet"
+        return _without_rows(summary)
     told = [f"{part.title}\n{table(part.rows)}" for part in ranking_parts(summary)]
     return "\n\n".join([*told, table(_case_rows(summary)), basis(summary)]) + "\n"
 
@@ -127,7 +127,8 @@ def leaderboard_report(summary: LeaderboardSummary) -> str:
 def leaderboard_page(summary: LeaderboardSummary) -> str:
     """Return the content of report.html of `sim leaderboard`."""
     if not summary.rows:
-        return page("Leaderboard", "No case has run with every strategy yet.", "")
+        parts = "".join(part.as_html() for part in board_parts(summary))
+        return page("Leaderboard", _without_rows(summary), parts)
     told = [part.as_html() for part in ranking_parts(summary)]
     told += [_bars(summary, measure) for measure in _JUDGED]
     ladders = [_over(summary, ladder) for ladder in summary.ladders if len(ladder.steps) > 1]
@@ -532,13 +533,24 @@ def _conditions(case: CaseSummary) -> str:
 def basis(summary: LeaderboardSummary) -> str:
     """Return a paragraph about the leaderboard's strategies, cases, requests and seeds."""
     first, seeds = summary.first_seed, summary.seeds
-    failed = f" {len(summary.failed):,} runs failed." if summary.failed else ""
     return (
         f"The leaderboard has {len(summary.strategies)} strategies on {len(summary.cases)} cases, "
         f"{summary.requests:,} requests each, seeds {first} to {first + seeds - 1}. All "
         "strategies get the same requests at the same times within a case and a seed. Hold-outs "
-        f"are cases with parameters of their own, on which nothing was tuned.{failed}"
+        f"are cases with parameters of their own, on which nothing was tuned.{_failures(summary)}"
     )
+
+
+def _without_rows(summary: LeaderboardSummary) -> str:
+    """Return why the leaderboard has no figures, in one or two sentences."""
+    return (
+        "No case has figures, because in each case all strategies failed or one has not run with "
+        f"the first seed.{_failures(summary)}"
+    )
+
+
+def _failures(summary: LeaderboardSummary) -> str:
+    return f" {len(summary.failed):,} runs failed." if summary.failed else ""
 
 
 def _paragraph(text: str) -> str:

@@ -212,7 +212,6 @@ def _capture(first: bytes, options: ReadOptions) -> Parse:
 
 CAPTURE: Final = LineFormat(
     name="capture",
-    says="Homing's capture JSONL, docs/capture-format.md",
     recognises=lambda line: FORMAT_NAME.encode() in line,
     parser=_capture,
     has_header=True,

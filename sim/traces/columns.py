@@ -261,7 +261,6 @@ def _has_prompt(line: bytes) -> bool:
 
 TABLE: Final = LineFormat(
     name="csv",
-    says="CSV or TSV with a header: columns for time, prompt tokens and output tokens",
     recognises=is_header,
     parser=_table,
     takes=_TAKES,
@@ -269,7 +268,6 @@ TABLE: Final = LineFormat(
 )
 PROMPTS: Final = LineFormat(
     name="prompts",
-    says="prompts as text or messages: ShareGPT, vLLM custom, AIPerf; JSON Lines, array or Parquet",
     recognises=_has_prompt,
     parser=_objects,
     takes=_TAKES,
@@ -277,7 +275,6 @@ PROMPTS: Final = LineFormat(
 )
 OBJECTS: Final = LineFormat(
     name="json",
-    says="JSON Lines, a JSON array or Parquet: columns for time, prompt tokens and output tokens",
     recognises=_is_object,
     parser=_objects,
     takes=_TAKES,

@@ -114,7 +114,7 @@ class Reenacted(Struct, kw_only=True):
     """Number of records that peers shared with the live picker; their content is not captured."""
     begins_late: bool = False
     """True if the live picker had events before the first segment, so that the indexes of the
-    re-enactment start empty, or between two segments of which others are missing.
+    re-enactment start empty.
     """
     share: float = 1.0
     coarse: bool = False
@@ -195,11 +195,12 @@ class Reenactment:
     def _open(self, opened: Opened) -> None:
         after, self._segment = self._segment, opened.segment
         self._seed = opened.seed
+        self._decisions = opened.decisions
         self.result.share = opened.share
-        if after < 0 or opened.segment != after + 1:
-            self.result.gaps += opened.segment - after - 1 if after >= 0 else 0
-            self.result.begins_late = self.result.begins_late or bool(opened.context)
-            self._decisions = opened.decisions
+        if after < 0:
+            self.result.begins_late = bool(opened.context)
+        else:
+            self.result.gaps += opened.segment - after - 1
 
     def _configure(self, event: Configured) -> None:
         settings = self._settings_of(event)

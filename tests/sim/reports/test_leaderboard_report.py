@@ -206,8 +206,16 @@ def test_what_failed_and_what_is_missing_is_said(summary):
 
 
 def test_a_board_without_a_whole_row_says_so(summary):
-    """As after a Ctrl-C in the first case."""
+    """As after a Ctrl-C in the first case, or if every strategy failed."""
     summary = replace(summary, rows=[], totals=[], complete=False)
-    assert leaderboard_table(summary) == "no case has run with every strategy yet"
+    why = (
+        "No case has figures, because in each case all strategies failed or one has not run with "
+        "the first seed."
+    )
+    assert leaderboard_table(summary) == why
     assert "Not complete" in leaderboard_report(summary)
-    assert "No case has run" in leaderboard_page(summary)
+    assert why in leaderboard_page(summary)
+    failed = [FailedCell(case="one", strategy="best", seed=1, problem="it died")]
+    summary = replace(summary, failed=failed)
+    assert leaderboard_table(summary) == f"{why} 1 runs failed."
+    assert "it died" in leaderboard_page(summary)

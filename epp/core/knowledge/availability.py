@@ -1,5 +1,5 @@
 """Selection of the ready endpoints that may serve a request now: those that are neither ejected nor
-full.
+full. If all are ejected, or all full, that reason excludes none.
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def available(
     ready: Ints, columns: Columns, ejection: Ejection, full: FullEndpoints, now: Seconds
 ) -> Available:
     """Return the slots of the `ready` endpoints that are not ejected, and of these the ones that
-    are not full.
+    are not full. A reason that holds for all of them excludes none.
     """
     in_service = ready
     if ejection.masked:

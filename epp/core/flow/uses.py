@@ -19,7 +19,7 @@ LIGHT_SHARE: Final = 0.5
 
 
 class FlowUse(Struct):
-    """The requests of one flow that waited and left the queue in a window."""
+    """The requests of one flow that waited and were placed or refused in a window."""
 
     tokens: float = 0.0
     """Number of tokens that the flow was charged for these requests."""
@@ -39,7 +39,7 @@ class FlowUses:
     def left(
         self, priority: int, flow: str, *, tokens: float, waited_s: Seconds, now: Seconds
     ) -> None:
-        """Note that a request of `flow` left the queue after `waited_s`. `tokens` are those that its
+        """Note that a request of `flow` was placed or refused after it had waited for `waited_s`. `tokens` are those that its
         flow was charged for it, 0 if it was not placed. Flows above `FLOWS_MAX` of a band are ignored.
         """
         self._turn(now)

@@ -716,7 +716,7 @@ class Candidates:
     @property
     def saturated(self) -> Bools:
         """Return bool[n]: whether each engine refused a request, with 503 and without
-        `retry-after`, since its last good scrape.
+        `retry-after`, since its last scrape that succeeded or got no answer.
         """
         return self._columns.saturated[self._slot]
 

@@ -57,7 +57,7 @@ class BandSettings(Struct, frozen=True, kw_only=True):
 
     requests_max: Annotated[int, Meta(ge=1)] = BAND_REQUESTS_MAX
     bytes_max: Annotated[int, Meta(ge=1)] = BAND_BYTES_MAX
-    """Maximum number of body bytes of the band's waiting requests."""
+    """Maximum number of body bytes of the band's waiting requests; the pickers of a pool divide it."""
     wait_s_max: Annotated[float, Meta(ge=0)] | None = None
     """Maximum wait in seconds of a request of the band while the pool has endpoints; 0 for no limit,
     or None for that of the queue.

@@ -136,11 +136,11 @@ class ThunderAgent(Parameters, frozen=True):
 
     @property
     def filter(self) -> Filter | None:
-        """Return the filter by the room for a session."""
+        """Return the filter by the room that endpoints have for the agent session of a request."""
         return AgentSessionRoom()
 
     def warnings(self) -> Sequence[str]:
-        """Return one sentence for each parameter set without effect."""
+        """Return a sentence for each parameter that is set although it has no effect."""
         if self.eviction_sweep_seconds == 10.0:
             return ()
         return ("evictionSweepSeconds has no effect, because sessions are checked every second",)

@@ -43,9 +43,9 @@ OBSERVED_MIN: Final = 16
 estimate is used, and its error is unknown.
 """
 ERRORS_KEPT: Final = 200
-"""Number of the last errors of an endpoint of which the median is computed."""
+"""Number of the last prediction errors at an endpoint of which the median is computed."""
 _JUDGED_EVERY: Final = 8
-"""Number of observations after which the median errors are computed again."""
+"""Number of observed latencies of an endpoint after which its median errors are computed again."""
 FORGETTING: Final = 0.99
 """Factor by which the weight of an observation falls with each later one of the same endpoint."""
 CORRECTION_MAX: Final = 10.0
@@ -97,7 +97,7 @@ class ExpectedLatency(Struct, frozen=True, eq=False):
     """
 
     queue_s: Floats
-    """Time until prompts that were sent before are prefilled."""
+    """Time until the prompts that were sent to the candidate before are prefilled."""
     prefill_s: Floats
     """Time to prefill the request's own prompt, and to load its adapter."""
     step_s: Floats
@@ -201,7 +201,7 @@ class LatencyErrors(Struct, frozen=True):
         return min(self.estimate, self.learned)
 
     def told(self) -> dict[str, float]:
-        """Return the known errors by "estimate" and "learned"."""
+        """Return the known median errors of predictions by their source, "estimate" or "learned"."""
         errors = {"estimate": self.estimate, "learned": self.learned}
         return {name: error for name, error in errors.items() if not math.isnan(error)}
 
@@ -226,7 +226,7 @@ class _Regression:
         features, float64[features], by slot: the normal equations.
         """
         self._errors: dict[int, tuple[deque[float], deque[float]]] = {}
-        """Errors of the estimate and of the regression, by slot."""
+        """The last relative errors of the estimated and of the learned latencies, by slot."""
         self._seen: dict[int, deque[tuple[Seconds, Seconds, Seconds]]] = {}
         """Estimates, predictions of the regression and observations in seconds, by slot, one of each
         for each error in `_errors`.

@@ -155,7 +155,7 @@ class FlowQueue:
         self._at_once: defaultdict[int, int] = defaultdict(int)
         """Number of requests that had room at once and did not enter the queue, by priority."""
         self._places: dict[int, Place] = {}
-        """Places of the waiting tickets by their numbers."""
+        """The place in the queue of each waiting request, by the number of its ticket."""
         self._owed: list[tuple[Place, Refusal]] = []
         """Verdicts of displaced requests, which are delivered by the next `pump`."""
         self._pumping = False

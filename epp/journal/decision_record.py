@@ -157,8 +157,8 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     stage.
     """
     uncached_tokens: int = 0
-    """Number of prompt tokens that the chosen endpoint, that of the decode stage, was estimated not to
-    have cached; 0 if there is no route.
+    """Number of prompt tokens that the chosen endpoint, that of the decode stage, was estimated not
+    to have cached; 0 if there is no route.
     """
     earlier: tuple[DecidedLeg, ...] = ()
     """Legs of the prefill and encode stages, if other endpoints work on them."""

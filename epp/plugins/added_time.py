@@ -2,11 +2,11 @@
 requests.
 
 The cost of a request at an endpoint has three parts. The request waits there, for earlier prompts
-and for its LoRA adapter; this wait has an additional weight. Its prompt is computed there. It delays
-other requests: those that decode during its prefill, those that decode
-beside its context, those that wait for the memory that it takes, and those whose cached prefixes it
-evicts. All parts except the adapter's are in prefill tokens, so the prefill speed is the only
-speed of an endpoint that must be known.
+and for its LoRA adapter; this wait has an additional weight. Its prompt is computed there. It
+delays other requests: those that decode during its prefill, those that decode beside its context,
+those that wait for the memory that it takes, and those whose cached prefixes it evicts. All parts
+except the adapter's are in prefill tokens, so the prefill speed is the only speed of an endpoint
+that must be known.
 """
 
 import math

@@ -49,9 +49,9 @@ class Latency(Parameters, frozen=True):
     TPOT. Both headrooms are normalised to [0, 1] within the group and added with
     `ttft_weight` and `tpot_weight`.
 
-    An endpoint without a usable prediction of TTFT has an unknown score. If no endpoint has one, the score
-    is the weighted mean of free KV cache, short queue and cached prefix, by the three `composite`
-    weights.
+    An endpoint without a usable prediction of TTFT has an unknown score. If no endpoint has one,
+    the score is the weighted mean of free KV cache, short queue and cached prefix, by the three
+    `composite` weights.
     """
 
     type_name: ClassVar[str] = "latency-scorer"

@@ -57,18 +57,19 @@ class BandSettings(Struct, frozen=True, kw_only=True):
 
     requests_max: Annotated[int, Meta(ge=1)] = BAND_REQUESTS_MAX
     bytes_max: Annotated[int, Meta(ge=1)] = BAND_BYTES_MAX
-    """Maximum number of body bytes of the band's waiting requests; the pickers of a pool divide it."""
+    """Maximum number of body bytes of the band's waiting requests; the pickers of a pool divide it.
+    """
     wait_s_max: Annotated[float, Meta(ge=0)] | None = None
-    """Maximum wait in seconds of a request of the band while the pool has endpoints; 0 for no limit,
-    or None for that of the queue.
+    """Maximum wait in seconds of a request of the band while the pool has endpoints; 0 for no
+    limit, or None for that of the queue.
     """
     fairness: Fairness = Fairness.NONE
     half_life_s: Annotated[float, Meta(gt=0)] = HALF_LIFE_S
     """Seconds in which the charges of a flow halve under `Fairness.DECAYING_TOKENS`."""
     ordering: Ordering = Ordering.ARRIVAL
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight of a flow by its id, above 0: its charges are divided by it. A flow without an entry has
-    weight 1.
+    """Weight of a flow by its id, above 0: its charges are divided by it. A flow without an entry
+    has weight 1.
     """
 
 
@@ -150,8 +151,8 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
         return self.wait_s_max if band.wait_s_max is None else band.wait_s_max
 
     def longest_wait_s(self, priority: int) -> Seconds:
-        """Return the larger of the maximum waits in seconds, with and without endpoints in the pool,
-        of requests with `priority`; 0 if one of the two has no limit.
+        """Return the larger of the maximum waits in seconds, with and without endpoints in the
+        pool, of requests with `priority`; 0 if one of the two has no limit.
         """
         band = self.band(priority if self.by_priority else 0)
         limits_s = [self.budget_s(band, empty_pool=empty) for empty in (False, True)]

@@ -116,8 +116,8 @@ class FlowShares:
     # Peers.
 
     def hear(self, origin: Origin, totals: Mapping[Key, float], *, whole: bool) -> None:
-        """Store the totals of flows that the peer `origin` reports, and add their increases to `fresh`.
-        If `whole`, the peer has no other totals.
+        """Store the totals of flows that the peer `origin` reports, and add their increases to
+        `fresh`. If `whole`, the peer has no other totals.
 
         The first report of a peer is the basis of later ones: what a flow was charged before does
         not count. The first report is ignored if it is not `whole`, or above `ORIGINS_MAX` peers.
@@ -143,8 +143,8 @@ class FlowShares:
         self._waiting_peers.discard(origin)
 
     def waits(self, origin: Origin, *, waits: bool) -> bool:
-        """Store whether requests wait in the queue of the peer `origin`. Return whether that differs
-        from what was stored.
+        """Store whether requests wait in the queue of the peer `origin`. Return whether that
+        differs from what was stored.
         """
         if waits == (origin in self._waiting_peers):
             return False

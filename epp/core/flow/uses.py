@@ -39,8 +39,9 @@ class FlowUses:
     def left(
         self, priority: int, flow: str, *, tokens: float, waited_s: Seconds, now: Seconds
     ) -> None:
-        """Note that a request of `flow` was placed or refused after it had waited for `waited_s`. `tokens` are those that its
-        flow was charged for it, 0 if it was not placed. Flows above `FLOWS_MAX` of a band are ignored.
+        """Note that a request of `flow` was placed or refused after it had waited for `waited_s`.
+        `tokens` are those that its flow was charged for it, 0 if it was not placed. Flows above
+        `FLOWS_MAX` of a band are ignored.
         """
         self._turn(now)
         uses = self._bands.setdefault(priority, {})

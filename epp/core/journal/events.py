@@ -319,8 +319,8 @@ _PLAIN_INPUTS: Final = {event: given for given, event in PLAIN.items()}
 
 
 class Learnt(_Event, frozen=True, kw_only=True):
-    """The number of records that peers shared with the picker since the previous event of this type.
-    The content of the records is not captured.
+    """The number of records that peers shared with the picker since the previous event of this
+    type. The content of the records is not captured.
     """
 
     records: int

@@ -112,8 +112,8 @@ class Sample:
 
 
 class CaptureWitness:
-    """A `Witness` of a scheduler that passes notes of inputs and decisions to `tell`. Requests outside
-    the sample are left out.
+    """A `Witness` of a scheduler that passes notes of inputs and decisions to `tell`. Requests
+    outside the sample are left out.
     """
 
     def __init__(

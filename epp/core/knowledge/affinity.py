@@ -326,8 +326,9 @@ class NoHitLruSettings(
 class NoHitLru:
     """An affinity index of the order in which endpoints last received a cold prompt, that is, a
     prompt of which no endpoint had cached a part.
-    A match is a rank: 0 if no cold prompt of the endpoint is remembered, 1 for the least recently used endpoint,
-    up to the number of remembered endpoints, which is the total.
+
+    A match is a rank: 0 if no cold prompt of the endpoint is remembered, 1 for the least recently
+    used endpoint, up to the number of remembered endpoints, which is the total.
     """
 
     def __init__(self, settings: NoHitLruSettings) -> None:
@@ -359,8 +360,8 @@ class NoHitLru:
         )
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Make `slot` the most recently used slot if `request` is cold, that is, if no endpoint had a
-        part of its prompt cached.
+        """Make `slot` the most recently used slot if `request` is cold, that is, if no endpoint had
+        a part of its prompt cached.
         """
         if not request.moment.cold:
             return

@@ -343,8 +343,8 @@ class AgentSessions:
         return Room.NONE
 
     def _pause(self, slot: int) -> None:
-        """Pause idle sessions in `slot`, longest idle first, until the admitted sessions fit, none of
-        them is idle, or one is left.
+        """Pause idle sessions in `slot`, longest idle first, until the admitted sessions fit, none
+        of them is idle, or one is left.
         """
         idle = self._idle.get(slot)
         if not idle:

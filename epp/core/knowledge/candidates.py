@@ -930,8 +930,8 @@ class Candidates:
 
     @property
     def nearness(self) -> Ints:
-        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`, the
-        endpoint that was chosen for the other stage; all 0 if none was chosen yet.
+        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`,
+        the endpoint that was chosen for the other stage; all 0 if none was chosen yet.
         """
         if self.peer < 0:
             return np.zeros(len(self._slot), dtype=np.int64)

@@ -2,10 +2,11 @@
 return.
 
 Within the limits below, an endpoint that `outliers` finds failing or slow is *away*: regardless of
-the configured filters, no decision considers it while another ready endpoint is left. After a time that grows with each ejection, it is *probed* with one request,
-then with two at a time. If they succeed, the endpoint returns. If one fails, it is ejected again,
-for longer. The times and the share follow Envoy's outlier detection (envoyproxy.io, "Outlier
-detection"). The half-open state of a circuit breaker replaces Envoy's return at full load.
+the configured filters, no decision considers it while another ready endpoint is left. After a time
+that grows with each ejection, it is *probed* with one request, then with two at a time. If they
+succeed, the endpoint returns. If one fails, it is ejected again, for longer. The times and the
+share follow Envoy's outlier detection (envoyproxy.io, "Outlier detection"). The half-open state of
+a circuit breaker replaces Envoy's return at full load.
 
 Limits keep a wrong ejection cheaper than the benefit of a right one. Endpoints that serve some of
 their requests are ejected only up to a small share of the pool. Endpoints that return nothing but

@@ -79,7 +79,8 @@ endpoints that left or restarted.
 """
 SWEPT_AT_ONCE_MAX: Final = 1_024
 """Maximum number of blocks of a dropped mirror, for example of an endpoint that left, that is
-removed at once rather than in steps. Larger mirrors are removed at once only if too many of them wait.
+removed at once rather than in steps. Larger mirrors are removed at once only if too many of them
+wait.
 """
 KNOWN_SPARE_MAX: Final = 4_096
 """Maximum number of blocks that the exact prefix index may store before it checks its memory limit

@@ -30,8 +30,8 @@ class Place:
         self.number = number
         self.bit = 1 << number
         self.slot = slot
-        """Slot of the endpoint of this rank; -1 once its blocks are dropped, for example because the
-        endpoint left.
+        """Slot of the endpoint of this rank; -1 once its blocks are dropped, for example because
+        the endpoint left.
         """
         self.rank = rank
         self.mirror = mirror

@@ -159,8 +159,8 @@ class Lease(Struct, eq=False, gc=False):
     sent, because they were estimated not to be cached; 0 if another endpoint computes the prompt.
     """
     prefilled: bool = False
-    """True once the prompt of this request is known to be computed at the endpoint or known never to
-    be, or is assumed to be computed because no evidence of its first output came in time.
+    """True once the prompt of this request is known to be computed at the endpoint or known never
+    to be, or is assumed to be computed because no evidence of its first output came in time.
     """
     assumed: bool = False
     """True if the prompt of this request was assumed to be computed without evidence of any first

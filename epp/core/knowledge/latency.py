@@ -58,8 +58,8 @@ SECONDS_MAX: Final = 3600.0
 """Bounds of observations and predictions in seconds. Observations outside are ignored."""
 _FEATURE_MAX: Final = 1e6
 _PRIOR_WEIGHT: Final = 0.01
-"""Weight with which each coefficient of a regression is drawn to its first value, relative to one observation: a
-coefficient may be wrong by 1, and an observation deviates by 0.1 of itself.
+"""Weight with which each coefficient of a regression is drawn to its first value, relative to one
+observation: a coefficient may be wrong by 1, and an observation deviates by 0.1 of itself.
 """
 _RELATIVE_MAX: Final = 1.0
 """Bound of the length of an observation's features divided by m. A longer one gets less weight, so
@@ -125,8 +125,8 @@ class LatencyPrediction(Struct, frozen=True, kw_only=True):
 
 
 class Slo(Struct, frozen=True):
-    """The maximum time to first token and the maximum time per output token in seconds that a client
-    asks for; None for no limit.
+    """The maximum time to first token and the maximum time per output token in seconds that a
+    client asks for; None for no limit.
     """
 
     ttft_s: Seconds | None = None
@@ -167,8 +167,8 @@ def _limit_s(headers: Mapping[str, str], names: tuple[str, ...]) -> Seconds | No
 
 
 class PlacedPrediction(Struct, frozen=True, eq=False, gc=False):
-    """The predicted latency of a request at the endpoint that serves it, to compare with the latency
-    that is observed there.
+    """The predicted latency of a request at the endpoint that serves it, to compare with the
+    latency that is observed there.
     """
 
     ttft_features: Floats
@@ -201,7 +201,8 @@ class LatencyErrors(Struct, frozen=True):
         return min(self.estimate, self.learned)
 
     def told(self) -> dict[str, float]:
-        """Return the known median errors of predictions by their source, "estimate" or "learned"."""
+        """Return the known median errors of predictions by their source, "estimate" or "learned".
+        """
         errors = {"estimate": self.estimate, "learned": self.learned}
         return {name: error for name, error in errors.items() if not math.isnan(error)}
 
@@ -365,7 +366,8 @@ class Predicted(Struct, frozen=True, eq=False):
     """The predicted latencies as columns by slot, which plugins read."""
 
     def at(self, slot: int) -> PlacedPrediction | None:
-        """Return the predicted latency at the endpoint in `slot`, or None if it was no candidate."""
+        """Return the predicted latency at the endpoint in `slot`, or None if it was no candidate.
+        """
         position = int(np.searchsorted(self.slot, slot))
         if position == len(self.slot) or self.slot.item(position) != slot:
             return None
@@ -378,8 +380,8 @@ class Predicted(Struct, frozen=True, eq=False):
 
 
 class LatencyModel:
-    """A model that predicts the latency at each endpoint of a pool. It learns from the first outputs
-    and the ends of requests.
+    """A model that predicts the latency at each endpoint of a pool. It learns from the first
+    outputs and the ends of requests.
     """
 
     def __init__(self, settings: LatencyPrediction) -> None:
@@ -388,8 +390,8 @@ class LatencyModel:
         self._tpot = _Regression()
 
     def predict(self, request: InferenceRequest, candidates: Candidates, slots: int) -> Predicted:
-        """Return the predicted latencies of `request` at each of `candidates`; `slots` is the number of
-        slots of the pool.
+        """Return the predicted latencies of `request` at each of `candidates`; `slots` is the
+        number of slots of the pool.
         """
         expected = self.settings.estimator.expected_latency(request, candidates)
         slot, none = candidates.slot, np.zeros(len(candidates))

@@ -92,9 +92,10 @@ class EndpointPool:
     """The endpoints of the pool by slot. A slot is reused once its endpoint has left.
 
     An endpoint is *ready* if its engine is awake, and if the endpoint was scraped or joined at
-    least `ready_after_s` ago. It is not ready while it is *set aside* (excluded): after two upstream failures in a row
-    without a good scrape in between, it receives no requests until its next good scrape, or for 10
-    s if it serves no metrics. At most half the pool is set aside at a time.
+    least `ready_after_s` ago. It is not ready while it is *set aside* (excluded): after two
+    upstream failures in a row without a good scrape in between, it receives no requests until its
+    next good scrape, or for 10 s if it serves no metrics. At most half the pool is set aside at a
+    time.
 
     A pod can have several ports, of which some have no server. In such a pod, a port whose scrapes
     never got an answer is not ready if any endpoint of the pool has answered.

@@ -45,8 +45,8 @@ def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Fl
     Requests are those that the endpoint's metrics page showed, without this picker's as far as it
     can include them, plus those that may have been sent since. Tokens are counted for requests that
     the page showed waiting or that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times the
-    average prompt of this picker's requests in flight, or as `PROMPT_TOKENS` if it has none. The prompt of a running
-    request is mostly prefilled.
+    average prompt of this picker's requests in flight, or as `PROMPT_TOKENS` if it has none. The
+    prompt of a running request is mostly prefilled.
     """
     waiting, running = (
         np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)

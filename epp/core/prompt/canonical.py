@@ -181,9 +181,9 @@ def opening_of(prompt: bytes) -> tuple[int, int] | None:
 
 
 def admit_fields(fields: list[bytes], more: Collection[Any], each: int = FIELDS_EACH) -> None:
-    """Raise `TooMuchError` if `fields` would be longer than `FIELDS_MAX` with `each` more fields for
-    every member of `more`. The function is called before each loop over members
-    that a client sent.
+    """Raise `TooMuchError` if `fields` would be longer than `FIELDS_MAX` with `each` more fields
+    for every member of `more`. The function is called before each loop over members that a client
+    sent.
     """
     if len(fields) + each * len(more) > FIELDS_MAX:
         what = f"{FIELDS_MAX // each:,} messages, parts and their members"

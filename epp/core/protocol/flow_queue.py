@@ -171,8 +171,8 @@ class FlowQueue:
         return self._wanted() is not None
 
     def longest_wait_s(self, priority: int) -> Seconds:
-        """Return the maximum wait in seconds, by the settings, of requests with `priority`; 0 for no
-        limit.
+        """Return the maximum wait in seconds, by the settings, of requests with `priority`; 0 for
+        no limit.
         """
         return self.control.settings.longest_wait_s(priority)
 

@@ -158,9 +158,9 @@ class Gateway:
         return self._patience_s
 
     def cut(self, waited_s: Seconds, now: Seconds) -> None:
-        """Note that a stream ended while its request had waited in the queue for `waited_s` seconds,
-        in a body mode in which the gateway has a timeout. After
-        `CUTS_ALIKE` equal waits in a row, `patience_s` is `PATIENCE_USED` times this wait.
+        """Note that a stream ended while its request had waited in the queue for `waited_s`
+        seconds, in a body mode in which the gateway has a timeout. After `CUTS_ALIKE` equal waits
+        in a row, `patience_s` is `PATIENCE_USED` times this wait.
 
         Clients leave after any time. A gateway's timeout is always the same.
         """
@@ -274,8 +274,8 @@ class Exchange(Struct, eq=False):
     first_output_at_s: Seconds | None = None
     status: int | None = None
     by_gateway: bool = False
-    """True if the gateway itself seems to have created the response, because it has neither a `date`
-    nor a `server` header: no endpoint answered.
+    """True if the gateway itself seems to have created the response, because it has neither a
+    `date` nor a `server` header: no endpoint answered.
     """
     retry_after_s: Seconds | None = None
     """Seconds after which a response 429 or 503 asks the client to retry; None if it does not."""
@@ -1166,8 +1166,8 @@ class Session:
             self._running = None
 
     def _note_cut(self, now: Seconds) -> None:
-        """Note that the stream ended, if the request waited in the queue in a body mode in which the
-        gateway has a timeout.
+        """Note that the stream ended, if the request waited in the queue in a body mode in which
+        the gateway has a timeout.
         """
         if self._queued and self._modes.request not in _HOLDING:
             self._gateway.cut(now - self._exchange.answered_at_s, now)

@@ -201,8 +201,7 @@ class LatencyErrors(Struct, frozen=True):
         return min(self.estimate, self.learned)
 
     def told(self) -> dict[str, float]:
-        """Return the known median errors of predictions by their source, "estimate" or "learned".
-        """
+        """Return the known median errors of predictions by their source, "estimate" or "learned"."""
         errors = {"estimate": self.estimate, "learned": self.learned}
         return {name: error for name, error in errors.items() if not math.isnan(error)}
 
@@ -366,8 +365,7 @@ class Predicted(Struct, frozen=True, eq=False):
     """The predicted latencies as columns by slot, which plugins read."""
 
     def at(self, slot: int) -> PlacedPrediction | None:
-        """Return the predicted latency at the endpoint in `slot`, or None if it was no candidate.
-        """
+        """Return the predicted latency at the endpoint in `slot`, or None if it was no candidate."""
         position = int(np.searchsorted(self.slot, slot))
         if position == len(self.slot) or self.slot.item(position) != slot:
             return None

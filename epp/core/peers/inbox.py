@@ -53,8 +53,7 @@ class _Waiting(Struct, frozen=True, gc=False):
 
 
 class Inbox:
-    """The queue of the records that one peer sent, or that came in snapshots, in order of arrival.
-    """
+    """The queue of the records that one peer sent, or that came in snapshots, in order of arrival."""
 
     def __init__(self, counts: Received) -> None:
         self._counts = counts

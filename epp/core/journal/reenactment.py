@@ -65,7 +65,7 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
 DIFFERENCES_SHOWN_MAX: Final = 10
 _NOWHERE: Final = ""
-"""Address that stands for an endpoint that is unknown here; no endpoint has it."""
+"""Address that stands for an endpoint that the re-enactment does not know; no endpoint has it."""
 
 
 class Difference(StrEnum):
@@ -173,7 +173,7 @@ class Reenactment:
     def feed(self, event: Event) -> Difference | None:
         """Apply the captured `event`; repeat the decision if it is one.
 
-        Return why the repeated decision differs, or None if it is the same or there was none.
+        Return why the repeated decision differs, or None if it is the same or none was repeated.
         """
         match event:
             case Opened():

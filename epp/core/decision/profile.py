@@ -220,6 +220,9 @@ class Scored(Struct, frozen=True, gc=False):
 
     def parts_of(self, position: int) -> list[float]:
         """Return the weighted score of the candidate at `position` by each scorer."""
+        if len(self.scores) == 1:
+            # The only part is the sum.
+            return [self.total.item(position)]
         # A profile has few scorers, so that Python multiplies in half the time of numpy.
         return list(map(mul, self.scores[:, position].tolist(), self.weights.tolist()))
 
@@ -494,7 +497,8 @@ def highest(scores: Floats) -> Ints:
     ascending; at least one.
     """
     best = scores.item(scores.argmax())
-    tied: Ints = (scores >= best * _TIE).nonzero()[0]
+    # A Python float as bound would cost twice as much.
+    tied: Ints = (scores >= np.array(best * _TIE)).nonzero()[0]
     return tied
 
 

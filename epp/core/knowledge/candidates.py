@@ -96,6 +96,8 @@ class Affinity(Struct, frozen=True, eq=False, gc=False):
     matched: Ints
     total: int
     columns: Mapping[str, Floats] = NO_COLUMNS
+    most: int | None = None
+    """Largest of `matched`, or None if the index does not tell it."""
 
 
 class EngineLoad(Struct, frozen=True, eq=False):
@@ -152,8 +154,8 @@ class Columns:
     """
 
     first_slots: Ints | None = None
-    """Array of the ready slots if these are the first slots of the pool in order, none left out; else
-    None. It is compared by identity.
+    """Read-only array of the ready slots if these are the first slots of the pool in order, none left
+    out; else None. It is compared by identity.
     """
 
     def __init__(self) -> None:
@@ -516,7 +518,8 @@ class Candidates:
         """Create candidates from the endpoints in the slots `slot`. `affinities` are the matches of
         the request, by name of the index; `prefix` names the default prefix index.
         """
-        slot.setflags(write=False)
+        if slot is not columns.first_slots:
+            slot.setflags(write=False)
         self._slot = slot
         self.block_tokens = block_tokens
         """Number of tokens in one block of `matched_blocks`."""
@@ -945,7 +948,9 @@ class Candidates:
     def prefix_match(self, position: int) -> tuple[int, int]:
         """Return `matched_blocks` and `total_blocks` of the candidate at `position`."""
         known = self._affinities.get(self._prefix)
-        return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
+        if known is None:
+            return 0, 0
+        return known.matched.item(self._slot.item(position)), known.total
 
     def matched_most(self) -> int:
         """Return the largest number of leading full blocks that any candidate is estimated to have
@@ -954,6 +959,9 @@ class Candidates:
         known = self._affinities.get(self._prefix)
         if known is None:
             return 0
+        every = self._slot is self._columns.first_slots and len(self._slot) == len(known.matched)
+        if every and known.most is not None:
+            return known.most
         matched = known.matched[self._slot]
         return matched.item(matched.argmax())
 

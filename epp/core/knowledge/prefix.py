@@ -369,7 +369,9 @@ class PrefixIndex:
             if total:
                 self._count_lookup(best=deepest, full=deepest == total)
             depths = self._depths(path, size)
-            return Affinity(depths if size == slots else depths[:slots], total)
+            if size == slots:
+                return Affinity(depths, total, most=deepest)
+            return Affinity(depths[:slots], total)
         paths: dict[tuple[tuple[int, int], ...], int] = {}
         best = 0
         full = True

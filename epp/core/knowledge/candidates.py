@@ -61,6 +61,8 @@ _ROWS: Final = (
     *("prefill_tokens_per_s", "prefill_drain_tokens_per_s"),
 )
 """Names of the columns that are rows of the array `Columns.rows`, in this order."""
+_VIEWS: Final = frozenset({*_ROWS, "by_slot"})
+"""Names of the attributes of `Columns` that are views of its array `rows`."""
 
 LABELLED_MAX: Final = 64
 """Maximum number of label conditions whose results are kept until labels change."""
@@ -152,6 +154,8 @@ class Columns:
     """Tokens per second by which `prefill_backlog_tokens` of each endpoint fall until the endpoint
     is observed again.
     """
+    by_slot: Floats
+    """View of `rows` as float64[slots, rows]."""
 
     first_slots: Ints | None = None
     """Read-only array of the ready slots if these are the first slots of the pool in order, none left
@@ -388,12 +392,13 @@ class Columns:
             self.changed("attribute")
 
     def _name_rows(self) -> None:
+        self.by_slot = self.rows.T
         for name, row in zip(_ROWS, self.rows, strict=True):
             setattr(self, name, row)
 
     def _grow(self, capacity: int) -> None:
         for name, array in vars(self).items():
-            if isinstance(array, np.ndarray) and name not in _ROWS:
+            if isinstance(array, np.ndarray) and name not in _VIEWS:
                 grown = np.zeros((*array.shape[:-1], capacity), dtype=array.dtype)
                 grown[..., : array.shape[-1]] = array
                 setattr(self, name, grown)
@@ -979,11 +984,13 @@ class Candidates:
         columns of all candidates.
         """
         columns, slot, now = self._columns, self._slot.item(position), self._now
-        waiting, running, usage, capacity, observed_at_s, *prefill = columns.rows[:, slot].tolist()
+        waiting, running, usage, capacity, observed_at_s, *prefill = columns.by_slot[slot].tolist()
         backlog_tokens, drained_at_s, speed, drain_speed = prefill
         requests = columns.inflight_requests.item(slot)
         context_tokens = columns.inflight_context_tokens.item(slot)
-        prefill_tokens = max(0.0, backlog_tokens - (now - drained_at_s) * drain_speed)
+        prefill_tokens = backlog_tokens - (now - drained_at_s) * drain_speed
+        if not prefill_tokens > 0.0:
+            prefill_tokens = 0.0
         if columns.peers is not None:
             alone = self._slot[position : position + 1]
             requests += columns.peers.requests(alone, len(columns)).item(0)

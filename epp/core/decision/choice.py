@@ -120,10 +120,8 @@ def choose(
             return nobody_left(kept, len(candidates))
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
-    if state.own_cold:
-        cold = not ranked.matched_most()
-        if cold is not request.moment.cold:
-            request = structs.replace(request, moment=structs.replace(request.moment, cold=cold))
+    if state.own_cold and profile.reads_cold:
+        request = _with_own_cold(request, ranked)
     known: Floats | None = None
     if acting is not None and (
         ranked is acting.ranked or np.array_equal(ranked.slot, acting.ranked.slot)
@@ -134,7 +132,21 @@ def choose(
     sound = failures.so_far == failed_before
     picked: list[int] = picks.tolist()
     slot = ranked.slot.item(picked[0])
+    # The indexes read the request too, but later. The prompt is not cold if the chosen candidate has
+    # a part of it.
+    if state.own_cold and not profile.reads_cold and not ranked.prefix_match(picked[0])[0]:
+        request = _with_own_cold(request, ranked)
     return Choice(candidates, ranked, dropped, scored, picked, sound, request, slot)
+
+
+def _with_own_cold(request: InferenceRequest, ranked: Candidates) -> InferenceRequest:
+    """Return `request`, whose `moment.cold` says whether any candidate in `ranked` has a part of the
+    prompt.
+    """
+    cold = not ranked.matched_most()
+    if cold is request.moment.cold:
+        return request
+    return structs.replace(request, moment=structs.replace(request.moment, cold=cold))
 
 
 def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:

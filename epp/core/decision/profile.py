@@ -324,6 +324,12 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @cached_property
+    def reads_cold(self) -> bool:
+        """Return whether any scorer may read `request.moment.cold`."""
+        reads = [one.plugin.abilities.reads for one in self.scorers]
+        return any(names is None or "cold" in names for names in reads)
+
+    @cached_property
     def reads_peer(self) -> bool:
         """Return whether a scorer that computes costs may read the endpoint of another stage."""
         reads = [

@@ -120,7 +120,9 @@ def choose(
             return nobody_left(kept, len(candidates))
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
-    if state.own_cold and profile.reads_cold:
+    # A prompt that no endpoint of the pool has is cold for every profile.
+    may_be_cold = state.own_cold and not request.moment.cold
+    if may_be_cold and profile.reads_cold:
         request = _with_own_cold(request, ranked)
     known: Floats | None = None
     if acting is not None and (
@@ -134,19 +136,18 @@ def choose(
     slot = ranked.slot.item(picked[0])
     # The indexes read the request too, but later. The prompt is not cold if the chosen candidate has
     # a part of it.
-    if state.own_cold and not profile.reads_cold and not ranked.prefix_match(picked[0])[0]:
+    if may_be_cold and not profile.reads_cold and not ranked.prefix_match(picked[0])[0]:
         request = _with_own_cold(request, ranked)
     return Choice(candidates, ranked, dropped, scored, picked, sound, request, slot)
 
 
 def _with_own_cold(request: InferenceRequest, ranked: Candidates) -> InferenceRequest:
-    """Return `request`, whose `moment.cold` says whether any candidate in `ranked` has a part of the
-    prompt.
+    """Return `request`, some of whose prompt an endpoint of the pool has, with `moment.cold` True
+    if no candidate in `ranked` has any.
     """
-    cold = not ranked.matched_most()
-    if cold is request.moment.cold:
+    if ranked.matched_most():
         return request
-    return structs.replace(request, moment=structs.replace(request.moment, cold=cold))
+    return structs.replace(request, moment=structs.replace(request.moment, cold=True))
 
 
 def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:

@@ -364,7 +364,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
         or assumed cached prefix. `prompt` is the number of prompt tokens as an array.
         """
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
-        missing: Floats = affinity.matched * np.array(-float(candidates.block_tokens))
+        # A product of integers and floats takes as long as the conversion and both operations.
+        missing: Floats = affinity.matched.astype(np.float64)
+        missing *= np.array(-float(candidates.block_tokens))
         missing += prompt
         if affinity.total * candidates.block_tokens > request.prompt_tokens:
             np.fmax(missing, _NOTHING, out=missing)

@@ -120,10 +120,10 @@ def choose(
             return nobody_left(kept, len(candidates))
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
-    if state.own_cold:
-        cold = not ranked.matched_most()
-        if cold is not request.moment.cold:
-            request = structs.replace(request, moment=structs.replace(request.moment, cold=cold))
+    # A prompt that no endpoint of the pool has is cold for every profile.
+    may_be_cold = state.own_cold and not request.moment.cold
+    if may_be_cold and profile.reads_cold:
+        request = _with_own_cold(request, ranked)
     known: Floats | None = None
     if acting is not None and (
         ranked is acting.ranked or np.array_equal(ranked.slot, acting.ranked.slot)
@@ -134,7 +134,20 @@ def choose(
     sound = failures.so_far == failed_before
     picked: list[int] = picks.tolist()
     slot = ranked.slot.item(picked[0])
+    # The indexes read the request too, but later. The prompt is not cold if the chosen candidate has
+    # a part of it.
+    if may_be_cold and not profile.reads_cold and not ranked.prefix_match(picked[0])[0]:
+        request = _with_own_cold(request, ranked)
     return Choice(candidates, ranked, dropped, scored, picked, sound, request, slot)
+
+
+def _with_own_cold(request: InferenceRequest, ranked: Candidates) -> InferenceRequest:
+    """Return `request`, some of whose prompt an endpoint of the pool has, with `moment.cold` True
+    if no candidate in `ranked` has any.
+    """
+    if ranked.matched_most():
+        return request
+    return structs.replace(request, moment=structs.replace(request.moment, cold=True))
 
 
 def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:

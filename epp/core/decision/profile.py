@@ -220,6 +220,9 @@ class Scored(Struct, frozen=True, gc=False):
 
     def parts_of(self, position: int) -> list[float]:
         """Return the weighted score of the candidate at `position` by each scorer."""
+        if len(self.scores) == 1:
+            # The only part is the sum.
+            return [self.total.item(position)]
         # A profile has few scorers, so that Python multiplies in half the time of numpy.
         return list(map(mul, self.scores[:, position].tolist(), self.weights.tolist()))
 
@@ -319,6 +322,12 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(
             cast("TellsCost", one) if one.abilities.tells_cost else None for one in plugins
         )
+
+    @cached_property
+    def reads_cold(self) -> bool:
+        """Return whether any scorer may read `request.moment.cold`."""
+        reads = [one.plugin.abilities.reads for one in self.scorers]
+        return any(names is None or "cold" in names for names in reads)
 
     @cached_property
     def reads_peer(self) -> bool:
@@ -495,7 +504,8 @@ def highest(scores: Floats) -> Ints:
     ascending; at least one.
     """
     best = scores.item(scores.argmax())
-    tied: Ints = (scores >= best * _TIE).nonzero()[0]
+    # A Python float as bound would cost twice as much.
+    tied: Ints = (scores >= np.array(best * _TIE)).nonzero()[0]
     return tied
 
 

@@ -286,12 +286,15 @@ class Scheduler:
             if together is not None:
                 affinities[name] = together
         prefix = affinities.get(name)
+        most = 0 if prefix is None else prefix.most
+        if prefix is not None and most is None:
+            most = prefix.matched.item(prefix.matched.argmax())
         moment = Moment(
             replicas_unheard=self.state.replicas_unheard,
             sessions_return=self.placements.session_returns.expected,
             answer_tokens=self.answer_lengths.tokens,
             session_tokens=self.settings.session_tokens,
-            cold=prefix is None or not prefix.matched.item(prefix.matched.argmax()),
+            cold=not most,
             token_ids=request.moment.token_ids,
             token_media=request.moment.token_media,
             known_tokens=request.moment.known_tokens,

@@ -61,6 +61,8 @@ _ROWS: Final = (
     *("prefill_tokens_per_s", "prefill_drain_tokens_per_s"),
 )
 """Names of the columns that are rows of the array `Columns.rows`, in this order."""
+_VIEWS: Final = frozenset({*_ROWS, "by_slot"})
+"""Names of the attributes of `Columns` that are views of its array `rows`."""
 
 LABELLED_MAX: Final = 64
 """Maximum number of label conditions whose results are kept until labels change."""
@@ -96,6 +98,8 @@ class Affinity(Struct, frozen=True, eq=False, gc=False):
     matched: Ints
     total: int
     columns: Mapping[str, Floats] = NO_COLUMNS
+    most: int | None = None
+    """Largest of `matched`, or None if the index does not tell it."""
 
 
 class EngineLoad(Struct, frozen=True, eq=False):
@@ -150,10 +154,12 @@ class Columns:
     """Tokens per second by which `prefill_backlog_tokens` of each endpoint fall until the endpoint
     is observed again.
     """
+    by_slot: Floats
+    """View of `rows` as float64[slots, rows]."""
 
     first_slots: Ints | None = None
-    """Array of the ready slots if these are the first slots of the pool in order, none left out; else
-    None. It is compared by identity.
+    """Read-only array of the ready slots if these are the first slots of the pool in order, none left
+    out; else None. It is compared by identity.
     """
 
     def __init__(self) -> None:
@@ -386,12 +392,13 @@ class Columns:
             self.changed("attribute")
 
     def _name_rows(self) -> None:
+        self.by_slot = self.rows.T
         for name, row in zip(_ROWS, self.rows, strict=True):
             setattr(self, name, row)
 
     def _grow(self, capacity: int) -> None:
         for name, array in vars(self).items():
-            if isinstance(array, np.ndarray) and name not in _ROWS:
+            if isinstance(array, np.ndarray) and name not in _VIEWS:
                 grown = np.zeros((*array.shape[:-1], capacity), dtype=array.dtype)
                 grown[..., : array.shape[-1]] = array
                 setattr(self, name, grown)
@@ -516,7 +523,8 @@ class Candidates:
         """Create candidates from the endpoints in the slots `slot`. `affinities` are the matches of
         the request, by name of the index; `prefix` names the default prefix index.
         """
-        slot.setflags(write=False)
+        if slot is not columns.first_slots:
+            slot.setflags(write=False)
         self._slot = slot
         self.block_tokens = block_tokens
         """Number of tokens in one block of `matched_blocks`."""
@@ -949,7 +957,9 @@ class Candidates:
     def prefix_match(self, position: int) -> tuple[int, int]:
         """Return `matched_blocks` and `total_blocks` of the candidate at `position`."""
         known = self._affinities.get(self._prefix)
-        return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
+        if known is None:
+            return 0, 0
+        return known.matched.item(self._slot.item(position)), known.total
 
     def matched_most(self) -> int:
         """Return the largest number of leading full blocks that any candidate is estimated to have
@@ -958,6 +968,9 @@ class Candidates:
         known = self._affinities.get(self._prefix)
         if known is None:
             return 0
+        every = self._slot is self._columns.first_slots and len(self._slot) == len(known.matched)
+        if every and known.most is not None:
+            return known.most
         matched = known.matched[self._slot]
         return matched.item(matched.argmax())
 
@@ -975,11 +988,13 @@ class Candidates:
         columns of all candidates.
         """
         columns, slot, now = self._columns, self._slot.item(position), self._now
-        waiting, running, usage, capacity, observed_at_s, *prefill = columns.rows[:, slot].tolist()
+        waiting, running, usage, capacity, observed_at_s, *prefill = columns.by_slot[slot].tolist()
         backlog_tokens, drained_at_s, speed, drain_speed = prefill
         requests = columns.inflight_requests.item(slot)
         context_tokens = columns.inflight_context_tokens.item(slot)
-        prefill_tokens = max(0.0, backlog_tokens - (now - drained_at_s) * drain_speed)
+        prefill_tokens = backlog_tokens - (now - drained_at_s) * drain_speed
+        if not prefill_tokens > 0.0:
+            prefill_tokens = 0.0
         if columns.peers is not None:
             alone = self._slot[position : position + 1]
             requests += columns.peers.requests(alone, len(columns)).item(0)

@@ -437,6 +437,7 @@ class EndpointPool:
             else:
                 until_s = min(until_s, due_s)
         self._ready = np.array(ready, dtype=np.int64)
+        self._ready.setflags(write=False)
         in_order = ready == list(range(len(ready)))
         self.columns.first_slots = self._ready if in_order else None
         self._ready_until_s = until_s

@@ -1272,7 +1272,9 @@ class Session:
         if trace is not None:
             remove_headers += trace.remove_headers
         leg = decision.leg
-        addresses = leg.endpoint.address, *[endpoint.address for endpoint in leg.fallbacks]
+        addresses: tuple[str, ...] = (leg.endpoint.address,)
+        if leg.fallbacks:
+            addresses += tuple([endpoint.address for endpoint in leg.fallbacks])
         if decision.primary_port:
             # Another pod's sidecar does not know the rank that the header names.
             addresses = (f"{leg.endpoint.host}:{decision.primary_port}",)

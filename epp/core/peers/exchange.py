@@ -12,8 +12,8 @@ own.
 
 **Missed frames.** Frames are numbered. A receiver that sees a gap requests the missing frames with
 its heartbeat, also after a silence of up to `KEPT_S_MAX`. The sender repeats those that it still
-keeps (`core/peers/retelling`). A receiver that requests in vain wants a snapshot
-(`snapshots_wanted`).
+keeps (`core/peers/retelling`). A receiver that requests in vain, or that missed more frames than it
+requests, wants a snapshot (`snapshots_wanted`).
 
 **Limits.** Per origin, the waiting bytes, the records per second and the remembered chains are
 limited. So are the records per call, and the number of origins.
@@ -194,8 +194,8 @@ class PeerExchange:
         self.frames_recovered = 0
         """Number of missed frames that came late, mostly because they were requested."""
         self.snapshots_wanted: set[bytes] = set()
-        """Origins of peers that no longer store frames that were missed here. The caller removes an
-        origin when it receives a snapshot.
+        """Origins of peers that no longer store frames that were missed here, or of which too many
+        frames were missed to request all. The caller removes an origin when it requests a snapshot.
         """
         self.changes: list[Change] = []
         """Peers that joined and left, oldest first, at most `CHANGES_MAX`. The caller empties the
@@ -635,7 +635,7 @@ class PeerExchange:
         """Return the frames of peers that were missed here and must be requested now, as (origin,
         first number, last number), and count these requests.
 
-        A peer whose frames were requested too often in vain is added to `snapshots_wanted` instead.
+        A peer of which frames were given up is added to `snapshots_wanted`.
         """
         found: list[tuple[bytes, int, int]] = []
         for peer in self.peers.values():

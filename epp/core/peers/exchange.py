@@ -336,7 +336,7 @@ class PeerExchange:
 
         A live frame updates the peer's load and queue reports, and its records are queued for
         `apply`; an unknown sender becomes a peer. Of a live frame that comes late, only the records
-        count. A goodbye removes the peer. A snapshot frame has no effect here. `origin` is the
+        count. A goodbye removes the peer. A snapshot frame is unreadable here. `origin` is the
         origin that may use the connection by which the frame came.
         """
         frame = _read(message)
@@ -348,9 +348,8 @@ class PeerExchange:
             return Taken.FOREIGN
         if frame.kind == Kind.GOODBYE:
             self._leave(frame.origin, now)
-        elif frame.kind == Kind.LIVE:
-            return self._take(frame, now)
-        return Taken.TAKEN
+            return Taken.TAKEN
+        return self._take(frame, now) if frame.kind == Kind.LIVE else Taken.UNREADABLE
 
     def _take(self, frame: Frame, now: Seconds) -> Taken:
         peer = self._peer(frame.origin, now)

@@ -400,7 +400,7 @@ def test_a_snapshot_is_no_live_frame_and_a_live_frame_no_snapshot():
     one.schedule(asked("abc"), 0.5)
     (live,) = talk_one.outgoing(0.5)
     (frame, *_) = talk_one.snapshot(0.5)
-    hear(talk_other, frame, 0.6)
+    assert hear(talk_other, frame, 0.6) is Taken.UNREADABLE
     learn(0.6, talk_other)
     assert held(other, "abc") == [0] * N
     for message in (live, b"garbage"):

@@ -274,6 +274,9 @@ class PeerExchange:
             self._read_pool()
             columns = self._scheduler.pool.columns
             tokens = self._tokens.collect(columns, self._hashes, whole=beat)
+        if records and size + len(load) + len(tokens) > FRAME_BYTES_TARGET:
+            frames.append(self._frame(Kind.LIVE, now, indexes=indexes, records=records))
+            records = []
         if self._queue.collect(whole=beat) or records or load or tokens or beat:
             last = self._frame(
                 Kind.LIVE,
@@ -599,7 +602,7 @@ class PeerExchange:
     def _load(self, now: Seconds, *, whole: bool) -> bytes:
         """Return the load that this picker has in flight, as an array of `LOAD`: at each endpoint
         where it differs from the load last sent or, if `whole`, at each endpoint where there is
-        any, up to `LOADS_MAX` endpoints. The load then counts as sent.
+        any, up to `LOADS_MAX` endpoints. Their load then counts as sent.
         """
         scheduler = self._scheduler
         columns = scheduler.pool.columns
@@ -615,12 +618,15 @@ class PeerExchange:
         expected = np.maximum(self._sent_tokens[:n] - (now - self._sent_at_s) * speed, 0.0)
         self._sent_at_s = now
         if whole:
+            # Peers forget what is not in a whole load.
+            self._sent_requests[:n] = expected[:] = 0
             told = (requests > 0) | (tokens > 0)
         else:
             told = (requests != self._sent_requests[:n]) | (np.abs(tokens - expected) > 1.0)
-        self._sent_requests[:n] = requests
-        self._sent_tokens[:n] = np.where(told, tokens, expected)
         slots = told.nonzero()[0][:LOADS_MAX]
+        self._sent_tokens[:n] = expected
+        self._sent_requests[slots] = requests[slots]
+        self._sent_tokens[slots] = tokens[slots]
         if not len(slots):
             return b""
         self._read_pool()

@@ -12,6 +12,8 @@ from docs.flow_figures import (
     DURATION_S,
     OFF,
     ON,
+    PODS,
+    PODS_MANY,
     SCENARIOS,
     SEEDS,
     Row,
@@ -66,19 +68,28 @@ def test_every_kind_of_traffic_is_served_with_and_without_the_queue():
     known = {(run.scenario, run.arm) for run in runs}
     assert known == {(one, arm) for one in SCENARIOS for arm in ARMS} - {("burst", ALONE)}
     assert {run.pickers for run in runs if run.arm == ON} == {1, 2, 4}
-    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs[:-12]) + [
+        run.seed for run in runs if run.pods > PODS
+    ]
 
 
 def test_protected_requests_are_the_same_alone():
     """They arrive at the same times, so that only the others make a difference."""
     scenario = SCENARIOS["tenants"]
-    every = list(traffic(scenario, ON, 1))
-    alone = list(traffic(scenario, ALONE, 1))
+    run = Run(scenario="tenants", arm=ON, pickers=1, seed=1)
+    every = list(traffic(run))
+    alone = list(traffic(replace(run, arm=ALONE)))
     mine = [one for one in every if scenario.protected(one)]
     assert [one.time_s for one in alone] == [one.time_s for one in mine]
     assert len(every) > 10 * len(alone)
     assert every[-1].time_s < DURATION_S
     assert [one.index for one in every] == list(range(len(every)))
+
+
+def test_a_larger_pool_gets_more_requests_in_proportion():
+    run = Run(scenario="batch", arm=ON, pickers=1, seed=1)
+    few, many = (len(list(traffic(replace(run, pods=pods)))) for pods in (PODS, PODS_MANY))
+    assert many / few == pytest.approx(PODS_MANY / PODS, rel=0.1)
 
 
 def test_only_one_arm_has_the_queue():
@@ -116,7 +127,7 @@ def test_a_table_has_a_row_for_each_arm():
 
 
 def test_a_run_measures_all_requests_after_the_warm_up():
-    row = simulated(Run(scenario="tenants", arm=ALONE, pickers=1, seed=1))
+    row = simulated(Run(scenario="tenants", arm=ALONE, pickers=1, seed=SEEDS[0]))
     assert 0.0 < row.ttft_p50_s < row.ttft_p90_s < row.ttft_p99_s < 2.0
     assert row.others_ttft_p90_s is None
     assert row.served_per_s == pytest.approx(5.6, rel=0.2)

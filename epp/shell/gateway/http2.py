@@ -1029,7 +1029,7 @@ class Http2Server:
     # Methods that connections call.
 
     def admit(self, connection: _Connection) -> bool:
-        """Give `connection` one of the limited places, if necessary that of an idle connection,
+        """Give `connection` one of the limited places, if necessary that of another connection,
         which is evicted. Return False if there is none. Evictions and rejections are counted.
         """
         admission = self.places.take(connection)

@@ -137,7 +137,8 @@ class Run(Struct, frozen=True, kw_only=True):
 class Row(Struct, frozen=True, kw_only=True):
     """The figures of one run; times are in seconds.
 
-    Requests that arrive during the warm-up count only in `served_per_s`, `refused` and `failed`.
+    Requests that arrive during the warm-up count only in `served_per_s`, `refused`, `failed` and
+    the queues of the engines.
     """
 
     run: Run
@@ -153,9 +154,7 @@ class Row(Struct, frozen=True, kw_only=True):
     targets.
     """
     served_per_s: float
-    """Number of requests per second, refused ones included, that ended from `WARM_UP_S` to
-    `DURATION_S`.
-    """
+    """Number of complete requests per second that ended from `WARM_UP_S` to `DURATION_S`."""
     queue_p99: float
     """99th percentile of the number of requests that waited in an engine, over pods and time."""
     queue_max: float
@@ -177,7 +176,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 def traffic(run: Run) -> Iterator[Arrival]:
-    """Yield the requests of `run`: those of its scenario, or only the protected ones."""
+    """Yield the requests of `run`; only the protected ones if its arm is `ALONE`."""
     scenario = SCENARIOS[run.scenario]
     drawn = arrivals(_scaled(STANDARD[scenario.workload], run.pods / PODS), run.seed)
     within = takewhile(lambda one: one.time_s < DURATION_S, drawn)
@@ -258,7 +257,10 @@ def row_of(run: Run, ended: Sequence[SimulatedRequest], queues: Sequence[float])
     others = [one for one in done if not scenario.protected(one.arrival)]
     ttft_s = np.array([ttft_of(one) for one in mine])
     length_s = DURATION_S - WARM_UP_S
-    in_time = sum(WARM_UP_S <= (one.ended_at or 0.0) < DURATION_S for one in ended)
+    in_time = sum(
+        one.fate is Fate.COMPLETE and WARM_UP_S <= (one.ended_at or 0.0) < DURATION_S
+        for one in ended
+    )
     first_seed = run.seed == SEEDS[0] and run.pickers == 1 and run.pods == PODS
     return Row(
         run=run,

@@ -9,6 +9,7 @@ from docs import flow_figures
 from docs.flow_figures import (
     ALONE,
     ARMS,
+    BURST_S,
     DURATION_S,
     OFF,
     ON,
@@ -16,11 +17,13 @@ from docs.flow_figures import (
     PODS_MANY,
     SCENARIOS,
     SEEDS,
+    WARM_UP_S,
     Row,
     Run,
     picture,
     planned_runs,
     read,
+    row_of,
     simulated,
     source_of,
     table,
@@ -28,6 +31,8 @@ from docs.flow_figures import (
     targets,
     traffic,
 )
+from sim.cluster.simulated_request import Fate, SimulatedRequest
+from sim.traces.arrival import Arrival
 
 ROW = Row(
     run=Run(scenario="tenants", arm=ON, pickers=1, seed=1),
@@ -133,6 +138,24 @@ def test_a_run_measures_all_requests_after_the_warm_up():
     assert row.served_per_s == pytest.approx(5.6, rel=0.2)
     assert (row.refused, row.failed) == (0, 0)
     assert row.series[0][0] == flow_figures.WARM_UP_S
+
+
+def test_only_complete_requests_were_served():
+    """A refusal ends a request as an answer does."""
+    run = Run(scenario="burst", arm=ON, pickers=1, seed=1)
+    ended = [ended_with(fate, number) for number, fate in enumerate(Fate)]
+    assert row_of(run, ended, [0.0]).served_per_s == 1 / (DURATION_S - WARM_UP_S)
+
+
+def ended_with(fate, number):
+    """A request that came at the burst and ended with `fate` before the last arrivals."""
+    at_s = BURST_S[0]
+    arrival = Arrival(index=number, time_s=at_s, prompt_tokens=256, output_tokens=2)
+    request = SimulatedRequest(number, arrival, at_s)
+    request.fate = fate
+    request.routed_at, request.first_token_at, request.finished_at = at_s, at_s + 1.0, at_s + 2.0
+    request.ended_at = at_s + 2.0
+    return request
 
 
 def test_the_page_shows_what_was_measured():

@@ -251,7 +251,8 @@ class RefusalReason(StrEnum):
     cached.
     """
     OVERLOADED = "rejected-overloaded"
-    """The picker itself is overloaded, so it refused the request without considering the endpoints.
+    """The picker itself is overloaded, or the request waited too long for the picker to place it,
+    so that it was refused without considering the endpoints.
     """
     SATURATED = "rejected-saturated"
     WAIT_EXPIRED = "rejected-ttl-expired"

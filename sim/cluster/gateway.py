@@ -93,6 +93,7 @@ class Gateway:
         delay.
         """
         request.replica = self._pickers.assigner.choose(request.arrival.session)
+        request.sent_at = self._loop.now + pause_s
         self._loop.after(pause_s + self._settings.network_delay_s, self._route, request)
 
     def hang_up(self, request: SimulatedRequest) -> None:

@@ -41,8 +41,8 @@ class ProfileState(Struct):
 
 
 class Staleness(Struct, frozen=True):
-    """The limits beyond which an endpoint ranks below all others: the age of its metrics, and
-    scrapes without an answer.
+    """The limits beyond which an endpoint is chosen only if no other is left: the age of its
+    metrics, and scrapes without an answer.
     """
 
     age_s_max: Seconds
@@ -107,7 +107,7 @@ def choose(
     The result depends on the arguments alone. Only `state` changes. `rotation` counts decisions and
     breaks ties round robin. `staleness` is None if no candidate is stale or unreachable. `acting`
     is the choice of another profile for the same request and candidates, in which no plugin failed,
-    or None. Results of plugins that both profiles have are taken from it.
+    or None. Results of plugins that both profiles have may be taken from it.
     """
     failures = state.failures
     failed_before = failures.so_far
@@ -138,8 +138,9 @@ def choose(
 
 
 def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
-    """Return the candidates of `kept` and the slots that were dropped, by reason. Stale endpoints
-    are dropped if any fresh one is left, and unreachable ones if any other is left.
+    """Return the candidates of `kept` and the slots that were dropped, by reason. Unreachable
+    endpoints are dropped if any other is left; of the reachable ones, stale ones are dropped if any
+    is fresh.
     """
     unreachable = staleness.unreachable[kept.candidates.slot]
     stale = kept.candidates.metrics_age_s > staleness.age_s_max

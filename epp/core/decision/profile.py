@@ -396,8 +396,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         if all are NaN.
 
         If a scorer fails, all its scores are `UNKNOWN`, and the failure is counted in `failures`.
-        `kept` is this profile's cache: its valid scores are not computed again. `acting` are scores of another profile for the same request
-        and candidates, and the cache may borrow from them.
+        `kept` is this profile's cache: its valid scores are not computed again. `acting` are scores
+        of another profile for the same request and candidates, and the cache may borrow from them.
         """
         n = len(candidates)
         shape = (n,)

@@ -48,9 +48,9 @@ class StagedChoice(Struct, frozen=True):
 
     decode: Choice
     prefill: Choice | None = None
-    """Choice of the prefill endpoint, or None if the decode endpoint prefills."""
+    """Choice of the prefill endpoint, or None if the request has no prefill leg."""
     encode: Choice | None = None
-    """Choice of the encode endpoints, or None if the endpoint that prefills encodes."""
+    """Choice of the encode endpoints, or None if the request has no encode leg."""
     cached_tokens: int = 0
     """Number of prompt tokens that the decode endpoint is estimated to have cached."""
     work: Stage = Stage.DECODE
@@ -177,7 +177,8 @@ def one_request(
 
     A profile with the name of a stage does the work of that stage. A request that asks for decode
     was prefilled by an earlier one, unless the client wants a cached prompt only. Return a refusal
-    if the header names no profile, or if too little of the prompt is cached for such a client.
+    if the header names no profile, if no endpoint is left, or if too little of the prompt is cached
+    for a client that wants a cached prompt only.
     """
     name = stages.named_by(request) if stages.named else ""
     if isinstance(name, Refusal):

@@ -101,7 +101,8 @@ class StagedScheduler:
         self, request: InferenceRequest, offer: Offer, shadow: Shadow | None
     ) -> Decision | Refusal:
         """Choose an endpoint of `offer` for each stage of `request`, and count the request there.
-        Return a refusal if a stage that must run has no endpoint, or if the request is shed.
+        Return a refusal if a stage that must run has no endpoint, if the request is shed, or if
+        `one_request` refuses it.
         """
         state, stages = self._state, self._state.settings.stages
         if stages.screen is not None:
@@ -167,8 +168,9 @@ class StagedScheduler:
     def _choose(
         self, request: InferenceRequest, offer: Offer
     ) -> tuple[SchedulingProfile, StagedChoice, Route] | Refusal:
-        """Return the decode profile that acted, the endpoints of all stages and the route; or the
-        refusal of the first stage that must run and has no endpoint.
+        """Return the decode profile that acted, the endpoints of all stages and the route; or a
+        refusal. If a prefill or encode stage that must run has no endpoint, the fallback profile
+        chooses one for the whole request, if there is such a profile.
         """
         settings = self._state.settings
         stages = settings.stages

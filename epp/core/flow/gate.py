@@ -72,7 +72,9 @@ class Gate:
         self._learns = isinstance(settings.detector, RoomDetector)
         self._plain = settings.policy == StaticCeiling()
         self.restricts = not (self._learns and self._plain)
-        """True if a detector or a ceiling says which endpoints a decision without stages may choose."""
+        """True if the configuration has another detector or ceiling than the defaults, which then
+        says which endpoints a decision without stages may choose.
+        """
         self.know_priorities(self._priorities)
 
     def know_priorities(self, priorities: Iterable[int]) -> None:

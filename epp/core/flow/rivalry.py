@@ -39,8 +39,9 @@ class Rivalry:
         self._until_s: Seconds = -math.inf
         """Time until which flows or priorities compete."""
         self._full_since_s: Seconds = math.inf
-        """Time since which requests that compete have found no room again and again, at intervals
-        below `STANDING_S`.
+        """Time since which requests that compete have found no room again and again: less than
+        `STANDING_S` apart, or with no request in between that found room. Inf before the first of
+        them.
         """
         self._full_at_s: Seconds = -math.inf
         """Time at which a request that competes last found no room."""
@@ -67,7 +68,9 @@ class Rivalry:
         return now >= self._until_s and settings.band(priority).ordering is Ordering.ARRIVAL
 
     def is_outranked(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether requests of a higher priority than that of `request` compete with it."""
+        """Return whether a request of higher priority than `request` came within `RIVALS_S` and
+        flows or priorities compete.
+        """
         outranked = self.settings.by_priority and request.priority < self._highest
         return outranked and now < min(self._highest_until_s, self._until_s)
 

@@ -70,7 +70,7 @@ unknown for every endpoint.
 """
 
 PREDICTED_LATENCY: Final = "predicted latency"
-"""Key of the predictions among the affinities of candidates."""
+"""Key of the predicted latencies among the affinities of candidates."""
 PREDICTED_TTFT: Final = "ttft_s"
 PREDICTED_TPOT: Final = "tpot_s"
 PREDICTED_TTFT_ERROR: Final = "ttft_error"
@@ -614,7 +614,8 @@ class Candidates:
         """Return the load that the candidates' engines reported last: the waiting requests, all
         requests, and the used and the total tokens of the KV cache.
 
-        The result is gathered once for all requests between two changes of scraped values.
+        If all ready endpoints are candidates, the result is gathered once for all requests between
+        two changes of scraped values.
         """
         columns, slot = self._columns, self._slot
         last = columns.last_load
@@ -638,7 +639,8 @@ class Candidates:
         """Return the requests that the candidates' engines report in `load`, and those in flight.
 
         The result is valid until the next change of requests in flight. It is gathered once for
-        all requests between two changes of scraped values, if all slots are candidates.
+        all requests between two changes of scraped values, if all slots are candidates and there
+        are no peers.
         """
         columns, slot = self._columns, self._slot
         known = columns.last_requests
@@ -714,7 +716,7 @@ class Candidates:
     @property
     def saturated(self) -> Bools:
         """Return bool[n]: whether each engine refused a request, with 503 and without
-        `retry-after`, since its last good scrape.
+        `retry-after`, since its last scrape that succeeded or got no answer.
         """
         return self._columns.saturated[self._slot]
 
@@ -928,8 +930,8 @@ class Candidates:
 
     @property
     def nearness(self) -> Ints:
-        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`;
-        all 0 if there is no peer.
+        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`,
+        the endpoint that was chosen for the other stage; all 0 if none was chosen yet.
         """
         if self.peer < 0:
             return np.zeros(len(self._slot), dtype=np.int64)
@@ -1003,8 +1005,8 @@ class Candidates:
 
         These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
         prefill speed in tokens per second, its running requests, and the tokens whose KV blocks it
-        still has to receive and to send. If it does not report its running requests, or not lately,
-        all its requests in flight run.
+        still has to receive and to send. If it does not report its running requests, or not within
+        `REPORTED_S_MAX`, the number of its requests in flight is returned instead.
         """
         columns, slot = self._columns, self._slot.item(position)
         _, running, _, _, age_s, inflight, _, pending, speed, matched = self.numbers_of(position)
@@ -1028,7 +1030,9 @@ class Candidates:
 
     @property
     def peer_candidates(self) -> "Candidates | None":
-        """Return the peer as the only candidate, or None if there is no peer."""
+        """Return the endpoint `peer`, which was chosen for the other of the stages prefill and
+        decode, as the only candidate; None if none was chosen yet.
+        """
         if self.peer < 0:
             return None
         return Candidates(

@@ -285,7 +285,7 @@ class Indexes(Mapping[str, AffinityIndex]):
 
     def correct(self, correction: Correction) -> None:
         """Pass a comparison of predicted and counted cache hits on to the index that made the
-        prediction. Do nothing if several indexes made it jointly.
+        prediction. Do nothing if several indexes made it jointly, or if it does not correct itself.
         """
         prefix = self._settings.prefix
         # A joint prediction of several indexes does not show which of them was wrong.

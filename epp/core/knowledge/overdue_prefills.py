@@ -54,8 +54,8 @@ class OverduePrefills:
                 self.total += 1
 
     def in_flight(self, ledger: InflightLedger) -> Counter[tuple[int, int]]:
-        """Return the number of prefills that have not ended, by slot of the prefill and of the
-        decode endpoint, among the `COUNTED_MAX` latest requests.
+        """Return the number of prefills that have neither ended nor become overdue, by slot of the
+        prefill and of the decode endpoint, among the `COUNTED_MAX` latest watched requests.
         """
         return Counter(
             (prefill.slot, decode.slot)

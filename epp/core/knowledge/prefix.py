@@ -202,7 +202,7 @@ class PrefixStatistics(Struct):
     partial_hits: int = 0
     no_hits: int = 0
     evicted_capacity: int = 0
-    """Number of blocks evicted because an endpoint was sent more blocks than it can cache."""
+    """Number of blocks evicted because they exceeded the capacity of their endpoint."""
     evicted_ttl: int = 0
     evicted_memory: int = 0
     """Number of blocks evicted because the memory of the index was above its limit."""
@@ -299,7 +299,7 @@ class PrefixIndex:
 
     def __init__(self, settings: PrefixIndexSettings, *, sweep_holdings_max: int = 4_096) -> None:
         """Open an empty index. `sweep_holdings_max` is the maximum number of (node, slot) pairs
-        that one `expire` removes, which takes about 2 µs each.
+        that each of the two steps of `expire` removes, which takes about 2 µs each.
         """
         self.block_tokens: Final = settings.block_tokens
         self.statistics: Final = PrefixStatistics()

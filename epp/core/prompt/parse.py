@@ -2,11 +2,11 @@
 refusal. JSON is decoded once.
 
 Members that routing does not need are skipped; the engine validates them. The picker refuses (400)
-invalid JSON, an unpaired surrogate, a body that is not an object, and a missing model if the API
-needs one. It places every other body. If a strict parser does not understand it,
-`core/prompt/lenient` reads it a second time. If reading would take too long
-(`core/prompt/outline`), it is placed without its prompt. The body is forwarded byte for byte; a
-rewrite of the model changes only that value.
+invalid JSON, an unpaired surrogate, a body that is not an object, a model that is not a text, and a
+missing model if the API needs one. It places every other body whose path a parser reads. If a
+strict parser does not understand it, `core/prompt/lenient` reads it a second time. If reading would
+take too long (`core/prompt/outline`), it is placed without its prompt. The body is forwarded byte
+for byte; a rewrite of the model changes only that value.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from msgspec import structs
 
@@ -20,6 +20,17 @@ from epp.shell.operators.live.live_view import (
 
 T = TypeVar("T")
 
+_EVENT_STATES: Final = (
+    "live",
+    "live, incomplete",
+    "replaying",
+    "connecting",
+    "silent",
+    "stale",
+    "none",
+)
+"""States of the KV events of an endpoint, from the best to the worst."""
+
 
 def as_one(lives: Sequence[Live]) -> Live:
     """Return one view merged from the live views of different pickers; there must be at least one.
@@ -27,7 +38,7 @@ def as_one(lives: Sequence[Live]) -> Live:
     The picker with the freshest metrics supplies the figures of an endpoint, with these exceptions:
 
     - An endpoint is not ready, slow or failing if any picker reports that.
-    - Its KV events have a state other than live if any picker reports one.
+    - Its KV events have the worst state that any picker reports.
     - Its requests in flight are the maximum, because pickers that share state count each other's.
     - Its room is that of the picker that estimates the highest load.
     - Its routed and failed requests and their tokens are the sums over all pickers, and its shares
@@ -184,7 +195,7 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
     else:
         worst, reason = freshest, ""
     heard = [one for one in told if one.kv_events is not None] or [freshest]
-    unheard = max(heard, key=lambda one: one.kv_events != "live")
+    unheard = max(heard, key=lambda one: _badness(one.kv_events))
     fullest = max(told, key=lambda one: one.room_load or 0.0)
     requests = sum(one.requests for one in told)
     return structs.replace(
@@ -213,6 +224,13 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
         compared_hits=_mean((one.compared_hits, one.compared_prompt_tokens) for one in told),
         actual_hits=_mean((one.actual_hits, one.compared_prompt_tokens) for one in told),
     )
+
+
+def _badness(state: str | None) -> int:
+    """Return the position of `state` in `_EVENT_STATES`. A state that is not in it counts as
+    worst.
+    """
+    return _EVENT_STATES.index(state) if state in _EVENT_STATES else len(_EVENT_STATES)
 
 
 def _mean(shares: Iterable[tuple[float | None, int]]) -> float | None:

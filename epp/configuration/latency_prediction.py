@@ -15,7 +15,7 @@ from epp.plugins.latency import (
 
 def latency_prediction(declared: DeclaredPlugins, stages: Stages) -> LatencyPrediction | None:
     """Return the settings of latency prediction. Return None if no plugin needs it, or, with a
-    warning, if more than one profile takes part in decisions (`Stages.alone` is False).
+    warning, unless one profile chooses among all candidates (`Stages.alone`).
 
     It is on if the producer or the admitter is declared, or if a plugin of the profile reads the
     predictions. Problems are recorded.
@@ -32,9 +32,7 @@ def latency_prediction(declared: DeclaredPlugins, stages: Stages) -> LatencyPred
         return None
     _check_names(declared)
     if not stages.alone:
-        declared.findings.warn(
-            "latencies are not predicted, because requests are split into stages"
-        )
+        declared.findings.warn(f"latencies are not predicted, because {_why_not(stages)}")
         return None
     scorers = (scorer.plugin for scorer in stages.decode.scorers)
     estimator = next((one for one in scorers if isinstance(one, AddedTime)), None)
@@ -42,6 +40,15 @@ def latency_prediction(declared: DeclaredPlugins, stages: Stages) -> LatencyPred
         name = producer.prefix_match_info_producer_name
         estimator = AddedTime(prefix_match_info_producer_name=name)
     return LatencyPrediction(estimator=estimator, refuses=refuses)
+
+
+def _why_not(stages: Stages) -> str:
+    """Return the reason, as a clause, why `stages.alone` is False."""
+    if stages.prefill or stages.encode:
+        return "requests are split into stages"
+    if stages.named:
+        return "a request header names the profile"
+    return "a plugin drops endpoints before the profile chooses"
 
 
 def _check_names(declared: DeclaredPlugins) -> None:

@@ -1,5 +1,7 @@
 """Several pickers as one."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -10,6 +12,12 @@ from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.live.live_view import LiveBand, LivePrefills
 from epp.shell.process.own_process import ProcessLately
 from tests.commands.test_top_screen import live, live_decision, live_endpoint
+
+EVENT_STATES = (
+    *("later", "none", "stale", "silent"),
+    *("connecting", "replaying", "live, incomplete", "live"),
+)
+"""From the worst to the best; the first is that of a later release."""
 
 
 def test_sums_are_sums_and_shares_are_of_all():
@@ -63,6 +71,18 @@ def test_who_does_not_hear_an_engine_is_heard():
         assert (one.kv_events, one.kv_events_problem) == ("stale", "it closed")
     (one,) = as_one([live(endpoints=[live_endpoint(1)])] * 2).endpoints
     assert one.kv_events is None
+
+
+@pytest.mark.parametrize(
+    ("worse", "better"),
+    list(pairwise(EVENT_STATES)),
+)
+def test_the_worst_of_several_states_of_kv_events_counts(worse, better):
+    states = [worse, better, better]
+    for told in (states, states[::-1]):
+        endpoints = [live_endpoint(1, kv_events=state, kv_events_problem=state) for state in told]
+        (one,) = as_one([live(endpoints=[each]) for each in endpoints]).endpoints
+        assert (one.kv_events, one.kv_events_problem) == (worse, worse)
 
 
 def test_the_newest_decisions_of_all_are_shown():

@@ -170,3 +170,21 @@ def test_the_deadline_of_a_prefill_is_a_duration():
     assert loaded(*STAGED).stages.prefill_deadline_s == 60.0
     (problem,) = problems(handler(prefillDeadline="0s"))
     assert "prefillDeadline is 0.0s; it must be finite and above 0s" in problem
+
+
+# --- latency prediction ---
+
+
+@pytest.mark.parametrize(
+    ("plugins", "profiles", "why"),
+    [
+        (STAGED, ("decode", "prefill"), "requests are split into stages"),
+        ((SCREENER,), ("decode",), "a plugin drops endpoints before the profile chooses"),
+        ((BY_HEADER,), PHASES, "a request header names the profile"),
+    ],
+    ids=["stages", "screener", "header"],
+)
+def test_the_warning_says_why_latencies_are_not_predicted(plugins, profiles, why):
+    said = warned(*plugins, {"type": "predicted-latency-producer"}, names=profiles)
+    (warning,) = (one for one in said if one.startswith("latencies are not predicted"))
+    assert warning == f"latencies are not predicted, because {why}"

@@ -139,7 +139,7 @@ class Outcomes:
 
         Return the endpoint that is set aside because of it, or None. A status of 500 or more may be
         that of any of them, so none is blamed before it failed with two different partners. A
-        refusal for lack of capacity may be that of any of them too, and is ignored.
+        refusal for lack of capacity may be that of any of them too, and only ends their probes.
         """
         state, present = self._state, self._present(lease)
         earlier = [one for one in present if one is not lease]
@@ -148,10 +148,11 @@ class Outcomes:
         if outcome.unserved:
             for one in earlier:
                 self._not_computed(one, one.slot, now)
-        if (failed or outcome.full) and not outcome.by_gateway:
-            return self._blame(present, lease, status, now) if failed else None
-        for one in earlier:
+        unclear = (failed or outcome.full) and not outcome.by_gateway
+        for one in present if unclear else earlier:
             state.outliers.left(one)
+        if unclear:
+            return self._blame(present, lease, status, now) if failed else None
         if not state.ledger.is_live(lease):
             return None
         state.outliers.ended(lease, outcome, now)
@@ -172,8 +173,6 @@ class Outcomes:
         Nothing is blamed if an endpoint of the request has left.
         """
         state = self._state
-        for one in present:
-            state.outliers.left(one)
         # The endpoint at fault may be one that has left.
         if len(present) <= len(lease.earlier):
             return None

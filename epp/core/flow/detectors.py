@@ -99,17 +99,17 @@ class ConcurrencyDetector(Parameters, frozen=True):
         return kept
 
     def load(self, candidates: Candidates, rooms: Rooms, stage: Stage | None) -> Floats:
-        pickers = rooms.pickers
-        if pickers == 1:
+        if rooms.pickers == 1:
             return self._load(candidates)
-        # Tokens of peers are unknown, so that this picker has its share of the limit.
-        by_requests = rooms.divided_requests(candidates)
-        return self._larger(by_requests, pickers * candidates.inflight_context_tokens)
+        requests, tokens = candidates.inflight_requests, candidates.inflight_context_tokens
+        divided = rooms.divided_requests(candidates)
+        # The requests that are counted for peers in addition have prompts of the mean length.
+        return self._larger(divided, tokens * (divided / np.maximum(requests, 1)))
 
     def _load(self, candidates: Candidates) -> Floats:
         return self._larger(candidates.inflight_requests, candidates.inflight_context_tokens)
 
-    def _larger(self, requests: Floats | Ints, tokens: Ints) -> Floats:
+    def _larger(self, requests: Floats | Ints, tokens: Floats | Ints) -> Floats:
         by_requests: Floats = requests / self.max_concurrency
         if self.concurrency_mode is ConcurrencyMode.REQUESTS:
             return by_requests

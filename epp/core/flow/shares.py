@@ -24,7 +24,7 @@ import xxhash
 CHARGES_MAX: Final = 1_024
 """Maximum number of flows whose charges are stored, of this picker and of each peer."""
 ORIGINS_MAX: Final = 64
-"""Maximum number of peers whose charges are stored."""
+"""Maximum number of peers whose charges are stored, and of peers that are stored as waiting."""
 TOTAL_MAX: Final = 1e12
 """Largest total of a flow that a peer can report, so that sums stay exact."""
 
@@ -144,14 +144,16 @@ class FlowShares:
 
     def waits(self, origin: Origin, *, waits: bool) -> bool:
         """Store whether requests wait in the queue of the peer `origin`. Return whether that
-        differs from what was stored.
+        differs from what was stored. A waiting peer above `ORIGINS_MAX` is not stored.
         """
         if waits == (origin in self._waiting_peers):
             return False
         if not waits:
             self._waiting_peers.discard(origin)
-        elif len(self._waiting_peers) < ORIGINS_MAX:
-            self._waiting_peers.add(origin)
+            return True
+        if len(self._waiting_peers) >= ORIGINS_MAX:
+            return False
+        self._waiting_peers.add(origin)
         return True
 
     def take_fresh(self) -> dict[Key, float]:

@@ -12,8 +12,8 @@ own.
 
 **Missed frames.** Frames are numbered. A receiver that sees a gap requests the missing frames with
 its heartbeat, also after a silence of up to `KEPT_S_MAX`. The sender repeats those that it still
-keeps (`core/peers/retelling`). A receiver that requests in vain wants a snapshot
-(`snapshots_wanted`).
+keeps (`core/peers/retelling`). A receiver that requests in vain, or that missed more frames than it
+requests, wants a snapshot (`snapshots_wanted`).
 
 **Limits.** Per origin, the waiting bytes, the records per second and the remembered chains are
 limited. So are the records per call, and the number of origins.
@@ -194,8 +194,8 @@ class PeerExchange:
         self.frames_recovered = 0
         """Number of missed frames that came late, mostly because they were requested."""
         self.snapshots_wanted: set[bytes] = set()
-        """Origins of peers that no longer store frames that were missed here. The caller removes an
-        origin when it receives a snapshot.
+        """Origins of peers that no longer store frames that were missed here, or of which too many
+        frames were missed to request all. The caller removes an origin when it requests a snapshot.
         """
         self.changes: list[Change] = []
         """Peers that joined and left, oldest first, at most `CHANGES_MAX`. The caller empties the
@@ -274,6 +274,9 @@ class PeerExchange:
             self._read_pool()
             columns = self._scheduler.pool.columns
             tokens = self._tokens.collect(columns, self._hashes, whole=beat)
+        if records and size + len(load) + len(tokens) > FRAME_BYTES_TARGET:
+            frames.append(self._frame(Kind.LIVE, now, indexes=indexes, records=records))
+            records = []
         if self._queue.collect(whole=beat) or records or load or tokens or beat:
             last = self._frame(
                 Kind.LIVE,
@@ -336,7 +339,7 @@ class PeerExchange:
 
         A live frame updates the peer's load and queue reports, and its records are queued for
         `apply`; an unknown sender becomes a peer. Of a live frame that comes late, only the records
-        count. A goodbye removes the peer. A snapshot frame has no effect here. `origin` is the
+        count. A goodbye removes the peer. A snapshot frame is unreadable here. `origin` is the
         origin that may use the connection by which the frame came.
         """
         frame = _read(message)
@@ -348,9 +351,8 @@ class PeerExchange:
             return Taken.FOREIGN
         if frame.kind == Kind.GOODBYE:
             self._leave(frame.origin, now)
-        elif frame.kind == Kind.LIVE:
-            return self._take(frame, now)
-        return Taken.TAKEN
+            return Taken.TAKEN
+        return self._take(frame, now) if frame.kind == Kind.LIVE else Taken.UNREADABLE
 
     def _take(self, frame: Frame, now: Seconds) -> Taken:
         peer = self._peer(frame.origin, now)
@@ -600,7 +602,7 @@ class PeerExchange:
     def _load(self, now: Seconds, *, whole: bool) -> bytes:
         """Return the load that this picker has in flight, as an array of `LOAD`: at each endpoint
         where it differs from the load last sent or, if `whole`, at each endpoint where there is
-        any, up to `LOADS_MAX` endpoints. The load then counts as sent.
+        any, up to `LOADS_MAX` endpoints. Their load then counts as sent.
         """
         scheduler = self._scheduler
         columns = scheduler.pool.columns
@@ -616,12 +618,15 @@ class PeerExchange:
         expected = np.maximum(self._sent_tokens[:n] - (now - self._sent_at_s) * speed, 0.0)
         self._sent_at_s = now
         if whole:
+            # Peers forget what is not in a whole load.
+            self._sent_requests[:n] = expected[:] = 0
             told = (requests > 0) | (tokens > 0)
         else:
             told = (requests != self._sent_requests[:n]) | (np.abs(tokens - expected) > 1.0)
-        self._sent_requests[:n] = requests
-        self._sent_tokens[:n] = np.where(told, tokens, expected)
         slots = told.nonzero()[0][:LOADS_MAX]
+        self._sent_tokens[:n] = expected
+        self._sent_requests[slots] = requests[slots]
+        self._sent_tokens[slots] = tokens[slots]
         if not len(slots):
             return b""
         self._read_pool()
@@ -635,7 +640,7 @@ class PeerExchange:
         """Return the frames of peers that were missed here and must be requested now, as (origin,
         first number, last number), and count these requests.
 
-        A peer whose frames were requested too often in vain is added to `snapshots_wanted` instead.
+        A peer of which frames were given up is added to `snapshots_wanted`.
         """
         found: list[tuple[bytes, int, int]] = []
         for peer in self.peers.values():

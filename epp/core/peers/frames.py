@@ -35,8 +35,10 @@ KEYS_MAX: Final = 256
 """Maximum number of keys of one index in one record for peers. If a request has more prompts, only
 the first of them are shared.
 """
-LOADS_MAX: Final = 8_192
-"""Maximum number of endpoints whose load is in one frame for peers."""
+LOADS_MAX: Final = 4_096
+"""Maximum number of endpoints whose load and tokens are in one frame for peers. These take 144 KB,
+which leaves space for the other members.
+"""
 
 Key: TypeAlias = bytes | tuple[bytes, bytes]
 """A key of a shared index as it is sent: the whole key, or a pair of the last hash of a chain that

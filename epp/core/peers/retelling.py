@@ -2,7 +2,8 @@
 list of gaps.
 
 Both are bounded. A sender stores only records, because a past load is useless. A receiver that
-requested a frame `ASKS_MAX` times in vain stops, and requests a snapshot instead.
+requested a frame `ASKS_MAX` times in vain, or that drops a gap above a limit, requests a snapshot
+instead.
 """
 
 from collections import deque
@@ -111,16 +112,20 @@ class MissedFrames:
 
     def __init__(self) -> None:
         self._gaps: list[_Gap] = []
+        self._dropped = False
+        """True if missed frames were dropped above a limit since the last call of `asked`."""
 
     def __bool__(self) -> bool:
-        return bool(self._gaps)
+        return bool(self._gaps) or self._dropped
 
     def add(self, first: int, last: int) -> None:
         """Add the frame numbers from `first` to `last`, or the last `RANGE_FRAMES_MAX` of them, to
         those missed, because the peer's frames skipped them.
         """
-        self._gaps.append(_Gap(max(first, last - RANGE_FRAMES_MAX + 1), last))
-        del self._gaps[:-RANGES_MAX]
+        requested = max(first, last - RANGE_FRAMES_MAX + 1)
+        self._dropped |= requested > first
+        self._gaps.append(_Gap(requested, last))
+        self._limit()
 
     def came(self, number: int) -> bool:
         """Remove the frame `number`, which came late. Return False if it was not among the missed
@@ -133,19 +138,25 @@ class MissedFrames:
                     _Gap(number + 1, gap.last, gap.asks),
                 )
                 self._gaps[at : at + 1] = [part for part in parts if part.first <= part.last]
-                del self._gaps[:-RANGES_MAX]
+                self._limit()
                 return True
         return False
 
     def asked(self) -> tuple[list[tuple[int, int]], bool]:
         """Return the ranges of frame numbers to request now as (first, last), and whether other
-        ranges were dropped after `ASKS_MAX` requests in vain. The returned ranges count as requested
-        once more.
+        frames were given up since the last call: after `ASKS_MAX` requests in vain, or above
+        `RANGES_MAX` or `RANGE_FRAMES_MAX`. The returned ranges count as requested once more.
         """
         lasting = [gap for gap in self._gaps if gap.asks < ASKS_MAX]
-        given_up = len(lasting) < len(self._gaps)
-        self._gaps = lasting
+        given_up = self._dropped or len(lasting) < len(self._gaps)
+        self._gaps, self._dropped = lasting, False
         chosen = lasting[:RANGES_ASKED_MAX]
         for gap in chosen:
             gap.asks += 1
         return [(gap.first, gap.last) for gap in chosen], given_up
+
+    def _limit(self) -> None:
+        """Drop the oldest gaps above `RANGES_MAX`."""
+        if len(self._gaps) > RANGES_MAX:
+            del self._gaps[:-RANGES_MAX]
+            self._dropped = True

@@ -36,7 +36,9 @@ class TokenReports:
         own = columns.inflight_context_tokens, columns.receiving_tokens, columns.sending_tokens
         tokens = np.stack([column[:n].astype(np.float64) for column in own])
         sent = np.zeros_like(tokens)
-        sent[:, : self._sent.shape[1]] = self._sent
+        if not whole:
+            # Peers forget what is not in a whole report.
+            sent[:, : self._sent.shape[1]] = self._sent
         changed = tokens != 0.0 if whole else np.abs(tokens - sent) > _CHANGE_TOKENS
         told: Bools = np.asarray(changed.any(axis=0))
         slots = told.nonzero()[0][:LOADS_MAX]

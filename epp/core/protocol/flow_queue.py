@@ -153,7 +153,9 @@ class FlowQueue:
         self.totals = FlowTotals(Counter(), Counter(), {})
         self._uses = FlowUses(now)
         self._at_once: defaultdict[int, int] = defaultdict(int)
-        """Number of requests that had room at once and did not enter the queue, by priority."""
+        """Number of requests that had room and were placed at once, by priority; they did not enter
+        the queue.
+        """
         self._places: dict[int, Place] = {}
         """The place in the queue of each waiting request, by the number of its ticket."""
         self._owed: list[tuple[Place, Refusal]] = []
@@ -208,8 +210,13 @@ class FlowQueue:
                 or admission.has_room(request, now)
             )
         ):
-            self._at_once[request.priority] += 1
-            return scheduler.schedule(request, now)
+            result = scheduler.schedule(request, now)
+            # `isinstance` would be one more function call for most requests.
+            if type(result) is Refusal:
+                self.totals.outcomes[State.REFUSED, request.priority] += 1
+            else:
+                self._at_once[request.priority] += 1
+            return result
         ticket = Ticket(
             request=request,
             flow=flow[:FLOW_CHARACTERS_MAX],

@@ -75,6 +75,8 @@ class UsageReader:
         if not self._too_long:
             self._kept += chunk
             self._too_long = len(self._kept) > RESPONSE_BYTES_MAX
+            if self._too_long:
+                self._kept.clear()
         if end and not self._too_long:
             self._read(bytes(self._kept))
             self._kept.clear()

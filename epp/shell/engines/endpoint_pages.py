@@ -21,6 +21,7 @@ from epp.configuration.compatibility import (
     DCGM_EXTRACTOR,
     GPU_UTILIZATION,
     DcgmDataSource,
+    MetricsScheme,
     ModelsDataSource,
 )
 from epp.configuration.config import MetricsSettings
@@ -158,6 +159,10 @@ class _Source(Struct, frozen=True):
     def interval_s(self) -> Seconds:
         return max(self.interval_s_min, self.settings.interval_s)
 
+    @property
+    def is_https(self) -> bool:
+        return self.settings.scheme is MetricsScheme.HTTPS
+
     def where(self, endpoint: Endpoint) -> tuple[Endpoint, MetricsTarget]:
         """Return from where to fetch this page of `endpoint`: the endpoint, with the node's address
         if the page comes from there, and the port, scheme and path.
@@ -193,6 +198,11 @@ class _Page:
         self.told = PageContent()
         self.told_at_s: Seconds = float("-inf")
         self.task: asyncio.Task[None] | None = None
+
+    def resume(self, page: "_Page") -> None:
+        """Continue with the content and the failures of `page`, which this page replaces."""
+        self.failures, self.problem = page.failures, page.problem
+        self.told, self.told_at_s = page.told, page.told_at_s
 
 
 class Prepared(Struct, frozen=True):
@@ -242,15 +252,19 @@ class EndpointPages:
         self._group: asyncio.TaskGroup | None = None
 
     def configure(self, prepared: Prepared) -> None:
-        """Fetch the kinds of pages in `prepared` from now on, and discard all content. Do nothing
-        if their settings are unchanged.
+        """Fetch the kinds of pages in `prepared` from now on, and discard all content. If their
+        settings are unchanged, only connect to https servers again, with the certificates that
+        were read for `prepared`.
         """
-        kept = {source.name: source.settings for source in prepared.sources}
-        if kept == {source.name: source.settings for source in self._sources}:
-            return
-        self._end(tuple(self._pages))
+        wanted = {source.name: source.settings for source in prepared.sources}
+        changed = wanted != {source.name: source.settings for source in self._sources}
+        ended = {key: page for key, page in self._pages.items() if changed or page.source.is_https}
+        self._end(tuple(ended))
         self._sources = prepared.sources
         self.replace(self._endpoints)
+        if not changed:
+            for key, page in ended.items():
+                self._pages[key].resume(page)
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
         """Replace the set of endpoints from which model and GPU pages are fetched; those without

@@ -751,15 +751,15 @@ def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
     if b"\\" in text or b"#" in text:
         whole = _SAMPLE.fullmatch(text)
         if whole is None:
-            raise _malformed(name, text)
-        return whole[1] or b"", _number(name, text, whole[2])
+            raise _malformed(name)
+        return whole[1] or b"", _number(name, whole[2])
     # Without escapes and exemplars the last brace ends the labels, which is five times faster.
     labels, brace, rest = text.rpartition(b"}")
     labels = labels.lstrip(b" \t")
     fields = rest.split(None, 2)
     if not 1 <= len(fields) <= 2 or (brace and labels[:1] != b"{") or labels.count(b'"') % 2:
-        raise _malformed(name, text)
-    return labels[1:], _number(name, text, fields[0])
+        raise _malformed(name)
+    return labels[1:], _number(name, fields[0])
 
 
 def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple[bytes, float]:
@@ -770,11 +770,11 @@ def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple
     opening = b"{%b} " % labels if labels else b" "
     value = text[len(opening) :]
     if text.startswith(opening) and value.translate(None, b".e+").isdigit():
-        return labels, _number(name, text, value)
+        return labels, _number(name, value)
     return _sample(name, text)
 
 
-def _malformed(name: bytes, text: bytes) -> ExpositionError:
+def _malformed(name: bytes) -> ExpositionError:
     return ExpositionError(f"{_shown(name)} is not a name with labels and a value")
 
 
@@ -785,7 +785,7 @@ def _shown(name: bytes) -> str:
     return repr(name[:_SHOWN_BYTES].decode(errors="replace"))
 
 
-def _number(name: bytes, line: bytes, text: bytes) -> float:
+def _number(name: bytes, text: bytes) -> float:
     """Return the value of a metrics line, or NaN if it is NaN, negative or above `VALUE_MAX`.
 
     Raises `ExpositionError` if it is not a number.

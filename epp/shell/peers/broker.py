@@ -175,8 +175,8 @@ class Broker:
         """
         self._read_first = False
         self.outcomes = {"loaded": 0, "ignored": 0, "saved": 0, "failed": 0}
-        """Number of the broker's snapshots that this picker handled, by outcome: read, ignored,
-        written, or failed.
+        """Number of the broker's snapshots that this picker handled, by outcome. "failed" means that
+        a snapshot could not be created or written.
         """
 
     # The pump calls these methods.
@@ -414,10 +414,17 @@ class Broker:
         while True:
             await asyncio.sleep(self._snapshot_every_s)
             if min([self._exchange.origin, *self._replicas]) == self._exchange.origin:
-                frames = await snapshots.gathered(self._exchange)
-                content = await asyncio.to_thread(snapshots.pack, frames, time.time())
-                await client.setex(self._key, SNAPSHOT_TTL_S, content)
+                try:
+                    await self._save(client)
+                except Exception:
+                    self.outcomes["failed"] += 1
+                    raise
                 self.outcomes["saved"] += 1
+
+    async def _save(self, client: Any) -> None:
+        frames = await snapshots.gathered(self._exchange)
+        content = await asyncio.to_thread(snapshots.pack, frames, time.time())
+        await client.setex(self._key, SNAPSHOT_TTL_S, content)
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1

@@ -143,9 +143,9 @@ class SnapshotServer:
         self._complaints = complaints
         self._asker: Source | None = None
         self._asked = asyncio.Event()
-        self.outcomes = {"sent": 0, "cut": 0, "refused": 0}
+        self.outcomes = {"sent": 0, "cut": 0, "failed": 0, "refused": 0}
         """Number of snapshots that peers requested from this replica, by outcome. "cut" means that
-        the receiver left or was too slow, or that the snapshot could not be created.
+        the receiver left or was too slow, "failed" that the snapshot could not be created.
         """
 
     def wanted(self, source: Source) -> None:
@@ -168,16 +168,16 @@ class SnapshotServer:
             self._asked.clear()
             assert self._asker is not None, "a request is pending"
             try:
-                whole = await self._serve(self._asker)
+                outcome = "sent" if await self._serve(self._asker) else "cut"
             except Exception:  # noqa: BLE001  The boundary of a task: the next request may succeed.
                 now = time.monotonic()
                 self._complaints.say(
                     "snapshot of shared state could not be created", now, exc_info=True
                 )
-                whole = False
+                outcome = "failed"
             finally:
                 self._asker = None
-            self.outcomes["sent" if whole else "cut"] += 1
+            self.outcomes[outcome] += 1
 
     async def _serve(self, asker: Source) -> bool:
         frames = self._exchange.snapshot(time.monotonic())

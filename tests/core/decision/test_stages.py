@@ -35,6 +35,7 @@ from epp.core.decision.stages import (
     rotation_of,
 )
 from epp.core.knowledge.affinity import SessionIndexSettings
+from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
@@ -736,3 +737,27 @@ def test_a_decode_endpoint_that_the_gateway_cannot_reach_is_judged_alone():
             made.take(RequestEnded(decision.lease, OK), now)
     assert made.pool.standings(now, math.inf)[0].value == "ready"
     assert 1 in made.outliers.ejection.away or made.pool.set_aside_count() == 1
+
+
+@pytest.mark.parametrize(
+    "refused", [Outcome(status=429), Outcome(status=503, retry_after_s=1.0)], ids=["429", "503"]
+)
+@pytest.mark.parametrize("ejected", [0, 1], ids=["prefill", "decode"])
+def test_a_probe_of_a_request_that_was_refused_by_a_full_endpoint_is_followed_by_another(
+    ejected, refused
+):
+    made = pool_of(["prefill", "decode", "prefill", "decode"], PLAIN, indexes={})
+    made.outliers.ejection.eject(ejected, Cause.FAILING, 0.1, serving_some=False)
+    now = 100.0
+    made.take(Tick(), now)
+    assert made.outliers.ejection.away[ejected].probed
+    scrape(made, now)
+    probes = 0
+    for _ in range(40):
+        now += 0.01
+        decision = made.schedule(chat(1), now)
+        probes += any(leg.lease.probe for leg in decision.account.legs)
+        made.take(RequestEnded(decision.lease, refused), now)
+    assert probes > 1
+    assert made.outliers.ejection.away[ejected].open_probes == 0
+    assert ejected not in made.outliers.ejection.masked

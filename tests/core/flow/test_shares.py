@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from epp.core.flow.bands import State
 from epp.core.flow.control import FlowControl
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
-from epp.core.flow.shares import CHARGES_MAX, FlowShares, key_of
+from epp.core.flow.shares import CHARGES_MAX, ORIGINS_MAX, FlowShares, key_of
 from tests.core.flow.test_control import Endpoints, serve, ticket
 
 A, B = b"origin-a", b"origin-b"
@@ -206,3 +206,14 @@ def test_a_queue_tells_how_many_wait_in_it():
     assert shared.waiting == 1
     serve(control, endpoints)
     assert shared.waiting == 0
+
+
+def test_a_waiting_peer_above_the_limit_is_not_news():
+    shared = shares(ORIGINS_MAX + 2)
+    peers = [number.to_bytes(8, "big") for number in range(ORIGINS_MAX + 1)]
+    assert [shared.waits(peer, waits=True) for peer in peers] == [True] * ORIGINS_MAX + [False]
+    assert not shared.waits(peers[-1], waits=True)
+    assert shared.pickers_waiting == ORIGINS_MAX + 1
+    assert not shared.waits(peers[-1], waits=False)
+    shared.forget(peers[0])
+    assert shared.waits(peers[-1], waits=True)

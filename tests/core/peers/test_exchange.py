@@ -34,6 +34,7 @@ from epp.core.peers.exchange import (
 from epp.core.peers.frames import (
     FRAME_BYTES_MAX,
     LOAD,
+    LOADS_MAX,
     MAGIC,
     VERSION,
     Frame,
@@ -395,12 +396,42 @@ def test_a_restarted_picker_takes_a_snapshot_and_knows_what_its_peer_knows():
     assert sum(inflight(new)) == 0
 
 
+def test_load_that_has_no_place_in_a_frame_is_sent_in_the_next():
+    n = LOADS_MAX + 3
+    pool = [endpoint(at) for at in range(n)]
+    schedulers, exchanges = [], []
+    for number in (1, 2):
+        made, exchange = picker(number, endpoints=0)
+        made.take(PoolReplaced(pool), 0.0)
+        schedulers.append(made)
+        exchanges.append(exchange)
+    settle(0.0, *exchanges)
+    columns, peers = schedulers[0].pool.columns, schedulers[1].pool.columns.peers
+
+    def beyond():
+        slots = np.arange(LOADS_MAX, n)
+        return peers.requests(slots, n).tolist(), peers.context_tokens(slots, n).tolist()
+
+    schedulers[0].schedule(asked("abc"), 0.1)
+    columns.inflight_requests[:n] = columns.inflight_context_tokens[:n] = 3
+    settle(0.1, *exchanges)
+    assert beyond() == ([0] * 3, [0] * 3)
+    assert exchanges[1].received.applied == 1
+    settle(0.2, *exchanges)
+    assert beyond() == ([3] * 3, [3] * 3)
+    # A heartbeat replaces what was sent before.
+    settle(HEARTBEAT_S, *exchanges)
+    assert beyond() == ([0] * 3, [0] * 3)
+    settle(HEARTBEAT_S + 0.1, *exchanges)
+    assert beyond() == ([3] * 3, [3] * 3)
+
+
 def test_a_snapshot_is_no_live_frame_and_a_live_frame_no_snapshot():
     one, talk_one, other, talk_other = acquainted(1, 2)
     one.schedule(asked("abc"), 0.5)
     (live,) = talk_one.outgoing(0.5)
     (frame, *_) = talk_one.snapshot(0.5)
-    hear(talk_other, frame, 0.6)
+    assert hear(talk_other, frame, 0.6) is Taken.UNREADABLE
     learn(0.6, talk_other)
     assert held(other, "abc") == [0] * N
     for message in (live, b"garbage"):

@@ -4,12 +4,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from epp.core.flow.shares import CHARGES_MAX
+from epp.core.peers.exchange import ORIGINS_MAX, WANTED_MAX
 from epp.core.peers.frames import (
+    CHARGE,
     FRAME_BYTES_MAX,
     LOAD,
     LOADS_MAX,
     MAGIC,
     RECORD_BYTES_MAX,
+    TOKENS,
     VERSION,
     Frame,
     Kind,
@@ -43,6 +47,18 @@ def test_the_bytes_of_version_1_stay_as_they_are():
     longer = first.replace("484d500199", "484d50019e") + "90cb0000000000000000c400c2c400"
     assert encode(FRAME).hex() == longer
     assert encode_record(RECORDS[0]).hex() == "0b0000009301149291c4036b657990"
+
+
+def test_a_frame_with_the_load_of_the_most_endpoints_is_readable():
+    largest = msgspec.structs.replace(
+        FRAME,
+        load=bytes(LOADS_MAX * LOAD.itemsize),
+        tokens=bytes(LOADS_MAX * TOKENS.itemsize),
+        charges=bytes(CHARGES_MAX * CHARGE.itemsize),
+        unread=(b"8 bytes.",) * ORIGINS_MAX,
+        wanted=((b"8 bytes.", 2**63 - 1, 2**63 - 1),) * WANTED_MAX,
+    )
+    assert decode(encode(largest)) == largest
 
 
 @pytest.mark.parametrize(

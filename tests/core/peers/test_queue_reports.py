@@ -8,7 +8,7 @@ from msgspec import structs
 
 from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
-from epp.core.flow.detectors import ConcurrencyDetector
+from epp.core.flow.detectors import ConcurrencyDetector, ConcurrencyMode
 from epp.core.flow.settings import FlowSettings
 from epp.core.knowledge.inflight import Outcome
 from epp.core.peers.exchange import HEARTBEAT_S, SILENT_S_MAX, PeerExchange
@@ -19,8 +19,14 @@ from tests.core.peers.test_exchange import settle
 from tests.core.protocol.test_flow_queue import scheduler_settings
 
 SLOTS = 16
+PROMPT_TOKENS = 10
 FLOW = FlowSettings()
 COUNTED = FlowSettings(detector=ConcurrencyDetector(max_concurrency=SLOTS))
+COUNTED_TOKENS = FlowSettings(
+    detector=ConcurrencyDetector(
+        concurrency_mode=ConcurrencyMode.TOKENS, max_token_concurrency=SLOTS * PROMPT_TOKENS
+    )
+)
 
 
 class Pickers:
@@ -55,10 +61,9 @@ class Pickers:
     def fill(self, number):
         """Send small requests by picker `number` while it sees room. Return how many."""
         scheduler, sent = self.schedulers[number], 0
-        while scheduler.admission.has_room(request(prompt_tokens=1), self.now):
-            self.leases.append(
-                (number, scheduler.schedule(request(prompt_tokens=1), self.now).lease)
-            )
+        small = request(prompt_tokens=PROMPT_TOKENS)
+        while scheduler.admission.has_room(small, self.now):
+            self.leases.append((number, scheduler.schedule(small, self.now).lease))
             sent += 1
             assert sent < 1_000, "the room has no end"
         return sent
@@ -79,11 +84,15 @@ class Pickers:
         self.schedulers[number].state.shares.waiting = waiting
 
 
-@given(st.integers(1, 6), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=30)
-def test_pickers_that_see_the_same_room_do_not_fill_it_several_times(count, random):
+@given(
+    st.integers(1, 6),
+    st.sampled_from([COUNTED, COUNTED_TOKENS]),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=60)
+def test_pickers_that_see_the_same_room_do_not_fill_it_several_times(count, flow, random):
     """None knows what the others send meanwhile. Each may send one request at least."""
-    pickers = Pickers(count)
+    pickers = Pickers(count, flow)
     order = list(range(count))
     random.shuffle(order)
     sent = [pickers.fill(number) for number in order]
@@ -124,9 +133,10 @@ def learned_room(pickers, number):
     return room
 
 
-def test_a_picker_that_holds_all_room_leaves_it_to_a_peer_that_waits():
+@pytest.mark.parametrize("flow", [COUNTED, COUNTED_TOKENS], ids=["requests", "tokens"])
+def test_a_picker_that_holds_all_room_leaves_it_to_a_peer_that_waits(flow):
     """Otherwise it would fill each place again that one of its requests leaves."""
-    pickers = Pickers(2)
+    pickers = Pickers(2, flow)
     for _ in range(8):
         # It takes a part of the room that is left with each report.
         pickers.fill(0)

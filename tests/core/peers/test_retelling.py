@@ -101,6 +101,29 @@ def test_who_asks_in_vain_gives_up_and_says_so():
     assert not missed
 
 
+def test_who_drops_a_gap_says_so_once():
+    """Because there are too many, whether they came or were split."""
+    missed = MissedFrames()
+    for number in range(0, 2 * RANGES_MAX, 2):
+        missed.add(number, number)
+    assert not missed.asked()[1]
+    missed.add(2 * RANGES_MAX, 2 * RANGES_MAX + 2)
+    assert missed.asked()[1]
+    assert not missed.asked()[1]
+    missed.came(2 * RANGES_MAX + 1)
+    assert missed.asked()[1]
+    assert not missed.asked()[1]
+
+
+def test_who_cuts_a_gap_says_so_once():
+    missed = MissedFrames()
+    missed.add(1, RANGE_FRAMES_MAX)
+    assert not missed.asked()[1]
+    missed.add(RANGE_FRAMES_MAX + 2, 2 * RANGE_FRAMES_MAX + 2)
+    assert missed.asked()[1]
+    assert not missed.asked()[1]
+
+
 def test_what_a_liar_can_make_us_ask_for_is_bounded():
     """A number may be anything, and every second one may be missing."""
     missed = MissedFrames()

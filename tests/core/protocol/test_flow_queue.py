@@ -334,6 +334,7 @@ def test_a_request_for_no_endpoint_of_the_pool_is_refused_at_once():
     picker = Picker()
     refused = picker.enter("a", subset=("192.0.2.99:1",))
     assert refused.reason is RefusalReason.NO_ENDPOINTS
+    assert picker.queue.snapshot(0.0).totals.outcomes == {(State.REFUSED, 0): 1}
 
 
 def test_a_full_subset_blocks_no_other():

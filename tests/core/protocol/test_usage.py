@@ -115,3 +115,7 @@ def test_an_answer_that_is_too_long_is_not_kept():
     whole = json.dumps(OPENAI).encode()
     assert read(piece, piece, whole, event_stream=False) is None
     assert read(piece, whole, event_stream=False) == ALL
+    reader = UsageReader(event_stream=False)
+    for kept in (len(piece), 0, 0):
+        reader.feed(piece, end=False)
+        assert len(reader._kept) == kept

@@ -211,3 +211,25 @@ async def test_by_https_certificates_count_where_they_are_to(tmp_path):
             await until(lambda: pages.row_of(one).problems)
             assert "certificate" in pages.row_of(one).problems[0]
             assert pages.attributes_of(one, now()) == {}
+
+
+async def test_certificates_are_read_again_with_an_unchanged_configuration(tmp_path):
+    """What was told before stays, and pages by http go on."""
+    models = b'{"data": [{"id": "base"}]}'
+    files, others = written(tmp_path, "pod"), written(tmp_path, "other")
+    async with pod(answer(models), tls=serving_by(files)) as serving, pod(answer(GPU_PAGE)) as gpus:
+        one = endpoint(serving.port)
+        source = ModelsDataSource(
+            scheme=MetricsScheme.HTTPS, insecure_skip_verify=False, ca_cert_path=str(files[0])
+        )
+        settings = MetricsSettings(models=source, gpus=DcgmDataSource(port=gpus.port))
+        async with asking(settings, one) as pages:
+            await until(lambda: pages.row_of(one).models and pages.attributes_of(one, now()))
+            files[0].write_bytes(others[0].read_bytes())
+            pages.configure(prepare(settings))
+            assert pages.row_of(one).models == ("base",)
+            assert pages.attributes_of(one, now()) == {KEY: 0.75}
+            await until(lambda: pages.row_of(one).problems)
+            (problem,) = pages.row_of(one).problems
+            assert "certificate" in problem
+            assert pages.unread() == {"models": 1, "gpus": 0}

@@ -190,6 +190,24 @@ async def test_a_broker_that_is_away_leaves_us_alone_and_is_read_again_when_it_i
     assert PASSWORD not in str(lines)
 
 
+async def test_a_snapshot_that_cannot_be_made_or_written_is_counted(server):
+    """The connection is made again, and the next snapshot may succeed."""
+    async with Replica(server.url, known=[b"a"], every_s=0.05).running() as one:
+        outcomes, snapshot = one.broker.outcomes, one.exchange.snapshot
+        one.exchange.snapshot = lambda now: 1 / 0
+        await until(lambda: outcomes["failed"] >= 1, "a defect of the core")
+        assert outcomes["saved"] == 0
+        one.exchange.snapshot = snapshot
+        await until(lambda: outcomes["saved"], "a snapshot")
+        failed = outcomes["failed"]
+        async with Valkey.from_url(server.url) as client:
+            await client.config_set("maxmemory", "1")
+            await until(lambda: outcomes["failed"] > failed, "a broker that is full")
+            await client.config_set("maxmemory", "0")
+        saved = outcomes["saved"]
+        await until(lambda: outcomes["saved"] > saved, "another snapshot")
+
+
 async def test_a_broker_that_is_not_there_at_the_start_is_waited_for_no_longer(server):
     """Nor is one whose password is another."""
     (port,) = free_ports(1)

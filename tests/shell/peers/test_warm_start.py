@@ -44,7 +44,7 @@ async def test_a_replica_that_starts_gets_all_that_the_oldest_knows():
             assert new.exchange.snapshot_frames == [(part, 0.0) for part in PARTS]
             await until(lambda: not new.exchange.pending(), "the rest to be applied")
             await until(lambda: new.exchange.received == [b"live"], "what was told meanwhile")
-            assert old.server.outcomes == {"sent": 1, "cut": 0, "refused": 0}
+            assert old.server.outcomes == {"sent": 1, "cut": 0, "failed": 0, "refused": 0}
             assert young.server.outcomes["sent"] == 0
 
 
@@ -68,7 +68,7 @@ async def test_a_peer_that_falls_silent_is_given_up_for_another(monkeypatch):
             busy.server.wanted = wanted
             assert await start(new)
             assert new.exchange.snapshot_frames == [(b"known", 0.0)]
-            assert busy.server.outcomes == {"sent": 1, "cut": 0, "refused": 2}
+            assert busy.server.outcomes == {"sent": 1, "cut": 0, "failed": 0, "refused": 2}
 
 
 async def test_where_nobody_is_warm_nobody_is_waited_for():
@@ -118,12 +118,12 @@ async def test_an_asker_that_leaves_is_given_up(monkeypatch):
             assert await start(new)
 
 
-async def test_a_snapshot_that_cannot_be_made_is_cut():
+async def test_a_snapshot_that_cannot_be_made_has_failed():
     """A defect of the core; the server lives on."""
     async with pickers(2) as (asker, asked):
         await until(lambda: asker.mesh.up, "the peer")
         asked.exchange.snapshot = lambda now: 1 / 0
         assert not await start(asker, timeout_s=0.3)
-        assert asked.server.outcomes["cut"] == 1
+        assert asked.server.outcomes == {"sent": 0, "cut": 0, "failed": 1, "refused": 0}
         asked.exchange.snapshot = lambda now: iter([b"known"])
         assert await start(asker)

@@ -13,6 +13,7 @@ Source of the orders, of the rules and of their edge cases: llm-d/llm-d-router,
 import math
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from math import isnan
 from typing import Final, TypeAlias
 
 from msgspec import Struct, field
@@ -143,6 +144,8 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     """Number of prompt tokens of earlier requests whose KV blocks it still has to receive."""
     sending_tokens: float = 0.0
     """Number of prompt tokens of earlier requests whose KV blocks it still has to send."""
+    link_bytes_per_s: float = math.nan
+    """Measured speed of KV transfers to the endpoint; NaN if unknown."""
 
 
 class ByTime(Struct, frozen=True, kw_only=True):
@@ -174,7 +177,11 @@ class ByTime(Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
     """Size in bytes of the KV cache of one token."""
     link_bytes_per_s: float = LINK_BYTES_PER_S
-    """Speed in bytes per second at which KV blocks move between two endpoints; 0 if they cannot."""
+    """Speed in bytes per second at which KV blocks move between two endpoints; 0 if they cannot. It
+    is used until a speed was measured.
+    """
+    learn_link_speed: bool = True
+    """True if the measured speed of KV transfers replaces `link_bytes_per_s`."""
     overhead_s: Seconds = REMOTE_OVERHEAD_S
     """Time that a remote prefill takes in addition, for any prompt."""
     overhead_s_per_token: Seconds = REMOTE_OVERHEAD_S_PER_TOKEN
@@ -188,6 +195,14 @@ class ByTime(Struct, frozen=True, kw_only=True):
         if not self.link_bytes_per_s:
             return math.inf
         return self.kv_bytes_per_token / self.link_bytes_per_s
+
+    def transfer_to_s_per_token(self, work: PrefillWork) -> Seconds:
+        """Return the time in seconds in which the KV cache of one token moves to the endpoint of
+        `work`, by its measured speed if that is known and used.
+        """
+        if not self.learn_link_speed or isnan(work.link_bytes_per_s):
+            return self.transfer_s_per_token
+        return self.kv_bytes_per_token / work.link_bytes_per_s
 
     def prefill_s(self, work: PrefillWork, prompt_tokens: int) -> Seconds:
         """Return the time in seconds until the endpoint of `work` has computed the prompt, with the
@@ -208,8 +223,9 @@ class ByTime(Struct, frozen=True, kw_only=True):
         """
         computed_s = self.prefill_s(remote, prompt_tokens) + self.remote_overhead_s(prompt_tokens)
         queued_s = local.pending_tokens / local.tokens_per_s
-        ahead_s = max(local.receiving_tokens, remote.sending_tokens) * self.transfer_s_per_token
-        moved_s = local.uncached_tokens * self.transfer_s_per_token
+        transfer_s = self.transfer_to_s_per_token(local)
+        ahead_s = max(local.receiving_tokens, remote.sending_tokens) * transfer_s
+        moved_s = local.uncached_tokens * transfer_s
         delay_s = max(0.0, ahead_s - computed_s)
         return max(computed_s, queued_s, ahead_s) + moved_s + delay_s
 

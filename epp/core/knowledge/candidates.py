@@ -143,6 +143,8 @@ class Columns:
     """Number of prompt tokens whose KV blocks each endpoint still has to send, or to compute and send,
     for this picker's requests in flight.
     """
+    link_bytes_per_s: Floats
+    """Measured speed in bytes per second at which KV blocks move to each endpoint; NaN if unknown."""
     adapters_active: Ints
     adapters_resident: Ints
     adapters_idle: Ints
@@ -188,6 +190,9 @@ class Columns:
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.receiving_tokens = self.sending_tokens = np.empty(0)
+        self.link_bytes_per_s = np.empty(0)
+        self.pool_link_bytes_per_s = math.nan
+        """Median of the known values of `link_bytes_per_s`; NaN if there are none."""
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.
@@ -293,6 +298,7 @@ class Columns:
         self.inflight_context_tokens[slot] = 0
         self.unreported_requests[slot] = 0
         self.receiving_tokens[slot] = self.sending_tokens[slot] = 0.0
+        self.link_bytes_per_s[slot] = math.nan
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
         if self.peers is not None:
@@ -792,6 +798,19 @@ class Candidates:
             own += columns.peers.sending_tokens(self._slot, len(columns))
         return own
 
+    def link_bytes_per_s(self, configured: float) -> Floats | float:
+        """Return float64[n]: the measured speed in bytes per second at which KV blocks move to each
+        candidate. It is the median of the pool if a candidate's speed is unknown. Return
+        `configured` if no speed was measured.
+        """
+        columns = self._columns
+        common = columns.pool_link_bytes_per_s
+        if isnan(common):
+            return configured
+        speeds = columns.link_bytes_per_s[self._slot]
+        speeds[np.isnan(speeds)] = common
+        return speeds
+
     @property
     def own_prefill_tokens(self) -> Floats:
         """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
@@ -1000,9 +1019,10 @@ class Candidates:
         """Return what determines the time of a prefill at the candidate at `position`.
 
         These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
-        prefill speed in tokens per second, its running requests, and the tokens whose KV blocks it
-        still has to receive and to send. If it does not report its running requests, or not lately,
-        all its requests in flight run.
+        prefill speed in tokens per second, its running requests, the tokens whose KV blocks it still
+        has to receive and to send, and the measured speed in bytes per second of KV transfers to it,
+        NaN if unknown. If it does not report its running requests, or not lately, all its requests
+        in flight run.
         """
         columns, slot = self._columns, self._slot.item(position)
         _, running, _, _, age_s, inflight, _, pending, speed, matched = self.numbers_of(position)
@@ -1015,7 +1035,10 @@ class Candidates:
             alone = self._slot[position : position + 1]
             receiving_tokens += columns.peers.receiving_tokens(alone, len(columns)).item(0)
             sending_tokens += columns.peers.sending_tokens(alone, len(columns)).item(0)
-        return uncached, pending, speed, running, receiving_tokens, sending_tokens
+        link = columns.link_bytes_per_s.item(slot)
+        if isnan(link):
+            link = columns.pool_link_bytes_per_s
+        return uncached, pending, speed, running, receiving_tokens, sending_tokens, link
 
     @property
     def prefill_measured_tokens_per_s(self) -> Floats:

@@ -24,6 +24,7 @@ from epp.core.decision.stages import (
     PREFILL_DELAY,
     REMOTE_OVERHEAD_S,
     REMOTE_OVERHEAD_S_PER_TOKEN,
+    UNMEASURED_FACTOR,
     ByTime,
 )
 from epp.core.duration import Duration, check_above_zero
@@ -131,6 +132,7 @@ __all__ = [
     "Step",
     "Strategy",
     "TellsCost",
+    "UNMEASURED_FACTOR",
     "attribute_key",
     "block_lists",
     "check_above_zero",

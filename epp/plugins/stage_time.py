@@ -20,6 +20,7 @@ from epp.plugins.contract import (
     REMOTE_OVERHEAD_S,
     REMOTE_OVERHEAD_S_PER_TOKEN,
     STEP_TOKENS,
+    UNMEASURED_FACTOR,
     Abilities,
     ByTime,
     Candidates,
@@ -70,6 +71,16 @@ class TransferTime(Parameters, frozen=True, dict=True):
         if self.learn_link_speed:
             link = candidates.link_bytes_per_s(self.link_bytes_per_second)
         return self.kv_bytes_per_token / link
+
+    def ahead_s(self, tokens: Floats, candidates: Candidates) -> Floats:
+        """Return float64[n]: the time in seconds in which the KV cache of `tokens` of earlier
+        requests moves to each candidate. Until a speed was measured, it is `UNMEASURED_FACTOR` times
+        as long.
+        """
+        ahead_s = tokens * self.transfer_to_s_per_token(candidates)
+        if self.learn_link_speed and candidates.link_unmeasured:
+            ahead_s *= UNMEASURED_FACTOR
+        return ahead_s
 
 
 class RemotePrefillTimes(TransferTime, frozen=True, dict=True):
@@ -142,7 +153,7 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
         computed_s = candidates.inflight_prefill_tokens / speed + prefill_s
         cost = computed_s + self.eviction_cost * prefill_s
         if self.link_bytes_per_second:
-            ahead_s = candidates.sending_tokens * self.transfer_to_s_per_token(candidates)
+            ahead_s = self.ahead_s(candidates.sending_tokens, candidates)
             cost += 2.0 * np.maximum(ahead_s - computed_s, 0.0)
         return scores_of_cost(cost)
 
@@ -274,8 +285,8 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         """
         transfer_s = self.transfer_to_s_per_token(candidates)
         computed_s = self._prefill_s(request, peer)
-        ahead_s = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
-        ahead_s *= transfer_s
+        tokens = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
+        ahead_s = self.ahead_s(tokens, candidates)
         waited_s = np.maximum(np.maximum(computed_s, ahead_s), queue_s)
         moved_s: Floats = candidates.uncached_tokens * transfer_s
         return waited_s, moved_s, np.maximum(ahead_s - computed_s, 0.0)

@@ -13,7 +13,6 @@ Source of the orders, of the rules and of their edge cases: llm-d/llm-d-router,
 import math
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from math import isnan
 from typing import Final, TypeAlias
 
 from msgspec import Struct, field
@@ -49,6 +48,11 @@ model of the default prefill speed.
 LINK_BYTES_PER_S: Final = 20e9
 """Assumed speed of KV transfers: RoCE with 200 Gbit/s, in the latency profiles of
 llm-d/llm-d-inference-sim.
+"""
+UNMEASURED_FACTOR: Final = 100.0
+"""Factor by which KV transfers are assumed to be slower than configured until the first one has shown
+its speed, for those that a request would wait for. Pairs of endpoints thus have one transfer at a
+time until then: a wrong configured speed would else send all prompts over a slow network.
 """
 REMOTE_OVERHEAD_S: Final[Seconds] = 0.012
 """Assumed additional time of a remote prefill: two messages between sidecar and prefill endpoint,
@@ -145,7 +149,9 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     sending_tokens: float = 0.0
     """Number of prompt tokens of earlier requests whose KV blocks it still has to send."""
     link_bytes_per_s: float = math.nan
-    """Measured speed of KV transfers to the endpoint; NaN if unknown."""
+    """Measured speed of KV transfers to the endpoint; 0 if the next transfer will show it, NaN if none
+    will.
+    """
 
 
 class ByTime(Struct, frozen=True, kw_only=True):
@@ -200,7 +206,7 @@ class ByTime(Struct, frozen=True, kw_only=True):
         """Return the time in seconds in which the KV cache of one token moves to the endpoint of
         `work`, by its measured speed if that is known and used.
         """
-        if not self.learn_link_speed or isnan(work.link_bytes_per_s):
+        if not (self.learn_link_speed and work.link_bytes_per_s > 0.0):
             return self.transfer_s_per_token
         return self.kv_bytes_per_token / work.link_bytes_per_s
 
@@ -225,6 +231,8 @@ class ByTime(Struct, frozen=True, kw_only=True):
         queued_s = local.pending_tokens / local.tokens_per_s
         transfer_s = self.transfer_to_s_per_token(local)
         ahead_s = max(local.receiving_tokens, remote.sending_tokens) * transfer_s
+        if self.learn_link_speed and not local.link_bytes_per_s:
+            ahead_s *= UNMEASURED_FACTOR
         moved_s = local.uncached_tokens * transfer_s
         delay_s = max(0.0, ahead_s - computed_s)
         return max(computed_s, queued_s, ahead_s) + moved_s + delay_s

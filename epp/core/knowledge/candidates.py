@@ -192,7 +192,9 @@ class Columns:
         self.receiving_tokens = self.sending_tokens = np.empty(0)
         self.link_bytes_per_s = np.empty(0)
         self.pool_link_bytes_per_s = math.nan
-        """Median of the known values of `link_bytes_per_s`; NaN if there are none."""
+        """Median of the known values of `link_bytes_per_s`. If there are none, it is 0 if the next
+        transfer will show its speed, else NaN.
+        """
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.
@@ -805,11 +807,18 @@ class Candidates:
         """
         columns = self._columns
         common = columns.pool_link_bytes_per_s
-        if isnan(common):
+        if not common > 0.0:
             return configured
         speeds = columns.link_bytes_per_s[self._slot]
         speeds[np.isnan(speeds)] = common
         return speeds
+
+    @property
+    def link_unmeasured(self) -> bool:
+        """Return True if no speed of KV transfers was measured yet and the next transfer will show
+        one.
+        """
+        return self._columns.pool_link_bytes_per_s == 0.0
 
     @property
     def own_prefill_tokens(self) -> Floats:
@@ -1020,8 +1029,8 @@ class Candidates:
 
         These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
         prefill speed in tokens per second, its running requests, the tokens whose KV blocks it still
-        has to receive and to send, and the measured speed in bytes per second of KV transfers to it,
-        NaN if unknown. If it does not report its running requests, or not lately, all its requests
+        has to receive and to send, and the measured speed in bytes per second of KV transfers to it.
+        This speed is 0 if the next transfer will show it, and NaN if none will. If it does not report its running requests, or not lately, all its requests
         in flight run.
         """
         columns, slot = self._columns, self._slot.item(position)

@@ -135,7 +135,8 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
     abilities: ClassVar[Abilities] = Abilities(
         reads=(
             *("matched_blocks", "uncached_tokens", "inflight_prefill_tokens"),
-            *("prefill_tokens_per_s", "prompt_tokens", "sending_tokens", "link_bytes_per_s"),
+            *("prefill_tokens_per_s", "prompt_tokens", "sending_tokens"),
+            *("link_bytes_per_s", "link_unmeasured"),
         ),
     )
 
@@ -178,7 +179,7 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         reads=(
             *(AddedTime.abilities.reads or ()),
             *("uncached_tokens", "peer_candidates", "receiving_tokens", "sending_tokens"),
-            "link_bytes_per_s",
+            *("link_bytes_per_s", "link_unmeasured"),
         ),
         reads_index=True,
         goes_by_sessions=True,

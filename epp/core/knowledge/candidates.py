@@ -145,6 +145,10 @@ class Columns:
     """
     link_bytes_per_s: Floats
     """Measured speed in bytes per second at which KV blocks move to each endpoint; NaN if unknown."""
+    pool_link_bytes_per_s: float = math.nan
+    """Median of the known values of `link_bytes_per_s`. If there are none, it is 0 if the next
+    transfer will show its speed, else NaN.
+    """
     adapters_active: Ints
     adapters_resident: Ints
     adapters_idle: Ints
@@ -189,12 +193,7 @@ class Columns:
         """True for each endpoint that outlier ejection excludes now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
-        self.receiving_tokens = self.sending_tokens = np.empty(0)
-        self.link_bytes_per_s = np.empty(0)
-        self.pool_link_bytes_per_s = math.nan
-        """Median of the known values of `link_bytes_per_s`. If there are none, it is 0 if the next
-        transfer will show its speed, else NaN.
-        """
+        self.receiving_tokens = self.sending_tokens = self.link_bytes_per_s = np.empty(0)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.

@@ -114,6 +114,12 @@ class LinkSpeeds:
         self.ignored = 0
         """Number of increases that were ignored because they have no plausible speed."""
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Return the speed of the pool in bytes per second, or None if it is unknown."""
+        common = self._columns.pool_link_bytes_per_s
+        return common if common > 0.0 else None
+
     def scraped(self, slot: int, transfers: KvTransfers, now: Seconds) -> None:
         """Read the sums on a good metrics page of the endpoint in `slot`."""
         link = self._links.get(slot)

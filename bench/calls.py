@@ -55,7 +55,8 @@ def calls_of_chat(size: str, *, telemetry: bool, queue: bool = False, idle: bool
     """Return the mean number of function calls of a chat of one of `SIZES`.
 
     With `telemetry`, metrics, the sampled log line and the record of recent decisions are included.
-    With `queue`, flow control is on, and every request has room. With `idle`, so has every endpoint.
+    With `queue`, flow control is on, and every request has room. With `idle`, the engines report no
+    requests, so that every endpoint has room.
     """
     # Played once before, the same chats find the caches of the codec alike in every process.
     _played(size, telemetry=telemetry, queue=queue, idle=idle)

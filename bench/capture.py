@@ -1,8 +1,8 @@
 """Cost of a capture (`--capture`) and of a shadow profile per decision: `python -m bench.capture`.
 
-A request is measured from parsing to its end: chains, decision, returned lease. The difference of a
-row from the first one is the cost on the event loop. The cost on the thread that writes the capture
-is shown separately.
+A request is measured from its prompt to its end: chains, decision, returned lease. Each further row
+shows the difference from the first one, which is the cost on the event loop. The cost on the thread
+that writes the capture is shown separately.
 """
 
 import itertools
@@ -32,8 +32,8 @@ BATCHES = 30
 
 
 def requests(prompt_bytes: int, conversations: int) -> Iterator[tuple[bytes, ...]]:
-    """Yield prompts of `prompt_bytes` bytes for ever; their first three quarters are shared, the
-    rest is their own.
+    """Yield `conversations` prompts of `prompt_bytes` bytes again and again. Ten of them on average
+    share their first three quarters; the last quarter of each differs.
     """
     random = Random("bench:capture")
     heads = [random.randbytes(prompt_bytes * 3 // 4) for _ in range(conversations // 10)]

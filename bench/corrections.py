@@ -141,7 +141,8 @@ def _ids(random: Random, least: int, most: int) -> list[int]:
 def predict(
     served: Sequence[Served], blocks_total: int, *, corrected: bool, told: bool, text: bool
 ) -> Predicted:
-    """Return the picker's predictions of cached tokens for the requests `served`, added up.
+    """Return the picker's predictions of cached tokens for the requests `served`, added up from
+    request `JUDGED_FROM` on.
 
     `corrected`: the index is corrected by the engine. `told`: the engine reports its cache size.
     `text`: prompts are bytes, one per token.

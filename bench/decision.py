@@ -106,8 +106,8 @@ class Pool:
         self.scrape()
 
     def scrape(self) -> None:
-        """Apply the result of a successful scrape, with random load, for every endpoint of the
-        pool.
+        """Advance the time by 0.2 s and apply a successful scrape of every endpoint of the pool,
+        with random load, or without load if the pool is idle.
         """
         self.now += 0.2
         for slot, _ in self.scheduler.pool.endpoints():
@@ -178,7 +178,8 @@ class Silent:
 
 def telemetry_observer(pool: Pool) -> Observation:
     """Return the observer of decisions of `epp serve`, including its sampled log lines, whose
-    output is discarded.
+    output is discarded. Let the scheduler of `pool` keep the costs of decisions, as the picker
+    does.
     """
     logger = structlog.wrap_logger(
         structlog.PrintLogger(StringIO()),
@@ -221,8 +222,8 @@ class Decisions:
         return session
 
     def opened(self) -> Iterator[tuple[Session, list[Event]]]:
-        """Yield (ext_proc session, events of its request body) for each chat of a batch. The
-        session has already received the request headers.
+        """Scrape the pool, then yield (ext_proc session, events of its request body) for each chat
+        of a batch. The session has already received the request headers.
         """
         self._pool.scrape()
         for _ in range(self._batch):
@@ -231,7 +232,7 @@ class Decisions:
             yield session, [self._decode(message) for message in body_messages(self._chats.body())]
 
     def messages(self) -> Iterator[list[bytes]]:
-        """Yield all messages of the request phase for each chat of a batch."""
+        """Scrape the pool, then yield all messages of the request phase for each chat of a batch."""
         self._pool.scrape()
         for _ in range(self._batch):
             yield [headers_message(), *body_messages(self._chats.body())]
@@ -267,8 +268,8 @@ CHATS = {
 
 
 def chat_rows() -> list[tuple[str, str]]:
-    """Return rows (what, how much) for a chat over 100 endpoints, from the bytes of its body to the
-    serialised answers.
+    """Return rows (what, how much) for a chat over 100 endpoints: the time from the bytes of its
+    body, and from all messages of the request phase, to the serialised answers.
     """
     rows = []
     for size, (size_bytes, messages, batch) in CHATS.items():

@@ -126,9 +126,11 @@ def full_rows() -> list[tuple[str, str]]:
 
 
 def chat(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list[bytes]]:
-    """Return a prefix index and the prompts of the conversations that are recorded in it.
+    """Return a prefix index and the prompts of the conversations whose beginnings are recorded in
+    it.
 
-    A system prompt of a quarter of the blocks is at all endpoints, and each conversation is at two.
+    A system prompt of a quarter of the blocks is at all endpoints, all but an eighth of each
+    conversation at one, and half of it at another one.
     """
     index = PrefixIndex(PrefixIndexSettings())
     system = random.randbytes(8 * (blocks // 4))
@@ -142,8 +144,8 @@ def chat(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list
 
 
 def spread(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list[bytes]]:
-    """Return an index and its only prompt, the worst case: every endpoint has cached another number
-    of the prompt's blocks.
+    """Return an index and its only prompt, the worst case: every endpoint has cached a random
+    number of the first blocks of the prompt.
     """
     index = PrefixIndex(PrefixIndexSettings())
     chain = random.randbytes(8 * blocks)

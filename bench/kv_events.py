@@ -1,9 +1,10 @@
 """Share of the event loop that receiving KV-cache events takes: `python -m bench kv_events`.
 
 Each step of an engine sends one message, as vLLM writes it: a run of stored blocks and as many
-removed ones. It is measured from the subscription's socket to the index. A hundred engines
-alternate, so that the data of each is not in the processor's cache. A share of a core is the CPU
-time of one change (a stored or removed block) times the changes per second.
+removed ones. The measurement begins with the message in the subscription and ends with the index;
+sockets are not included. A hundred engines alternate, so that the data of each is not in the
+processor's cache. A share of a core is the CPU time of one change (a stored or removed block) times
+the changes per second.
 """
 
 import itertools
@@ -51,7 +52,9 @@ plugins:
 
 
 class Engine:
-    """An engine that continues one conversation for ever, and removes the oldest blocks."""
+    """An engine that continues one conversation for ever, and removes the oldest blocks once its
+    cache is full.
+    """
 
     def __init__(self, random: Random, block_tokens: int, blocks: int) -> None:
         self._random = random

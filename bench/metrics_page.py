@@ -28,7 +28,8 @@ _PAGES = 5
 
 
 def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]:
-    """Return the metrics registry of a picker after requests for each of `models` models.
+    """Return the metrics registry and the telemetry of a picker after requests for each of `models`
+    models.
 
     Every endpoint has answered, and all responses were parsed.
     """

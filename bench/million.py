@@ -24,7 +24,7 @@ from sim.traces.reading import ReadOptions
 
 REQUESTS = 1_000_000
 BEGINNING = 100_000
-"""Number of requests in the replayed beginning of the trace: as many as are replayed without
+"""Number of requests in the replayed beginning of the trace: as few as `sim replay` replays without
 decisions by default.
 """
 RATE = 50

@@ -120,12 +120,14 @@ class Pods:
         return self._children[port].pid
 
     def send_signal(self, port: int, number: signal.Signals) -> None:
-        """Send the signal `number` to the pod at `port`."""
+        """Send the signal `number` to the process group of the pod at `port`; do nothing if it has
+        ended.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._children[port].pid, number)
 
     async def kill(self, port: int) -> None:
-        """Kill the pod at `port` with SIGKILL."""
+        """Kill the pod at `port` with SIGKILL, and wait until its process has ended."""
         self.send_signal(port, signal.SIGKILL)
         await self._running.pop(port).aclose()
 

@@ -21,7 +21,8 @@ flowControl:
 
 
 def config_with_queue(room: int, fairness: str = "token-fairness-policy") -> str:
-    """Return docs/examples/queue.yaml with the default limits and a gate that closes when each pod
-    has `room` requests, instead of the learned one. `fairness` is the type of the fairness policy.
+    """Return a configuration like docs/examples/queue.yaml, with the default limits and a gate that
+    closes when each pod has `room` requests, instead of the learned one. `fairness` is the type of
+    the fairness policy.
     """
     return _TEXT.format(room=room, fairness=fairness)

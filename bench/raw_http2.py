@@ -2,9 +2,9 @@
 than a gRPC client.
 
 A `RawConnection` opens thousands of streams, each with the messages of an ext_proc request, or
-resets them as soon as they are open (rapid reset). It honours flow control, and records how each
-stream ended. Header blocks are literals without indexing and all the same, so the client takes a
-few microseconds per stream.
+resets them as soon as they are open (rapid reset). It honours the connection's flow-control window,
+and records how each stream ended. Header blocks are literals without indexing and all the same, so
+the client takes a few microseconds per stream.
 """
 
 import asyncio
@@ -182,8 +182,8 @@ class RawConnection:
         self._writer.write(b"".join(parts))
 
     def answer_pings(self) -> None:
-        """Acknowledge the PING frames received so far. A server learns from an acknowledgement how
-        much the client had read by then.
+        """Acknowledge the PING frames that were received and not yet acknowledged. A server learns
+        from an acknowledgement how much the client had read by then.
         """
         self._writer.write(b"".join(frame(PING, ACK, 0, payload) for payload in self._pings))
         self._pings.clear()
@@ -205,8 +205,8 @@ class RawConnection:
                 await self._changed.wait()
 
     def lost(self, streams: Sequence[int]) -> int:
-        """Return how many of `streams` have no complete answer: they were reset, cut off, or have
-        not ended.
+        """Return how many of `streams` have received no data, or have not ended. A stream that was
+        reset after its first data does not count.
         """
         return sum(not (stream in self.answered and stream in self.ended) for stream in streams)
 

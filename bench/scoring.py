@@ -44,7 +44,7 @@ DEFAULT_WEIGHTS = {
 
 def pool(*, adapters: bool) -> Candidates:
     """Return busy candidates, all scraped just before, some of which have cached some of the
-    prompt.
+    prompt. With `adapters`, engines report LoRA adapters.
     """
     random = np.random.default_rng(1)
     columns = Columns()
@@ -87,8 +87,8 @@ def pool(*, adapters: bool) -> Candidates:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) with the microseconds per call of each plugin, alone and with
-    warm caches.
+    """Return rows (what, how much) with the microseconds per call of each plugin and of a whole
+    profile, alone and with warm caches.
 
     Within a decision, a call takes twice as long.
     """

@@ -81,7 +81,7 @@ def live_pages(model: str) -> list[bytes]:
 
 def _cpu_share(port: int, endpoints: int, *, adaptive: bool = False) -> str:
     """Return a phrase with the share of a processor that scraping `endpoints` endpoints takes on
-    the event loop of `epp serve`.
+    the event loop of `epp serve`. With `adaptive`, idle endpoints are scraped less often.
     """
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_scrape(port, endpoints, adaptive=adaptive))
@@ -128,8 +128,8 @@ def _read_us(pages: Sequence[bytes]) -> float:
 
 
 def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Return rows (what, how much) for reading a page, and for scraping each of `pools`: number of
-    endpoints, and milliseconds between scrapes.
+    """Return rows (what, how much) for reading a page, for scraping each of `pools` (number of
+    endpoints, milliseconds between scrapes), and for scraping 100 idle endpoints.
     """
     pages = live_pages(model)
     size = f"pages of {len(pages[0]) / 1000:.0f} KB"

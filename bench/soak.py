@@ -111,7 +111,10 @@ class Soak:
             self.changes[name] += 1
 
     async def kill(self) -> None:
-        """Kill a random pod and start it again three seconds later."""
+        """Kill a random pod and start it again three seconds later.
+
+        Raise `NoEffectError` if the port still accepts connections after the kill.
+        """
         port = self._random.choice(self.place.pods.ports)
         await self.place.pods.kill(port)
         await ClosedPort("killed pod", port).during()
@@ -119,7 +122,9 @@ class Soak:
         await self.place.pods.start(port)
 
     async def turn(self, session: ClientSession) -> None:
-        """Make the metrics page of a random pod invalid for five seconds."""
+        """Replace the metrics page of a random pod for five seconds by one that no real engine
+        serves. Stop early if another change has killed the pod.
+        """
         port = self._random.choice(self.place.pods.ports)
         for kind, wait_s in ((self._random.choice(list(PAGES)), 5.0), ("usual", 0.0)):
             try:
@@ -135,6 +140,9 @@ class Soak:
     async def reconfigure(self) -> None:
         """Replace the configuration by one with another weight, or, at a quarter of the calls, by
         an invalid document.
+
+        Do nothing if the same text is in force already. Raise `NoEffectError` if the picker does
+        not count the reload.
         """
         text = _config(self._random.randint(1, 5))
         good = self._random.random() < 0.75
@@ -157,6 +165,8 @@ class Soak:
     async def rearrange(self) -> None:
         """Remove one endpoint from the endpoints file for three seconds, or, at a quarter of the
         calls, make the file invalid.
+
+        Raise `NoEffectError` if the picker does not react.
         """
         file, ports = self.place.endpoints_file, self.place.pods.ports
         if self._random.random() < 0.25:

@@ -145,7 +145,9 @@ class Picker:
                 os.killpg(self._process.pid, number)
 
     async def end(self, number: signal.Signals) -> None:
-        """End the picker's process on purpose, with the signal `number`."""
+        """End the picker's process on purpose with the signal `number`, and wait until it has
+        ended.
+        """
         self._ours = self._ours or self.runs
         self.send_signal(number)
         if self._watch is not None:

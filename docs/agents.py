@@ -53,7 +53,7 @@ AGENTS: Final = AgentTree(
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One simulated run."""
+    """One simulated run of agent sessions: its configuration, its rate of tasks and its seed."""
 
     config: str
     rate_per_s: float
@@ -61,7 +61,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """The figures of one run, or the means of several."""
+    """The figures of the agent sessions of one run, or their means over several runs."""
 
     sessions: float
     session_s: Seconds
@@ -73,7 +73,7 @@ class Figures(Struct, frozen=True, kw_only=True):
 
 
 def simulated(run: Run) -> Figures:
-    """Return the figures of one run."""
+    """Simulate one run of agent sessions and return its figures."""
     load = OpenLoad(stages=(Stage(rate_per_s=run.rate_per_s, duration_s=DURATION_S),))
     settings = ClusterSettings(pods=(PodKind.of(find_profile(PROFILE)),) * PODS)
     ended: list[SimulatedRequest] = []
@@ -89,7 +89,9 @@ def simulated(run: Run) -> Figures:
 
 
 def figures_of(ended: Sequence[SimulatedRequest]) -> Figures:
-    """Return the figures of the requests of one run."""
+    """Return the figures of the requests of one run. All but `failed` are figures of the requests
+    with a complete answer.
+    """
     done = [request for request in ended if request.fate is Fate.COMPLETE]
     sessions: dict[str, list[SimulatedRequest]] = defaultdict(list)
     for request in done:
@@ -121,7 +123,9 @@ def _parsed(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
 
 
 def table(rates: Sequence[float], configs: Sequence[str], workers: int) -> str:
-    """Return the measured table in Markdown."""
+    """Simulate all runs of `rates` and `configs` in `workers` processes, and return the table of
+    their figures in Markdown.
+    """
     runs = [
         Run(config=config, rate_per_s=rate, seed=seed)
         for rate, config, seed in product(rates, configs, SEEDS)

@@ -40,8 +40,8 @@ MLX_STATED: Final = (1477, 2078, 1811, 4585)
 
 
 class HitRates(Struct, frozen=True):
-    """Hit rates of a cache: `exact` and `partial` are shares of the look-ups, `tokens` is a share
-    of the prompt tokens.
+    """Hit rates of a cache: `exact` and `partial` are the shares of the look-ups that found the
+    whole prompt or a part of it, `tokens` is the share of the prompt tokens that were found.
     """
 
     exact: float

@@ -55,7 +55,7 @@ RESULTS: Final = FOLDER / "disaggregation-figures.json"
 MODELS: Final = FOLDER / "examples" / "models"
 SEED: Final = 1
 LINK: Final = "roce200"
-"""Network of the first comparison. The guide ran with RoCE."""
+"""Network of the comparisons `guide` and `long`. The guide ran with RoCE."""
 
 PROMPT_TOKENS: Final = 5_000
 OUTPUT_TOKENS: Final = 250
@@ -69,9 +69,13 @@ BLOCK_TOKENS: Final = 128
 
 LONG_MODEL: Final = "qwen3-30b-a3b"
 LONG_KV_BYTES: Final = 28e9
-"""KV cache of one GPU in the study: two decode GPUs had about 56 GB."""
+"""Bytes of KV cache on one GPU in the comparison `long`; two decode GPUs of the study had about 56
+GB.
+"""
 LONG_TOKENS_MEAN: Final = 33_600
-"""Mean prompt of the study. Prompts are drawn from an exponential distribution."""
+"""Mean number of prompt tokens in the comparison `long`. The lengths are drawn from an exponential
+distribution.
+"""
 LONG_TOKENS_MAX: Final = 120_000
 LONG_OUTPUT_TOKENS: Final = 400
 LONG_REQUESTS: Final = 600
@@ -85,9 +89,11 @@ AGGREGATED: Final = "aggregated"
 SPLITS: Final = ("8P2D", "6P4D")
 RANDOM_PREFILL: Final = "8P2D, random prefill pod"
 GUIDE_PROFILES: Final = (PUBLISHED_PREFILL, KERNEL_TIMES, NO_HOST_TIME, ESTIMATED)
-"""Profiles of the first comparison, which `guide_profile` makes."""
+"""Names of the profiles in the comparison `guide`; `guide_profile` makes the profiles."""
 LINK_DURATION_S: Final[Seconds] = 30.0
-"""Length of the traffic of the second comparison: the first part of the guide's."""
+"""Duration in seconds of the traffic in the comparison `links`, which is the first part of the
+traffic of `guide`.
+"""
 
 
 class Published(Struct, frozen=True, kw_only=True):
@@ -132,13 +138,21 @@ class Row(Struct, frozen=True, kw_only=True):
     ttft_s: float
     ttft_p95_s: float
     prefill_s: float = 0.0
-    """From the arrival at the picker to the end of the prefill leg."""
+    """Mean time in seconds from the placement by the picker to the end of the prefill leg; 0 for
+    aggregated serving.
+    """
     reservation_s: float = 0.0
-    """From the arrival at the decode engine to the reservation of its blocks."""
+    """Mean time in seconds from the arrival at the decode engine to the reservation of its blocks;
+    0 for aggregated serving.
+    """
     transfer_s: float = 0.0
-    """From the reservation to the end of the transfer."""
+    """Mean time in seconds from the reservation of blocks at the decode engine to the end of the KV
+    transfer; 0 for aggregated serving.
+    """
     other_s: float = 0.0
-    """The rest of the time to first token: front ends, messages and the first decode step."""
+    """Mean time to first token in seconds without prefill, reservation and transfer: front ends,
+    messages and the first decode step; 0 for aggregated serving.
+    """
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -153,7 +167,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     name: str
     kinds: tuple[PodKind, ...]
     open_rule: Callable[[], PrefillRule] | None = None
-    """Function that creates the rule; None for aggregated serving."""
+    """Function that creates the rule by which prefill pods are chosen; None for aggregated serving.
+    """
 
 
 class RandomPrefill:
@@ -243,7 +258,7 @@ def long_kind() -> PodKind:
 
 
 def long_setups() -> list[Setup]:
-    """Return the setups of the study on 8 GPUs."""
+    """Return the setups of the comparison `long`, each on 8 GPUs."""
     kind = long_kind()
     return [
         Setup(name=AGGREGATED, kinds=(kind,) * 8),
@@ -354,7 +369,9 @@ def _parsed(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
 
 
 def _parts(done: Sequence[SimulatedRequest]) -> dict[str, float]:
-    """Return the mean parts of the time to first token; none for aggregated requests."""
+    """Return the mean parts of the time to first token of the requests `done`, by the name of their
+    field in `Row`; empty if there are none.
+    """
     if not done:
         return {}
     rows = []
@@ -383,7 +400,7 @@ def _mean(values: list[float]) -> float:
 
 
 def measure_guide() -> Iterator[Row]:
-    """Yield the figures of the first comparison. Only `published prefill` has random prefill
+    """Yield the figures of the comparison `guide`. Only `published prefill` has random prefill
     pods.
     """
     given = list(steady(GUIDE_RATE))
@@ -394,7 +411,7 @@ def measure_guide() -> Iterator[Row]:
 
 
 def measure_links() -> Iterator[Row]:
-    """Yield the figures of 8P2D by network."""
+    """Yield the figures of the comparison `links`: 8P2D on each network."""
     split = guide_setups(PUBLISHED_PREFILL)[1]
     given = [one for one in steady(GUIDE_RATE) if one.time_s < LINK_DURATION_S]
     for link in LINKS:
@@ -402,7 +419,7 @@ def measure_links() -> Iterator[Row]:
 
 
 def measure_long() -> Iterator[Row]:
-    """Yield the figures of long prompts."""
+    """Yield the figures of the comparison `long`: each setup at each rate."""
     for setup in long_setups():
         for rate_per_s in LONG_RATES:
             yield run("long", ESTIMATED, setup, LINK, rate_per_s, list(long(rate_per_s)))
@@ -522,7 +539,9 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> int:
-    """Measure the comparisons, and write docs/disaggregation-figures.json at the end."""
+    """Measure the comparisons, or only the one that `--only` names, and write
+    docs/disaggregation-figures.json at the end. Return 0.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m docs.disaggregation_figures",
         description=__doc__,

@@ -96,7 +96,7 @@ def _read() -> list[KernelTimes]:
 
 
 def _layer_table(times: KernelTimes, context_tokens: int) -> list[tuple[int, Seconds]]:
-    """Return (tokens of a step, seconds of all layers without attention)."""
+    """Return pairs (tokens of a step, seconds of all layers without attention)."""
     at = Roofline(
         shape=shape_of(MODEL),
         gpu=gpu_named(GPU),

@@ -254,7 +254,8 @@ def completed(gpu: str, partial: Mapping[str, Mapping[str, float]]) -> Efficienc
     """Return all efficiencies of a GPU.
 
     Missing ones are the geometric mean over the other GPUs, or the starting value if no GPU has
-    them.
+    them. An efficiency of all-reduces is taken only from GPUs that are connected alike.
+    `mixed_decode_factor` of GPUs with links is 1 if it was not measured there.
     """
     means = {}
     for field in Efficiency.__struct_fields__:
@@ -396,6 +397,8 @@ def _least_squares(
 ) -> dict[str, float]:
     """Return the values of `fields` with the least squares of `residuals`, by the method of
     Levenberg and Marquardt in logarithms.
+
+    Each value is from a tenth to ten times its value in `START`.
     """
     start = replace(START, **found)
 
@@ -434,10 +437,10 @@ def fit_memory(caches: Sequence[MeasuredCache]) -> MemoryModel:
     """Fit the memory model of engines to the reported KV caches of dense models; only the memory of
     the sampler is fitted.
 
-    The other constants are assumptions: `fixed_bytes` and `communication_bytes` are those of
-    inference-sim for a driver and for NCCL (0.15 and 0.6 GiB) plus half a GiB of kernels and
-    fragments; `expert_bytes` is that of inference-sim for activations of models with experts, 8 GiB
-    in steps of 8,192 tokens.
+    The other constants are assumptions. inference-sim has 0.15 GiB for a driver, and 0.6 GiB with
+    NCCL: `fixed_bytes` is the former plus half a GiB of kernels and fragments,
+    `communication_bytes` is the difference of both. `expert_bytes` is that of inference-sim for
+    activations of models with experts, 8 GiB in steps of 8,192 tokens.
     """
     model = MemoryModel(
         fixed_bytes=0.65 * 2**30, communication_bytes=0.45 * 2**30, sampler_bytes=0.0,
@@ -654,8 +657,8 @@ def caches_left_out() -> Iterable[LeftCache]:
 
 
 def judged_by(truth: Path) -> Iterable[Judgement]:
-    """Yield comparisons of simulated runs with recordings in the folder `truth`. Each run has an
-    estimated profile.
+    """Yield comparisons of simulated runs with recordings in the folder `truth`, as far as a
+    tolerance is known for them. Each run has an estimated profile.
     """
     for name, (model, settings) in RECORDED.items():
         profile = estimated_profile(_shape(model), settings)

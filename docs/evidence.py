@@ -224,8 +224,11 @@ def _now(root: Path, entry: Entry) -> Measurement:
 
 
 def _measure_entry(root: Path, entry: Entry) -> None:
-    """Run the command of an entry, and record the measured tree. Raise `EvidenceError` if the
-    command fails.
+    """Run the command of an entry, and record the measured tree in the inventory. If a person
+    copies the figures to the page, the measurement is stored until `record`.
+
+    Raise `EvidenceError` if the command fails, if a source is not committed, or if a source changes
+    meanwhile.
     """
     before, log = _now(root, entry), _log(root, entry)
     folder = log.with_suffix("")

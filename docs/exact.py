@@ -391,7 +391,9 @@ def _more(reference: Sequence[Figures], other: Sequence[Figures]) -> str:
 
 
 def hits_more(reference: Sequence[Figures], other: Sequence[Figures]) -> Estimate:
-    """Return the difference of the mean hit rates. Both arms have the same traffic, seed by seed."""
+    """Return the mean hit rate of `other` minus that of `reference`. Both arms have the same
+    traffic, seed by seed.
+    """
     differences = [
         (after.hit_rate or 0.0) - (before.hit_rate or 0.0)
         for before, after in zip(reference, other, strict=True)

@@ -57,18 +57,20 @@ CONFIDENCE: Final = 0.95
 DURATION_S: Final[Seconds] = 60.0
 """Time in seconds during which requests arrive."""
 WARM_UP_S: Final[Seconds] = 10.0
-"""Time in seconds after which requests count."""
+"""Time in seconds from the start of the run after which arriving requests count in the figures."""
 BURST_S: Final = (20.0, 25.0)
 """Time in seconds, from the start of the run, at which the burst begins and ends."""
 SAMPLE_S: Final[Seconds] = 0.05
 """Interval in seconds at which the queues of the engines are counted."""
 TTFT_TARGET_S: Final[Seconds] = 2.0
 TPOT_TARGET_S: Final[Seconds] = 0.1
-"""Targets of goodput, which counts requests that meet both."""
+"""Targets of the TTFT and of the time per output token in seconds; goodput counts requests that
+meet both.
+"""
 PICKERS: Final = (1, 2, 4)
 PEER_DELAY_S: Final[Seconds] = 0.001
 BIN_S: Final[Seconds] = 2.0
-"""Width of the intervals in which the picture shows the TTFT of requests by arrival."""
+"""Width in seconds of the intervals of arrivals for which the picture shows the TTFT."""
 
 ALONE: Final = "alone"
 OFF: Final = "off"
@@ -82,10 +84,10 @@ _QUEUE: Final = (
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """Traffic, and the requests that the queue protects."""
+    """A kind of traffic, and the requests in it that the queue protects."""
 
     workload: str
-    """Name of the standard workload."""
+    """Name of the standard workload whose requests are sent."""
     protected: Callable[[Arrival], bool]
     protects: str
     """Name of the protected requests in tables."""
@@ -117,7 +119,9 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One simulation to make."""
+    """One simulation of the queue in overload: its traffic, its arm, its number of pickers and its
+    seed.
+    """
 
     scenario: str
     arm: str
@@ -127,27 +131,38 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """The figures of one run; times are in seconds. Requests of the warm-up do not count."""
+    """The figures of one run; times are in seconds.
+
+    Requests that arrive during the warm-up count only in `served_per_s`, `refused` and `failed`.
+    """
 
     run: Run
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
-    """Percentiles of the TTFT of the protected requests."""
+    """99th percentile of the TTFT of the protected requests; the two fields above are its median
+    and its 90th percentile.
+    """
     others_ttft_p90_s: float | None
     goodput_per_s: float
-    """Requests per second of arrivals that met both targets, of all kinds."""
+    """Number of requests per second, of all kinds, that arrived after the warm-up and met both
+    targets.
+    """
     served_per_s: float
-    """Requests that ended per second while requests arrived."""
+    """Number of requests per second, refused ones included, that ended from `WARM_UP_S` to
+    `DURATION_S`.
+    """
     queue_p99: float
     """99th percentile of the number of requests that waited in an engine, over pods and time."""
     queue_max: float
     refused: int
     """Number of requests of the run that were refused with 429."""
     failed: int
-    """Requests that ended with a status of 500 or more."""
+    """Number of requests of the run that ended with a status of 500 or more."""
     drained_s: float | None
-    """Time from the end of the burst to the first token of its last request; None without burst."""
+    """Time in seconds from the end of the burst to the last first token of a request that arrived
+    in the burst; None in other scenarios.
+    """
     series: list[list[float]] = []
     """Arrival time in seconds and 90th percentile of the TTFT of protected requests, by intervals;
     only of the first seed with one picker.
@@ -192,7 +207,7 @@ class _Queues:
 
 
 def simulated(run: Run) -> Row:
-    """Return the figures of one run."""
+    """Simulate one run of the queue in overload and return its figures."""
     scenario = SCENARIOS[run.scenario]
     settings = ClusterSettings(
         pods=(PodKind.of(find_profile(PROFILE)),) * PODS,
@@ -218,7 +233,9 @@ def _parsed(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
 
 
 def row_of(run: Run, ended: Sequence[SimulatedRequest], queues: Sequence[float]) -> Row:
-    """Return the figures of the requests that ended."""
+    """Return the figures of one run from its requests that ended, and from the numbers of requests
+    that waited in the engines.
+    """
     scenario = SCENARIOS[run.scenario]
     counted = [one for one in ended if one.arrived_at >= WARM_UP_S]
     done = [one for one in counted if one.fate is Fate.COMPLETE]
@@ -316,7 +333,9 @@ def read() -> list[Row]:
 def by_seed(
     rows: Sequence[Row], scenario: str, arm: str, figure: str, pickers: int = 1
 ) -> list[float]:
-    """Return one figure of all seeds, in their order."""
+    """Return the value of `figure` in the run of each seed, in the order of the seeds, for one arm
+    and number of pickers.
+    """
     found = {
         row.run.seed: getattr(row, figure)
         for row in rows
@@ -359,7 +378,9 @@ _COLUMNS: Final[Mapping[str, Callable[[float], str]]] = {
 
 
 def table(rows: Sequence[Row], scenario: str) -> str:
-    """Return the means of all runs of one kind of traffic."""
+    """Return the Markdown table of one kind of traffic, with the means over the seeds for each arm
+    and number of pickers.
+    """
     known = SCENARIOS[scenario]
     shown = ["ttft_p50_s", "ttft_p90_s", "ttft_p99_s"]
     head = ["queue, pickers", *(f"{known.protects}: TTFT p{rank}" for rank in (50, 90, 99))]
@@ -398,7 +419,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Return all targets with what was measured."""
+    """Return all targets of the queue in overload with what was measured."""
     one = (ON, 1)
     found = [
         _at_most(
@@ -553,7 +574,9 @@ def finished(file: Path) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure everything and write docs/flow-figures.json. Return the exit code."""
+    """Simulate all runs that the file of `--resume` lacks, and write docs/flow-figures.json. Return
+    the exit code.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m docs.flow_figures", description="measure what the queue does in overload"
     )

@@ -29,11 +29,11 @@ from sim.reports.report import markdown_table
 FOLDER: Final = Path(__file__).parent
 RESULTS: Final = FOLDER / "frontier.json"
 VARIANTS: Final = {256: (0, 1, 2, 3, 5), 128: (3,)}
-"""`decodeTokens` -> values of `firstTokenWeight`."""
+"""Compared values of `firstTokenWeight`, by value of `decodeTokens`."""
 CHOSEN: Final = "w3-d256"
 BEFORE: Final = "w0-d256"
 RIVALS: Final = ("smetric", "lmetric")
-"""The best of the others in TTFT and in E2E on the leaderboard."""
+"""Strategies of other projects that are the best in TTFT and in E2E on the leaderboard."""
 FIRST_SEED: Final = 101
 SEEDS: Final = 3
 _PLAIN: Final = sorted(name for name, case in CASES.items() if not case.max_loras)
@@ -65,7 +65,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
     strategy: str
     times: dict[str, float]
-    """Name of a figure -> ratio to the best strategy."""
+    """Mean ratio to the best strategy, by name of the figure."""
     goodput: float | None
     worst: str
     worst_times: float
@@ -100,7 +100,7 @@ def _name(weight: int, answers: int) -> str:
 
 
 def read() -> Comparisons:
-    """Return the comparisons that were measured last."""
+    """Return the content of docs/frontier.json from the last measurement."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Comparisons)
 
 
@@ -220,7 +220,9 @@ class _Axis(Struct, frozen=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the boards that are missing, store the figures, and return the exit code."""
+    """Run the missing cells of all boards, store the figures in docs/frontier.json, and return the
+    exit code.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.frontier", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the boards")
     folder: Path = parser.parse_args(arguments).folder

@@ -81,7 +81,9 @@ class Sized(Struct, frozen=True, kw_only=True):
 
 
 class Fresh(Struct, frozen=True, kw_only=True):
-    """How many new draws of one generator's traffic met the SLO with the answered number of pods."""
+    """The number `met` of new draws of one generator's traffic that met the SLO with the answered
+    number of pods.
+    """
 
     case: Case
     pods: int
@@ -89,7 +91,9 @@ class Fresh(Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sizings and write both tables. Return 0, or the exit code of a sizing that failed."""
+    """Run the sizings and write both tables into docs/capacity.md. Return 0, or the exit code of a
+    sizing that failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.how_many_pods", description=__doc__)
     parser.add_argument("traces", type=Path, metavar="TRACES", help="folder of the recordings")
     parser.add_argument(

@@ -41,7 +41,7 @@ _MISSING: Final = "missing"
 
 
 class EvidenceError(Exception):
-    """An error in the inventory; its text is one sentence for the user."""
+    """The error of the inventory, or of a measurement by it; its text is one sentence for the user."""
 
 
 class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

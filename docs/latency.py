@@ -42,7 +42,7 @@ KINDS: Final = ("TTFT", "TPOT")
 
 
 class Errors(Struct):
-    """Relative errors of one kind of prediction in one run."""
+    """Relative errors of the predictions of one latency, TTFT or TPOT, in one run."""
 
     estimate: list[float]
     learned: list[float]
@@ -51,7 +51,9 @@ class Errors(Struct):
     placed: int = 0
 
     def medians(self) -> tuple[float, float, float, float]:
-        """Return the three medians, and the share of requests with a usable prediction."""
+        """Return the medians of `estimate`, `learned` and `used` (NaN if there are no errors), and
+        the share of requests with a usable prediction.
+        """
         shown = (
             median(one) if one else math.nan for one in (self.estimate, self.learned, self.used)
         )
@@ -60,7 +62,9 @@ class Errors(Struct):
 
 
 def errors_in(case_name: str, seed: int, requests: int) -> dict[str, Errors]:
-    """Return the errors of one run, by kind."""
+    """Return the errors of the predictions for the completed requests of one run, by kind. TPOT is
+    compared for answers of at least two tokens.
+    """
     case = CASES[case_name]
     found = {kind: Errors([], [], []) for kind in KINDS}
     cluster = replace(case.cluster(), response_chunks=True)
@@ -116,7 +120,9 @@ def _add(errors: Errors, estimate_s: float, learned_s: float, used_s: float, see
 
 
 def table(cases: Sequence[str], seeds: range, requests: int) -> str:
-    """Return the table as Markdown."""
+    """Run each case with each seed, and return the table of the errors of predicted latencies in
+    Markdown.
+    """
     rows = []
     for case in cases:
         runs = [errors_in(case, seed, requests) for seed in seeds]

@@ -100,7 +100,7 @@ def body(part: Part) -> str:
 
 
 class NoBoardError(ValueError):
-    """A folder does not contain a complete leaderboard; the text of the error is one sentence."""
+    """The error of a folder that does not contain a complete leaderboard; its text is one sentence."""
 
 
 def board_in(folder: Path) -> Board:
@@ -120,7 +120,9 @@ def board_in(folder: Path) -> Board:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Store the tables of one leaderboard or both, and return the exit code."""
+    """Store the tables of one leaderboard or both in docs/leaderboard.json, and return the exit
+    code.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.leaderboard", description=__doc__)
     keeps = "(default: the stored one)"
     parser.add_argument(

@@ -43,8 +43,11 @@ DEMO: Final = "demo"
 CHAT: Final = "interactive-chat"
 REQUESTS_MAX: Final = 200_000
 STRETCH: Final = 1.5
-"""Factor of the times between conversations: 4 begin in a second. The 6 of the leaderboard's case overload
-four pods after some minutes; the case has 400 requests, which end before.
+"""Factor by which the times between conversations are longer than in the leaderboard's case, so
+that 4 conversations begin per second instead of 6.
+
+Six per second overload four pods after some minutes. The case does not last that long, because it
+has only 400 requests.
 """
 CHUNK_TOKENS: Final = 50
 """Tokens in each chunk of an answer to the chat, so that chunks do not fill the machine."""
@@ -52,7 +55,9 @@ BEFORE: Final = 0.0
 
 
 class LiveRun(Struct, frozen=True, kw_only=True):
-    """The figures of one run, as its client measured them."""
+    """The figures of one run of a workload with one value of `firstTokenWeight`, as its client
+    measured them.
+    """
 
     workload: str
     weight: float
@@ -69,7 +74,7 @@ Latencies = list[tuple[Seconds, Seconds, str]]
 
 
 def read() -> list[LiveRun]:
-    """Return the runs that were measured last."""
+    """Return the content of docs/live.json: the runs of the last measurement."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=list[LiveRun])
 
 
@@ -100,7 +105,7 @@ def table() -> str:
 
 
 async def run_demo(seed: int, gateway: str) -> Latencies:
-    """Send the demo's conversations."""
+    """Send the demo's conversations, and return the times and the error of each request."""
     outcomes: list[RequestOutcome] = []
     workload = conversations(WorkloadSettings(), seed)
     await drive(gateway, find_profile(DemoPods().profile).model, workload, outcomes.append)
@@ -108,7 +113,10 @@ async def run_demo(seed: int, gateway: str) -> Latencies:
 
 
 async def run_chat(seed: int, duration_s: Seconds, gateway: str) -> Latencies:
-    """Send interactive chat for `duration_s` and return the requests that ended in this time."""
+    """Send interactive chat for `duration_s` and return the requests that ended in this time.
+
+    Raise `ValueError` if the driver did not send a request.
+    """
     ended: list[Driven] = []
     models = {"": find_profile(CASES[CHAT].profile).model}
     driver = Driver(DriveSettings(url=gateway, models=models), ended.append)
@@ -134,7 +142,9 @@ def _chat(seed: int, duration_s: Seconds) -> Iterator[Arrival]:
 
 
 async def one_run(workload: str, weight: float, seed: int, chat_s: Seconds, envoy: Path) -> LiveRun:
-    """Start everything, send one workload, stop everything. Raises `DemoError` if a program fails."""
+    """Start pods, picker and Envoy, send one workload, stop everything, and return the figures.
+    Raise `DemoError` if a program fails, or if no request has a whole answer.
+    """
     case = CASES[CHAT]
     loads: dict[str, tuple[DemoPods, Callable[[str], Awaitable[Latencies]]]] = {
         DEMO: (DemoPods(), partial(run_demo, seed)),
@@ -176,7 +186,9 @@ def _blocks(profile: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all pairs, store the figures, and return the exit code."""
+    """Run all pairs of the two weights and store the figures in docs/live.json. Return 0, or 1 if a
+    request failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m docs.live", description=__doc__)
     parser.add_argument("--runs", type=int, default=RUNS, help="pairs of runs of each workload")
     parser.add_argument(

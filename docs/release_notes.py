@@ -15,7 +15,9 @@ _TAG: Final = re.compile(r"v(\d+\.\d+\.\d+(?:-[0-9A-Za-z.-]+)?)", re.ASCII)
 
 
 class ReleaseError(Exception):
-    """A disagreement between versions that prevents a release; its text is one sentence."""
+    """The error that prevents a release: the tag, the versions or the changelog do not agree. Its
+    text is one sentence.
+    """
 
 
 def notes_of(tag: str, root: Path = ROOT) -> str:

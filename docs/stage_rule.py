@@ -84,24 +84,30 @@ HOLD_OUT_PROMPTS: Final = (512, 2_048, 8_192, 24_576)
 HOLD_OUT_ANSWERS: Final = (64, 512)
 HOLD_OUT_LOADS: Final = (0.35, 0.65, 0.9)
 HOLD_OUT_NETWORKS: Final = ("tcp-100gbe", "5:0.004")
-"""A name of `LINKS`, and a network of 5 GB/s with a set-up time of 4 ms."""
+"""Networks of the hold-out cases: a name of `LINKS`, and a network of 5 GB/s with a set-up time of
+4 ms.
+"""
 LINKS_MEASURED: Final = {"0.625:0.006": 5, "2.5:0.006": 25, "10:0.006": 100}
 """Speed in Gbit/s of each network of the part `links`, by its name."""
 SWEEP_REQUESTS: Final = 200
 LEARNING_REQUESTS: Final = 50
-"""Number of requests at the begin of a run that `late_e2e_s` leaves out."""
+"""Number of requests at the start of a run that `late_e2e_s` leaves out."""
 MIXED_REQUESTS: Final = 600
 MIXED_LOADS: Final = (0.4, 0.8, 1.2)
 PICKERS: Final = (1, 2, 4)
 PEER_DELAY_S: Final[Seconds] = 0.001
 
 BATCH: Final = 32
-"""Number of requests in a decode step by which the load is defined."""
+"""Number of requests in the decode step that is assumed for the work of a request; the load is a
+multiple of this work.
+"""
 CONFIDENCE_T: Final = 4.303
 """Student's t of a 95 % interval with three seeds."""
 
 WORSE: Final = 1.03
-"""Ratio of E2E above which the rule counts as worse."""
+"""Ratio of the mean E2E of a rule to that of the better of `never` and `always`, above which the
+rule counts as worse.
+"""
 RULE: Final = "time"
 RULE_UNKNOWN_LINK: Final = "time, default link"
 RULE_LEARNT_LINK: Final = "time, measured link"
@@ -123,13 +129,15 @@ class Dynamo(Struct, frozen=True):
     share: float = 0.7
 
     def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
-        """Return whether the prompt of `request` is computed elsewhere."""
+        """Return whether the prompt of `request` is computed at a prefill endpoint instead of the
+        decode endpoint.
+        """
         uncached = request.prompt_tokens - cached_tokens
         return uncached >= self.tokens or uncached >= self.share * request.prompt_tokens
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """The traffic and the network of one run."""
+    """The traffic, the network and the number of pickers of one run."""
 
     load: float
     """Work of the requests as a multiple of what the decode pods alone can do."""
@@ -141,7 +149,9 @@ class Case(Struct, frozen=True, kw_only=True):
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One simulation to make."""
+    """One simulation of a rule of stages: its case, its rule, its seed and its value of
+    `prefillDelay`.
+    """
 
     part: str
     case: Case
@@ -378,7 +388,9 @@ def _replaced(scorer: Scorer, parameters: Mapping[str, float]) -> Scorer:
 
 
 def simulated(run: Run) -> Row:
-    """Return the figures of one run."""
+    """Simulate one run and return its figures: latencies, and the share of prompts that prefill
+    pods computed.
+    """
     case, profile = run.case, find_profile(PROFILE)
     kind = PodKind.of(profile)
     settings = ClusterSettings(
@@ -460,7 +472,7 @@ def sweep_runs() -> list[Run]:
 
 
 def hold_out_runs() -> list[Run]:
-    """Return the runs of the cases that the rule was not chosen on."""
+    """Return the runs of the hold-out cases, on which the rule was not chosen."""
     return [
         Run(part="hold-out", case=case, rule=rule, seed=seed)
         for case, rule, seed in product(hold_out_cases(), (RULE, NEVER, ALWAYS), SEEDS)
@@ -544,7 +556,7 @@ class Ratio(Struct, frozen=True):
 
 
 def ratio_of(ratios: np.ndarray) -> Ratio:
-    """Return the mean of the ratios of all seeds."""
+    """Return the mean of `ratios`, one for each seed, with its 95 % interval."""
     error = float(ratios.std(ddof=1)) / math.sqrt(len(SEEDS))
     return Ratio(float(ratios.mean()), CONFIDENCE_T * error)
 
@@ -660,7 +672,7 @@ def links_table(measured: Measured) -> str:
 
 
 def hold_out_table(measured: Measured) -> str:
-    """Return the table of all hold-out cases."""
+    """Return the table of all hold-out cases, with E2E, TTFT and ITL by rule."""
     rows = rows_of(measured, "hold-out")
     table = [
         [
@@ -691,7 +703,7 @@ def hold_out_table(measured: Measured) -> str:
 
 
 def mixed_table(measured: Measured) -> str:
-    """Return the table of the mixed traffic."""
+    """Return the table of the mixed traffic by load, network and rule."""
     rows = rows_of(measured, "mixed")
     table = [["load", "network", "rule", "E2E", "TTFT", "ITL", "E2E to `time`", "remote"]]
     for load, network in product(MIXED_LOADS, NETWORKS):
@@ -710,7 +722,9 @@ def mixed_table(measured: Measured) -> str:
 
 
 def picker_table(measured: Measured) -> str:
-    """Return the table of one, two and four pickers."""
+    """Return the table that compares one, two and four pickers with the rule `time` for the mixed
+    traffic.
+    """
     rows = rows_of(measured, "mixed")
     table = [["load", "pickers", "E2E", "TTFT", "ITL", "E2E to one picker"]]
     for load in MIXED_LOADS:
@@ -737,7 +751,9 @@ def _geometric(values: Sequence[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure everything and write docs/stage-rule.json. Return the exit code."""
+    """Simulate all runs that the file of `--resume` lacks, and write docs/stage-rule.json. Return
+    the exit code.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m docs.stage_rule",
         description="measure the rule by which a prompt is computed elsewhere",

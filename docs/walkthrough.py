@@ -116,6 +116,8 @@ class Walk:
     def running(self, command: str, ready: str) -> Iterator[None]:
         """Run `command` in the background until the context ends. The context begins when the URL
         `ready` answers.
+
+        Raise `SystemExit` if the URL does not answer within `STARTS_S_MAX`.
         """
         print(f"$ {command} &", flush=True)
         self.show(f"$ {command} &")

@@ -116,7 +116,8 @@ SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that `arguments` (default: `sys.argv`) name.
 
-    Return its exit code, or 2 if the command line is invalid.
+    Return its exit code, or 2 if the command line is invalid, 1 if a package that the subcommand
+    needs is not installed, 130 after Ctrl-C.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     return until_reader_leaves(lambda: _main(given))

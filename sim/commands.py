@@ -1,6 +1,6 @@
 """The command line `sim`: parse the flags, run the selected subcommand, and return its exit code.
 
-Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong command line.
+Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong command line, 130 interrupted.
 """
 
 import argparse

@@ -50,8 +50,8 @@ BEFORE_S = 3.0
 RECOVERED_S_MAX = 60.0
 AFTER_S = 3.0
 CALM_PROBES = 20
-"""Number of consecutive requests of the probe, all but one as fast as before the attack, that count
-as recovery of the picker.
+"""Number of consecutive requests of the probe that show that the picker has recovered; all but one
+of them take at most twice the 99th percentile before the attack.
 """
 PROBE_S_MAX = 10.0
 ROOM = 8
@@ -244,9 +244,11 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the attacks, and print a table for the picker alone and one for the picker behind Envoy.
+    """Run the attacks, and print a table for the picker alone and one for the picker behind Envoy,
+    unless the command line selects one of them.
 
-    Return 1 if an innocent request was lost or an attack had no effect, else 0.
+    Attacks in `RAW_ONLY` are left out behind Envoy, those in `QUEUE_ONLY` without `--queue`. Return
+    1 if an innocent request was lost or an attack had no effect, else 0.
     """
     parser = argparse.ArgumentParser(prog="python -m bench.attack", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ATTACKS))

@@ -1,8 +1,9 @@
 """The attacks: `python -m bench.attack.attacks NAME PICKER GATEWAY SECONDS POD...`.
 
 An attacker is a process of its own that knows an address: the picker's, with which it speaks gRPC,
-or Envoy's, with which it speaks HTTP. It runs for the given seconds and prints one line of JSON:
-what it did, and which of its own innocent requests were lost.
+or Envoy's, with which it speaks HTTP. It runs for the given seconds, or for `refusals` until all
+bytes are sent. It prints one line of JSON: what it did, and which of its own innocent requests were
+lost, or that it had no effect.
 """
 
 import asyncio
@@ -54,15 +55,17 @@ CONNECTIONS = 4
 SUBSET_ENTRIES = 400_000
 MODELS = 4_000
 REFUSED_BYTES = 2 * 2**30
-"""Total number of bytes of refused bodies that the attack sends: as many as the flow-control window
-of a connection can hold.
+"""Total number of bytes of refused bodies that the attack `refusals` sends: as many as the
+flow-control window of a connection can hold.
 """
 REFUSED_BODY_BYTES = 2**20
 REFUSED_AT_ONCE = 16
 REFUSING_S_MAX = 300.0
 IDLE_CONNECTIONS = 1_024
 ZERO_WINDOWS = 4_000
-"""Number of streams that the attack opens with a flow-control window that never opens."""
+"""Number of streams that the attack `windows` opens, each with a flow-control window that never
+opens.
+"""
 CONTINUATIONS = 10_000
 FRAMES = 60_000
 WATCH = header_block(
@@ -74,7 +77,7 @@ WATCH = header_block(
     content_type="application/grpc",
 )
 CROWD = 400
-"""Number of clients of the attack on the queue by headers, each with one request at a time."""
+"""Number of clients of the attack `headers` on the queue, each with one request at a time."""
 LONG_CROWD = 300
 HELD_MAX = "64Mi"
 """Maximum size of stored bodies of the picker whose queue is attacked with long bodies. The bodies
@@ -280,7 +283,9 @@ async def _pieces(target: Target) -> str:
 
 
 async def _page(target: Target) -> str:
-    """Attack with invalid metrics pages of a pod; return a phrase about them."""
+    """Attack with hostile metrics pages of a pod, one after the other, and restore the usual page;
+    return a phrase about them.
+    """
     url = f"http://127.0.0.1:{target.pods[0]}/page"
     share_s = (target.until_s - time.monotonic()) / 3
     async with client_session(ASK_S_MAX) as session:
@@ -317,9 +322,11 @@ async def _resets(target: Target) -> str:
 
 
 async def _burst(target: Target) -> str:
-    """Attack with `BURST` ordinary requests at once; return a phrase about those that were lost.
+    """Attack with `BURST` ordinary requests at once, again and again; return a phrase about those
+    that were lost.
 
-    All of these clients are innocent too.
+    All of these clients are innocent too, but their lost requests are only in the phrase, not in
+    `target.lost`.
     """
     lost: dict[str, int] = {}
     asked = 0
@@ -485,7 +492,9 @@ async def _models(target: Target) -> str:
 
 async def _refusals(target: Target) -> str:
     """Attack with two gigabytes of bodies that are refused on arrival, on one connection of the
-    picker; return a phrase about the extent.
+    picker at a time; return a phrase about the extent.
+
+    The attack counts as a loss if fewer bytes are refused within `REFUSING_S_MAX`.
     """
     if target.gateway:
         refused, connections = await _refused_http(target), 1
@@ -498,7 +507,8 @@ async def _refusals(target: Target) -> str:
 
 
 async def _refused_raw(target: Target) -> tuple[int, int]:
-    """Send bodies that the picker refuses, over HTTP/2 directly.
+    """Send bodies that the picker refuses, over HTTP/2 directly, until `REFUSED_BYTES` are sent,
+    `REFUSING_S_MAX` is over or an innocent request is lost.
 
     Return the number of refused bytes and of used connections.
     """
@@ -527,7 +537,7 @@ async def _refused_raw(target: Target) -> tuple[int, int]:
 
 async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> None:
     """Send a batch of streams that the picker refuses, and one innocent stream after them on the
-    same connection. Record the innocent one if it is lost.
+    same connection. Record the innocent one if it is lost, unless the picker has sent a GOAWAY.
     """
     streams = connection.open_streams(REFUSED_AT_ONCE)
     for stream in streams:
@@ -545,7 +555,7 @@ async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> 
 
 async def _refused_http(target: Target) -> int:
     """Send bodies above `REFUSED_BODY_BYTES` through Envoy, which the picker refuses, and return
-    the refused bytes.
+    the refused bytes: `REFUSED_BODY_BYTES` for each answer 413.
     """
     until_s = time.monotonic() + REFUSING_S_MAX
     body = bytes(3 * REFUSED_BODY_BYTES)
@@ -692,7 +702,9 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "refusals": (f"--request-body-max-bytes={REFUSED_BODY_BYTES}",),
     "waiters": (f"--held-bodies-max-bytes={HELD_MAX}",),
 }
-"""Flags of `epp serve` without which an attack would take longer, by attack."""
+"""Flags of `epp serve` during an attack, by attack: limits so small that the attack soon exceeds
+them.
+"""
 RAW_ONLY = frozenset({"pieces", "resets", "subset", "tiny", "windows", "idle", "continuations"})
 """Names of attacks that a client of Envoy cannot make, because they need gRPC or metadata."""
 

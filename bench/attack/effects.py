@@ -67,8 +67,8 @@ class Watch(Struct):
             await self.read()
 
     async def read(self) -> None:
-        """Read the picker's metrics and the beginning of the first pod's page; do nothing if one
-        does not answer.
+        """Read the beginning of the first pod's page, then the picker's metrics; stop without an
+        error at the first that does not answer.
         """
         timeout = ClientTimeout(total=TIMEOUT_S)
         try:

@@ -74,12 +74,17 @@ class Row(Struct, kw_only=True):
     lost: Mapping[str, int] = {}
     """Number of lost requests, by the HTTP status of the answer or by the reason why there is no
     status.
+
+    Requests sent in the `BEFORE_S` seconds before the fault count too, because the fault may hit
+    them while they run.
     """
     last_lost_s: float = 0.0
-    """Seconds from the beginning of the fault until the last lost request was sent."""
+    """Seconds from the beginning of the fault until the last lost request was sent; negative if it
+    was sent before the fault, 0 if none was lost.
+    """
     bad_share: float | None = None
-    """Share of the requests that were routed to the faulty pod after the first second of the fault,
-    or None if the fault affects no pod.
+    """Share of the requests sent after the first second of the fault that were routed to the faulty
+    pod, or None if the fault affects no pod.
     """
     ttft_before_s: Sequence[float] = ()
     ttft_during_s: Sequence[float] = ()
@@ -94,10 +99,11 @@ async def play(
     edit: Edit | None = None,
     queue: bool = False,
 ) -> Row:
-    """Start all processes, inject the fault `name` under load, and return its cost. Requests wait in
-    the pickers if `queue` is True.
+    """Start all processes, inject the fault `name` under load, and return its cost. Requests wait
+    in the pickers if `queue` is True.
 
-    Raise `NoEffectError` if the fault has no effect.
+    If this machine cannot inject the fault, the row only has the reason. Raise `NoEffectError` if
+    the fault has no effect.
     """
     case = CASES[name]
     port_index = Random(f"{seed}:pod").randrange(PODS)
@@ -213,6 +219,8 @@ def write_between_marks(text: str, table: str, marks: tuple[str, str] = MARKS) -
 def bare_gateway(document: dict[str, Any]) -> None:
     """Remove from Envoy's configuration `document` what `epp envoy-config` adds to survive the loss
     of a picker, so that Envoy's defaults apply.
+
+    Health checks remain, one every 2 s.
     """
     static = document["static_resources"]
     connections = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]

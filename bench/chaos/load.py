@@ -77,7 +77,9 @@ class Load:
         self._stop.set()
 
     async def ended(self) -> None:
-        """Wait until all requests have an answer or have failed."""
+        """Wait until `run` has ended: no request is sent any more, and each has an answer or has
+        failed.
+        """
         await self._ended.wait()
 
     @contextlib.asynccontextmanager

@@ -50,7 +50,9 @@ class Routed(Struct, frozen=True):
 
 
 class Picker:
-    """One process of `epp serve` of the stage."""
+    """One process of `epp serve` in `make chaos`: its addresses, its process id, and a function
+    that sends it a signal.
+    """
 
     def __init__(self, child: Child, address: str, metrics_port: int) -> None:
         self.address = address
@@ -61,7 +63,7 @@ class Picker:
 
 
 class Stage(Struct, kw_only=True):
-    """The addresses of all processes of the stage."""
+    """The addresses of all processes to which `make chaos` does harm: pods, pickers and Envoy."""
 
     folder: Path
     gateway: str

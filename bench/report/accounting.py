@@ -94,8 +94,8 @@ class Watch:
         return Machine.now(), used_s, time.monotonic()
 
     def passed(self) -> Disturbance:
-        """Return the CPU use of others since this object was created; all of `ours` must still
-        live.
+        """Return the CPU use of other programs and guests since this object was created; all of the
+        processes `ours` must still live.
         """
         machine, used_s, at_s = self._read()
         passed_s = at_s - self._at_s

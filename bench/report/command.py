@@ -22,7 +22,7 @@ def report(plan: Plan, folder: Path, machine: Mapping[str, object]) -> int:
     """Measure, and write the performance report to `folder`.
 
     Return 0, or 3 if a verdict was refused because the machine was busy. Raise `ContestantError` if
-    a server of Homing does not start.
+    a measured server does not start.
     """
     end_in_order()
     with Measuring.running(plan, lambda line: print(line, flush=True)) as measuring:

@@ -96,7 +96,7 @@ def transports() -> list[str]:
 
 def floors() -> tuple[dict[str, list[str]], list[str]]:
     """Return the commands of the servers that do nothing by name, and a sentence for each one that
-    is missing.
+    is missing. The Go server is built first if necessary.
     """
     python = [sys.executable, "-m"]
     found, missing = {}, []
@@ -113,7 +113,8 @@ def floors() -> tuple[dict[str, list[str]], list[str]]:
 
 
 def go_server(environment: Mapping[str, str]) -> Path:
-    """Return the executable of the Go server, built if its sources have changed.
+    """Return the executable of the Go server, built if it does not exist or its sources have
+    changed.
 
     Raise `ContestantError` if it cannot be built.
     """
@@ -157,7 +158,9 @@ def _pinned() -> str:
 
 @contextlib.contextmanager
 def doing_nothing(name: str, command: Sequence[str], core: frozenset[int]) -> Iterator[Contestant]:
-    """Run a server of `floors` during the context, and yield it."""
+    """Run a server of `floors` during the context, and yield it. Raise `ContestantError` if it ends
+    before it listens.
+    """
     with _process(command, core, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -174,7 +177,9 @@ def serving_homing(
     core: frozenset[int],
     settings: Settings = AS_INSTALLED,
 ) -> Iterator[Contestant]:
-    """Run `epp serve` with ready endpoints during the context, and yield it."""
+    """Run `epp serve` with ready endpoints during the context, and yield it. Raise
+    `ContestantError` if they are not ready within a minute.
+    """
     grpc, health, metrics = free_ports(3)
     file = folder / f"endpoints-{grpc}.json"
     file.write_text(json.dumps({"endpoints": _endpoints(pool)}))

@@ -511,7 +511,7 @@ def due_times(rate_per_s: float, duration_s: float, seed: int, started_s: float)
 
 def serve(pipe: Pipe, cores: frozenset[int]) -> None:
     """Run the load generator's process on `cores`: generate each load that arrives on `pipe` and
-    send back its results, until None arrives.
+    send back its results, or the text of an `OSError`, until None arrives.
     """
     if cores:
         os.sched_setaffinity(0, cores)

@@ -72,7 +72,9 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class Reading(Struct, frozen=True, kw_only=True):
-    """A value of a picker that was measured without load: its memory, or its CPU use in cores."""
+    """One measured value of a picker: the memory that a large body adds, in units of the body's
+    size, or the CPU use without load, in cores.
+    """
 
     name: str
     contestant: str

@@ -23,7 +23,9 @@ class Row(Struct, frozen=True, kw_only=True):
     seen: dict[str, Figure]
     """Measured value of the picker, by name of the transport."""
     floor: dict[str, Figure]
-    """Measured value of the server that does nothing, by name of the transport."""
+    """Measured value of the server that does nothing on the same transport, by name of the
+    transport. It is that of G for failures and slow requests.
+    """
     aim_max: float | None
     judged: str
     """Name of the transport to which the verdict applies."""
@@ -143,7 +145,9 @@ class _Rows:
         return " ".join(self._results.missing)
 
     def add_load(self, load: Workload) -> None:
-        """Add a row for each aim of a workload, if it was played."""
+        """Add the rows of a workload if it was played: one for each aim about failures and slow
+        requests, and one for CPU if the servers that do nothing played it too.
+        """
         played = [each for each in self._results.samples if each.workload == load.name]
         if not played:
             return
@@ -249,7 +253,9 @@ class _Rows:
                     )
 
     def add_readings(self, name: str, title: str, measure: str, aim_max: float) -> None:
-        """Add a row for the readings `name`: the memory of a picker, or the CPU of an idle one."""
+        """Add a row for the readings `name`, if there are any: the memory of a picker, or the CPU
+        of an idle one.
+        """
         read = [each for each in self._results.readings if each.name == name]
         if read:
             self._add(

@@ -1,8 +1,8 @@
-"""Finds every decision of a run again, by the formula on paper: `python recompute.py DIR/decisions.jsonl`.
+"""Compute every decision of a run by the formula on paper: `python recompute.py DIR/decisions.jsonl`.
 
-Of `sim replay --inputs` under the default configuration. Needs nothing but Python; what it computes is
-in docs/scoring.md, "By hand" and "Its constants", and in nothing else of this project.
-Exit code 1: the formula says otherwise somewhere.
+DIR is the folder of `sim replay --inputs` under the default configuration. The program needs only Python.
+The formula is in docs/scoring.md, sections "Added time", "By hand" and "Constants".
+The exit code is 1 if the formula chooses another endpoint for a request.
 """
 
 import json
@@ -25,11 +25,15 @@ ADAPTER_LOAD_S = 1.0
 ADAPTER_WAIT_S = 1.5
 
 ALIKE = 1e-9
-"""Largest difference of two equal sums, relative to the range of all; a random draw decides."""
+"""Largest difference of two costs that count as equal, as a share of the range of all costs; a
+random draw decides between equal ones.
+"""
 
 
 def told(pods: list[Any], name: str, nobody: float | None) -> list[Any]:
-    """Return the last report of each pod; the median of the others if it is missing or too old."""
+    """Return the value `name` that each pod reported last. If it is missing or too old, it is
+    replaced by the median of the other pods, or by `nobody` if no pod has a recent one.
+    """
     ages = [pod["known"]["metrics_age_s"] for pod in pods]
     old = [age is None or age > REPORTED_S_MAX for age in ages]
     column = [None if gone else pod["known"][name] for pod, gone in zip(pods, old, strict=True)]
@@ -39,7 +43,7 @@ def told(pods: list[Any], name: str, nobody: float | None) -> list[Any]:
 
 
 def adapter_s(adapters: dict[str, Any]) -> float:
-    """Seconds until the adapter of the request is there."""
+    """Return the seconds until the adapter of the request is loaded."""
     if adapters["loaded"]:
         return 0.0
     if adapters["resident"] is None:
@@ -50,7 +54,7 @@ def adapter_s(adapters: dict[str, Any]) -> float:
 
 
 def costs(line: dict[str, Any]) -> list[float]:
-    """Seconds that the request adds at each candidate."""
+    """Return the seconds that the request adds at each candidate."""
     pods, prompt = line["candidates"], line["prompt_tokens"]
     answer = min(line["output_tokens_max"] or DECODE_TOKENS, DECODE_TOKENS)
     answer = min(line["answer_tokens"] or answer, answer)
@@ -86,7 +90,9 @@ def costs(line: dict[str, Any]) -> list[float]:
 
 
 def main(path: str) -> int:
-    """0: all were found again."""
+    """Print how many choices and costs of the run differ from the formula. Return 1 if a choice
+    differs, else 0.
+    """
     choices = differ = 0
     furthest = 0.0
     with Path(path).open(encoding="utf-8") as lines:

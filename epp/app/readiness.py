@@ -1,7 +1,8 @@
 """Decide when the picker is ready for requests from gateways.
 
-The picker is ready once endpoints are known, each was scraped once, and the warm start (loading
-state from a file or from other replicas) is over.
+The picker is ready once endpoints are known, the first scrapes (`Readiness.scraped`) and the warm
+start (loading state from a file or from other replicas) are over, as long as no essential
+background task ends again and again.
 """
 
 import time
@@ -48,12 +49,15 @@ class Readiness:
         self._known_since_s: Seconds | None = None
         self.scraped = False
         """True once every endpoint was scraped and one is ready, the pool is empty, or
-        `FIRST_PASS_S_MAX` seconds have passed.
+        `FIRST_PASS_S_MAX` seconds have passed since endpoints are known.
         """
 
     def update(self) -> None:
-        """Compute whether this picker is ready and report it; called after a change of the cluster,
-        the peers, the endpoints or the tasks.
+        """Compute whether this picker is ready and stands by, and report it to its health service
+        and gateway server.
+
+        It is called after a change of the cluster, the peers, the endpoints or the tasks. The first
+        time that endpoints are known, `update` begins the warm start.
         """
         known = self._cluster is None or self._cluster.ready
         if known and self._known_since_s is None:

@@ -1,8 +1,8 @@
 """Apply a new configuration, new endpoints or new keys while the picker serves.
 
 A configuration comes from its file or its ConfigMap, and keys of session tokens from their file.
-The number of endpoints determines the allowed age of metrics. Each change ends in
-`Reloading._decide_by`. An invalid change leaves the previous state in force.
+The number of endpoints determines the allowed age of metrics. Each change of the scheduler's
+settings ends in `Reloading._decide_by`. An invalid change leaves the previous state in force.
 """
 
 import time
@@ -88,8 +88,8 @@ class Reloading:
         self._warned_of_places = False
 
     def start(self, found: Found, settings: SchedulerSettings, seed: int) -> None:
-        """Start the scheduler with the endpoints in `found` and record that `settings` are in
-        force.
+        """Start the scheduler with the endpoints in `found`, record and log that `settings` are in
+        force, and count a rejected configuration if they are those of a last-good copy.
         """
         self._count_configured(settings)
         self._replace(found)
@@ -115,10 +115,11 @@ class Reloading:
             self.config_changed(content, self._flags.config_file)
 
     def config_changed(self, content: bytes, told_by: str) -> None:
-        """Apply the configuration in `content`, read from the file or ConfigMap `told_by`.
+        """Apply the configuration in `content`, read from the file or ConfigMap `told_by`, and
+        store it as last-good copy.
 
-        If it is invalid or a plugin fails, the problem is logged and the last valid one stays in
-        force.
+        If it is invalid or a plugin fails, the problem is logged, counted and reported to the
+        cluster, and the last valid one stays in force.
         """
         told = self._concerned
         try:
@@ -159,9 +160,9 @@ class Reloading:
         self._tell(applied=True, message=f"generation {self._live.generation}: {what}")
 
     def endpoints_changed(self, content: bytes) -> None:
-        """Apply the new `content` of `--endpoints-file`.
+        """Apply the new `content` of `--endpoints-file`, and store it as last-good copy.
 
-        If it is invalid, the previous endpoints stay in force.
+        If it is invalid, the problems are logged and the previous endpoints stay in force.
         """
         try:
             found = load_endpoints(content, self._flags.endpoints_file)
@@ -182,6 +183,9 @@ class Reloading:
     def take(self, found: Found) -> None:
         """Replace the pool's endpoints, objectives and model rewrites by those that the endpoints
         file or the API server reported.
+
+        If the new number of endpoints changes the scrape interval by more than
+        `INTERVAL_CHANGE_MIN`, the allowed age of metrics is computed first.
         """
         interval_s = self._flags.refresh_interval_s
         before_s = interval_s(len(self._found.endpoints))
@@ -195,7 +199,8 @@ class Reloading:
 
     def _decide_by(self, offer: Offer, endpoints: int) -> Sequence[str]:
         """Apply the settings in `offer`, a valid configuration, for a pool of `endpoints`
-        endpoints. Return the names of the affinity indexes that were reset.
+        endpoints, log its warnings, and write it to the capture. Return the names of the affinity
+        indexes that were reset.
 
         If it raises, the previous settings stay in force.
         """
@@ -208,8 +213,9 @@ class Reloading:
         return restarted
 
     def _replace(self, found: Found) -> None:
-        """Replace the pool's endpoints by those in `found`, and scrape each at the address that the
-        configuration determines.
+        """Replace the endpoints of all components by those in `found`, and scrape each at the
+        address that the configuration determines. The built-in default for their roles is chosen
+        first, if no configuration is given.
         """
         told = self._concerned
         self._found = found

@@ -640,7 +640,8 @@ class EndpointPicker:
 
 
 def _open_tracer(flags: ServeFlags) -> "Tracer | None":
-    """Return the tracer with its exporter, or None if the environment disables tracing.
+    """Return the tracer with its exporter, or None, with a warning in the log, if the environment
+    disables tracing.
 
     Raises `StartError` if a library is not installed or an `OTEL_*` variable is invalid.
     """

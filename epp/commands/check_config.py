@@ -49,7 +49,8 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
     """Validate the configuration and print what the flags request.
 
     Warnings and problems are written to `err`, requested output to `out`. Return the exit code: 0
-    if the configuration is valid, 1 if it is invalid or unsupported, 2 if it cannot be read.
+    if the configuration is valid, 1 if it is invalid or unsupported, 2 if it or the capture to
+    compare with cannot be read.
     """
     if flags.upgrade:
         return _upgraded(flags.file, out, err)

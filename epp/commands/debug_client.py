@@ -22,7 +22,8 @@ PORT_FORWARD: Final = "kubectl port-forward deploy/homing 9090"
 
 
 class NoAnswerError(Exception):
-    """The debug port of a picker did not answer, or its answer was not the expected one.
+    """The error of a request to the debug port of a picker: the URL or the token is invalid, there
+    is no answer, or the answer is not the expected one.
 
     The message is one sentence.
     """
@@ -69,8 +70,8 @@ class DebugClient:
     def get(self, path: str, *, accept: str) -> tuple[int, bytes]:
         """Return the HTTP status and the body of the page `path` of the debug port.
 
-        Raises `NoAnswerError` without an answer, and for a body of more than `ANSWER_BYTES_MAX`
-        bytes.
+        Raises `NoAnswerError` if no complete answer arrives in time, and for a body of more than
+        `ANSWER_BYTES_MAX` bytes.
         """
         headers = {"accept": accept, "user-agent": "epp"}
         if self._token:

@@ -29,10 +29,11 @@ EXPLAINED_MAX: Final = 5
 def show_decisions(
     flags: DecisionsFlags, out: TextIO, err: TextIO, clock: Callable[[], Seconds] = time.time
 ) -> int:
-    """Print the recorded decisions and refusals of a period.
+    """Print sums of the recorded decisions and refusals of a period that fit the flags, and the
+    newest `flags.n` of them.
 
     Return the exit code: 0 if there are some, 1 if there are none, 2 if the journal's files cannot
-    be read.
+    be read or the period is invalid.
     """
     wanted = Wanted(endpoint=flags.endpoint, model=flags.model, refused=flags.refused)
     now_s = clock()

@@ -22,10 +22,11 @@ _UNKNOWN: Final = 404
 
 
 def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
-    """Request the explanation of a decision from each picker and print the first one found.
+    """Request the explanation of a decision from each picker and print the first one found. With
+    `--dir`, read recorded decisions instead.
 
-    Return the exit code: 0 if a picker knows the request, 1 if none does, 2 if a picker did not
-    answer and no other one knows the request.
+    Return the exit code: 0 if the request is known, 1 if it is not, 2 if a picker did not answer
+    and no other one knows the request, or if the token or the recorded decisions cannot be read.
     """
     if flags.dir:
         return _explain_past(flags, out, err)

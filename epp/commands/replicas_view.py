@@ -27,7 +27,7 @@ def as_one(lives: Sequence[Live]) -> Live:
     The picker with the freshest metrics supplies the figures of an endpoint, with these exceptions:
 
     - An endpoint is not ready, slow or failing if any picker reports that.
-    - Its KV events have the worst state that any picker reports.
+    - Its KV events have a state other than live if any picker reports one.
     - Its requests in flight are the maximum, because pickers that share state count each other's.
     - Its room is that of the picker that estimates the highest load.
     - Its routed and failed requests and their tokens are the sums over all pickers, and its shares
@@ -79,7 +79,9 @@ def as_one(lives: Sequence[Live]) -> Live:
 
 
 def _prefills(lives: Sequence[Live]) -> list[LivePrefills]:
-    """Return the prefills in flight of all pickers, by pair of endpoints, most requests first."""
+    """Return the prefills in flight of all pickers for the `PREFILLS_MAX` pairs of endpoints with
+    most requests, most requests first.
+    """
     summed: Counter[tuple[str, str]] = Counter()
     for live in lives:
         for one in live.prefills:
@@ -91,7 +93,9 @@ def _prefills(lives: Sequence[Live]) -> list[LivePrefills]:
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sum of several counters, each by the reason of a refusal."""
+    """Return the sum of several counters by reason: of refused requests or of requests that were
+    not parsed.
+    """
     summed: Counter[str] = Counter()
     for one in counts:
         summed.update(one)
@@ -151,7 +155,9 @@ def _queues(queues: Sequence[Sequence[LiveBand]]) -> list[LiveBand] | None:
 
 
 def _flows(told: Sequence[WaitingFlow]) -> list[WaitingFlow]:
-    """Return the flows of several pickers added up, most requests first."""
+    """Return the waiting flows of several pickers added up: the `FLOWS_SHOWN` flows with most
+    requests, most requests first.
+    """
     requests: Counter[str] = Counter()
     oldest_s: dict[str, float] = {}
     for one in told:
@@ -210,7 +216,9 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
 
 
 def _mean(shares: Iterable[tuple[float | None, int]]) -> float | None:
-    """Return the mean of shares weighted by their prompt tokens, or None if no share is known."""
+    """Return the mean of shares weighted by their prompt tokens, or None if no share is known or
+    there are no tokens.
+    """
     known = [(share, tokens) for share, tokens in shares if share is not None]
     total = sum(tokens for _, tokens in known)
     return sum(share * tokens for share, tokens in known) / total if total else None

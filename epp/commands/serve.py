@@ -52,7 +52,11 @@ def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
 async def until_signal(
     picker: EndpointPicker, interrupted_max_s: Seconds = INTERRUPTED_DRAIN_S_MAX
 ) -> None:
-    """Run a picker until a signal sets its `stop` event."""
+    """Run a picker until SIGTERM or SIGINT, then let it drain.
+
+    A second signal, or Ctrl-C without a connected gateway, ends the drain at once; after Ctrl-C
+    with one, the drain takes at most `interrupted_max_s`. SIGHUP is logged and ignored.
+    """
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -39,7 +39,7 @@ _WIDE_COLUMNS: Final = 120
 _FAILED_FROM: Final = 400
 _BAR_COLUMNS: Final = 16
 _OTHER_LINES: Final = 16
-"""Number of terminal lines of the screen that are neither pods nor decisions."""
+"""Number of terminal lines that the screen always takes besides those of pods and decisions."""
 _DECISIONS_MAX: Final = 8
 _PODS_MIN: Final = 4
 _REASONS_MAX: Final = 4
@@ -204,8 +204,8 @@ def _age(one: LiveEndpoint) -> Text:
 
 
 def _room(one: LiveEndpoint) -> Text:
-    """Return the room of an endpoint: the number of further requests, or its load if that is unknown,
-    or "full".
+    """Return the room of an endpoint as text: the number of further requests, or its load if that
+    number is unknown, "full", or "-" if no load is known.
     """
     if one.room_load is None:
         return Text("-")
@@ -216,8 +216,10 @@ def _room(one: LiveEndpoint) -> Text:
 
 
 def _queue(live: Live) -> Iterable[Text]:
-    """Yield a line for each band with waiting requests, with its flows; nothing if requests do not
-    wait.
+    """Yield a line for each of at most `_BANDS_MAX` bands with waiting requests, with its flows,
+    after a line with the number of evicted requests, if there are some.
+
+    Without waiting requests, the line says so. Yield nothing if the picker has no queue.
     """
     if live.queue is None:
         return
@@ -239,8 +241,9 @@ def _queue(live: Live) -> Iterable[Text]:
 
 
 def _latencies(live: Live) -> Iterable[Text]:
-    """Yield a line for each endpoint whose predictions were compared, worst errors first: predicted
-    and observed latencies with the median error.
+    """Yield a line for each of at most `_LATENCIES_MAX` endpoints whose predictions were compared,
+    worst errors first: predicted and observed latencies with the median error. Further endpoints
+    are only counted.
     """
     told = [one for one in live.endpoints if any(map(_is_known, one.latencies.values()))]
     told.sort(key=lambda one: -max(each.error or 0.0 for each in one.latencies.values()))
@@ -293,8 +296,8 @@ def _unheard(live: Live) -> Iterable[Text]:
 
 
 def _reasons(live: Live) -> Iterable[Text]:
-    """Yield a line for each endpoint that is not ready or is an outlier, with the reason, newest
-    first.
+    """Yield a line for each of at most `_REASONS_MAX` endpoints that are not ready, full or
+    outliers, with the reason, newest first. Further endpoints are only counted.
     """
     told = sorted((one for one in live.endpoints if one.reason), key=lambda one: one.since)
     for one in told[: -_REASONS_MAX - 1 : -1]:

@@ -1,1 +1,3 @@
-"""Configuration: the `EndpointPickerConfig`, the flags, and the checks of both."""
+"""Configuration: the `EndpointPickerConfig`, its checks, and its translation into settings of the
+scheduler.
+"""

@@ -146,7 +146,9 @@ def build_settings(
     Metrics are stale after `metrics_staleness_s`, or after two intervals if that is longer.
     Otherwise all requests would go to the endpoint that was scraped last.
 
-    `prefill_tokens_per_s` is the speed of an endpoint for which the configuration sets none.
+    `fallback_endpoints_max` is the number of endpoints that the picker plugins choose in addition
+    to the first, except for the prefill and the encode stage. `prefill_tokens_per_s` is the speed
+    of an endpoint for which the configuration sets none.
     """
     stages = config.stages
     changed: dict[str, SchedulingProfile] = {
@@ -349,7 +351,9 @@ def _agent_warnings(flow: FlowSettings, agents: AgentAdmission) -> list[str]:
 
 
 def _priorities(flow: FlowSettings) -> set[int]:
-    """Return the priorities with bands of their own, 0, and one priority for each template."""
+    """Return the priorities that have bands of their own, 0, and one priority above and one below
+    all of them, for which the default bands apply.
+    """
     known = {*flow.bands, 0}
     return {*known, max(known) + 1, min(known) - 1}
 

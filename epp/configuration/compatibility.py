@@ -479,8 +479,8 @@ recommends it.
 
 
 def refusal_of(type_name: str) -> str | None:
-    """Return why a plugin type of llm-d-router is not supported, with a replacement; None for any
-    other type.
+    """Return why a plugin type cannot be used, and what to do: a type of llm-d-router that is not
+    supported, or one of homing-rivals, which is not installed. None for any other type.
     """
     if type_name.startswith("multicluster-"):
         return "one picker serves one pool: remove it"

@@ -150,7 +150,10 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> SchedulingProfile:
-        """Return the profile that chooses the endpoint to which the gateway sends a request."""
+        """Return the profile of the decode stage, which chooses the endpoint to which the gateway
+        sends a request. If a request header names profiles, it is the one for requests without the
+        header.
+        """
         return self.stages.decode
 
     @property

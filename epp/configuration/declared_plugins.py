@@ -387,8 +387,8 @@ class DeclaredPlugins:
             )
 
     def refer(self, where: str, name: str, *roles: Role) -> ConfiguredPlugin | None:
-        """Return the declared plugin `name`, or None if it is missing or has none of `roles`; a
-        problem is recorded then.
+        """Return the declared plugin `name`, or None if it is missing or has none of `roles`. A
+        problem is recorded then, unless the declaration of `name` has a problem itself.
         """
         plugin = self.plugins.get(name)
         if plugin is None:
@@ -404,7 +404,8 @@ class DeclaredPlugins:
 
     def undeclared(self, name: str, role: Role) -> Any:
         """Return an instance of the flow-control type `name` with default parameters, or None if it
-        is no such type, has another role or must be declared with parameters.
+        is no such type, has another role, must be declared with parameters, or is declared with a
+        problem.
         """
         if name in self._broken or _ROLES.get(name) is not role or name not in FLOW_PLUGINS:
             return None

@@ -34,7 +34,9 @@ _HANDLERS: Final = {
     deciders: {prefill: time-based-pd-decider, encode: always-disagg-multimodal-decider}
 """,
 }
-"""Parameters of the handler of stages, by the stages that it has besides decode."""
+"""Parameters of `disagg-profile-handler` in the built-in default by role, by the stages that it has
+besides decode.
+"""
 _DECIDERS: Final = {
     Stage.PREFILL: "time-based-pd-decider",
     Stage.ENCODE: "always-disagg-multimodal-decider",
@@ -45,11 +47,11 @@ _SCORERS: Final = {
     # that `active-request-scorer` reads, and metrics pages would be older.
     Stage.ENCODE: {"mm-embeddings-cache-scorer": 2, "active-request-scorer": 1},
 }
-"""Scorers and their weights, by stage."""
+"""Scorers of the built-in default for the stages prefill and encode, with their weights."""
 
 
 class Labelled(Protocol):
-    """An endpoint, or a description of one."""
+    """An endpoint, or a description of one, of which only the labels are read."""
 
     @property
     def labels(self) -> Mapping[str, str]: ...
@@ -61,7 +63,7 @@ class BuiltIn(Struct, frozen=True):
     source: str
     """Name of this configuration in outputs that name the file of other configurations."""
     text: str
-    """Configuration document."""
+    """Text of the default configuration, as a document."""
 
 
 def default_for_roles(endpoints: Iterable[Labelled]) -> BuiltIn:

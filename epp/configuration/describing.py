@@ -21,9 +21,11 @@ _SHADOW: Final = "shadow "
 
 
 def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
-    """Return the canonical form of a configuration: plain values by part and parameter.
+    """Return the canonical form of a configuration: plain values by part and parameter, with all
+    defaults.
 
-    Two configurations with the same effect have equal forms, and only they.
+    Configurations with equal forms have the same effect. The names of plugins are a part of the
+    form.
     """
     lines: dict[str, dict[str, Any]] = {}
     if config.stages.alone:
@@ -157,16 +159,16 @@ def _encode(value: Any) -> Any:
 
 
 def config_hash(config: PickerConfig) -> str:
-    """Return a hash of the configuration in 12 hexadecimal digits, equal for configurations with
-    the same effect.
+    """Return a hash of the canonical form of the configuration in 12 hexadecimal digits. Documents
+    that differ only in their spelling or in defaults that they set have the same hash.
     """
     encoded = msgspec.json.encode(describe(config), order="deterministic")
     return hashlib.sha256(encoded).hexdigest()[:12]
 
 
 def diff_configs(old: PickerConfig, new: PickerConfig) -> list[str]:
-    """Return one line per parameter or plugin that differs between `old` and `new`; empty if the
-    effect is the same.
+    """Return one line per parameter or plugin that differs between `old` and `new`; empty if their
+    canonical forms are equal.
 
     Lines about the acting profile come before those about the shadow profile.
     """

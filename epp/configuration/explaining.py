@@ -219,7 +219,7 @@ def _limit(most: int) -> str:
 
 
 def _mode(config: PickerConfig) -> str:
-    """Return whether the configuration serves requests by role, and why."""
+    """Return a phrase that says whether the configuration serves requests by role, and why."""
     stages, by_default = config.stages, config.source in DEFAULT_SOURCES
     if stages.alone:
         why = "no disagg-profile-handler is declared"

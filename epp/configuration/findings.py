@@ -40,8 +40,8 @@ class Findings:
             raise ConfigError(self.problems)
 
     def convert(self, value: Any, kind: type[T], where: str) -> T | None:
-        """Return `value` converted to the type `kind`, or None if that is impossible; the problem
-        is recorded then.
+        """Return `value` converted to the type `kind`, or None if that is impossible or `value` has
+        unknown fields; the problems are recorded then.
         """
         before = len(self.problems)
         if isinstance(value, dict) and issubclass(kind, Struct):

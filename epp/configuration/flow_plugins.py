@@ -55,7 +55,7 @@ class ProgramAwareFairness(Parameters, frozen=True):
     fairness: ClassVar[Fairness] = Fairness.DECAYING_TOKENS
 
     strategy: ServiceStrategy = ServiceStrategy.LAS
-    """Order of the flows; there is only one."""
+    """Order of the flows; `las` is the only value."""
     eviction_ttl_seconds: Annotated[float, Meta(gt=0)] = 3_600.0
     """No effect: flows are forgotten when too many are known."""
     eviction_sweep_seconds: Annotated[float, Meta(gt=0)] = 300.0
@@ -101,7 +101,7 @@ class MaxSaturationDetector(Parameters, frozen=True):
     """
 
     detectors: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """Names of the detectors."""
+    """Names of the declared detectors, of which the largest load counts."""
     stages: dict[str, tuple[Stage, ...]] = field(default_factory=dict)
     """Stages, `prefill` or `decode`, that a detector judges, by its name; all if it has none."""
 

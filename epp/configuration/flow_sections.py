@@ -52,7 +52,7 @@ class _Reference(Parameters, frozen=True):
 
 
 class _Band(Parameters, frozen=True):
-    """A member of `priorityBands`, or a template of bands."""
+    """The settings of a band of the queue: a member of `priorityBands`, or a template of bands."""
 
     max_bytes: int | str | None = None
     max_requests: int | str | None = None
@@ -69,11 +69,11 @@ class _Template(_Band, frozen=True):
     """The settings of all bands that `priorityBands` does not name."""
 
     priority: int | None = None
-    """Accepted without effect, because a template has no priority."""
+    """Priority of the template, which is accepted without effect: a template has no priority."""
 
 
 class FlowControlSection(Parameters, frozen=True):
-    """The section `flowControl`."""
+    """The section `flowControl` of a configuration document, which configures the picker's queue."""
 
     max_bytes: int | str = 0
     max_requests: int | str = 0
@@ -96,8 +96,8 @@ class FlowSections:
         self._findings = declared.findings
 
     def section(self, value: Any) -> FlowControlSection:
-        """Return the section, or one with default values if it is missing or has a problem, which is
-        recorded.
+        """Return `value` as the section `flowControl`, or a section with default values if `value`
+        is None or has a problem, which is recorded.
         """
         if value is None:
             return FlowControlSection()
@@ -116,7 +116,7 @@ class FlowSections:
         the section has settings nevertheless.
 
         `value` is the section as written, and `detector` the plugin that it or an older section
-        names.
+        names. Problems are recorded.
         """
         if not on:
             self._warn_of_ignored(value)
@@ -171,7 +171,9 @@ class FlowSections:
         }
 
     def _band(self, where: str, given: _Band | None, template: BandSettings) -> BandSettings:
-        """Return the settings of a band; what it does not set is that of `template`."""
+        """Return the settings of a band by `given`. Those of `template` apply for members that are
+        not set or invalid, and for a limit of 0. Problems are recorded.
+        """
         if given is None:
             return template
         if isinstance(given, _Template) and given.priority is not None:
@@ -196,14 +198,18 @@ class FlowSections:
         return structs.replace(template, **changes)
 
     def _fairness(self, where: str, name: str) -> dict[str, Any]:
-        """Return the settings of a band by its fairness policy `name`."""
+        """Return those settings of a band that its fairness policy `name` determines, by field; {}
+        if the policy is invalid, which is recorded.
+        """
         if isinstance(self._declared.plugin_of(name), ThunderAgent):
             return {"fairness": Fairness.SESSIONS}
         policy = self._plugin(where, name, Role.FAIRNESS)
         return {} if policy is None else _fairness(policy)
 
     def _agents(self, bands: Sequence[BandSettings]) -> AgentAdmission | None:
-        """Return the settings of the admission of agent sessions, or None if no band has any."""
+        """Return the settings of the admission of agent sessions, or None if no band uses
+        `thunder-agent`.
+        """
         if not any(band.fairness is Fairness.SESSIONS for band in bands):
             return None
         plugins = (one.plugin for one in self._declared.plugins.values())
@@ -222,8 +228,8 @@ class FlowSections:
 
     def _plugin(self, where: str, name: str, role: Role) -> Any:
         """Return the plugin `name`, or None if it is missing or has another role; a problem is
-        recorded then. A type of the field need not be declared, if it has no parameters that must
-        be given.
+        recorded then. A plugin type of flow control need not be declared, if it has no parameters
+        that must be given.
         """
         where = f"flowControl.{where}"
         if name not in self._declared.plugins:
@@ -234,8 +240,8 @@ class FlowSections:
         return None if declared is None else declared.plugin
 
     def _detector(self, declared: ConfiguredPlugin | None) -> Any:
-        """Return the detector of the gate; if none is named, return the one that learns the
-        endpoints' room.
+        """Return the saturation detector of flow control. Return the one that learns the endpoints'
+        room if none is named, or if the named plugin is invalid, which is recorded.
         """
         if declared is None:
             return RoomDetector()

@@ -14,7 +14,8 @@ from epp.plugins.latency import (
 
 
 def latency_prediction(declared: DeclaredPlugins, stages: Stages) -> LatencyPrediction | None:
-    """Return the settings of latency prediction, or None if no plugin needs it.
+    """Return the settings of latency prediction. Return None if no plugin needs it, or, with a
+    warning, if more than one profile takes part in decisions (`Stages.alone` is False).
 
     It is on if the producer or the admitter is declared, or if a plugin of the profile reads the
     predictions. Problems are recorded.

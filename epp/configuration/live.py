@@ -148,7 +148,8 @@ class LiveConfiguration:
     def accept(self, offer: Offer) -> None:
         """Put the configuration in `offer` into force.
 
-        The generation increases unless this configuration is already in force.
+        The generation increases by one, even if an equal document was read again. It stays if
+        `offer` was made of the configuration in force (`current`).
         """
         self.generation += offer.config is not self.config
         self.config = offer.config

@@ -44,8 +44,8 @@ class NeededIndexes:
         self.declared = declared
         self.findings = declared.findings
         self._parameters_set: dict[str, set[str]] = {}
-        """Names of the parameters that the document sets for each index, by the name of
-        the index.
+        """Names of the parameters of each index that the document, or a plugin that needs the index,
+        has set so far, by the name of the index.
         """
 
     def of(
@@ -54,7 +54,7 @@ class NeededIndexes:
         """Return the settings of the declared indexes and of those that `profiles` need, by lookup
         name, and the name of the default prefix index.
 
-        The name is "" if there is no prefix index.
+        The name is "" if there is no prefix index. Problems are recorded.
 
         `decider` is a plugin that needs a prefix index without being in a profile, or None.
         """
@@ -109,9 +109,10 @@ class NeededIndexes:
         self, indexes: dict[str, AffinityIndexSettings], named: dict[str, str]
     ) -> None:
         """If an index receives KV-cache events, add a prefix index of routing decisions for
-        endpoints without such events.
+        endpoints without such events, unless there is one.
 
-        Warn if no token ids are available for prompts that arrive as text.
+        Warn if no token ids are available for prompts that arrive as text. Do nothing if the
+        document has problems.
         """
         told = next((name for name, index in indexes.items() if is_told(index)), None)
         if told is None or self.findings.problems:
@@ -197,7 +198,7 @@ class NeededIndexes:
     ) -> None:
         """Set the parameters that a plugin wants for the existing index `lookup`.
 
-        A parameter that the document sets differently stays, with a warning.
+        A parameter that the document or an earlier plugin sets differently stays, with a warning.
         """
         index: Any = indexes[lookup]
         told = self.findings.convert(

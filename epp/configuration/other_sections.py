@@ -103,9 +103,8 @@ class OtherSections:
     def saturation(
         self, document: dict[str, Any], named: str | None, *, queue: bool
     ) -> ConfiguredPlugin | None:
-        """Return the detector that the document names, or None if it names none or an invalid one;
-        a problem is recorded then.
-
+        """Return the saturation detector that the document names. Return None if it names none, or
+        an invalid one, which is recorded as a problem.
         `named` is the plugin that `flowControl.saturationDetector` refers to. Without the `queue`,
         a detector other than `utilization-detector` is returned and also recorded as a problem.
         """
@@ -129,8 +128,8 @@ class OtherSections:
         return plugin
 
     def utilization(self, named: ConfiguredPlugin | None) -> ConfiguredPlugin | None:
-        """Return the `utilization-detector` by which requests are shed: `named`, or the first that is
-        declared, or None.
+        """Return the `utilization-detector` by which requests are shed: `named` if it is one, else the
+        first that is declared, or None if there is none.
         """
         if named is not None and named.type_name == DETECTOR:
             return named
@@ -222,8 +221,8 @@ class OtherSections:
             )
 
     def check_load_producers(self) -> None:
-        """Record a problem for each plugin that names an `inflight-load-producer` that is not
-        declared.
+        """Record a problem for each plugin that names an undeclared `inflight-load-producer`, or a
+        plugin of another type as one.
         """
         for plugin in self.declared.plugins.values():
             if not plugin.plugin.abilities.names_load_producer:
@@ -240,7 +239,7 @@ class OtherSections:
 
     def check_topology(self) -> None:
         """Record a problem for each plugin that names a `topology-extractor` that is not declared.
-        Warn of one that no plugin uses.
+        Warn of each `topology-extractor` if no plugin uses the topology.
         """
         used = False
         for plugin in self.declared.plugins.values():

@@ -72,7 +72,8 @@ class ProfileSections:
 
     def acting(self, value: Any) -> SchedulingProfile | None:
         """Return the only profile of a document without a handler of stages, which routes all
-        requests. Return None if it is invalid; a problem is recorded then.
+        requests. Without profiles in the document, it has the declared filters, scorers and picker.
+        Return None if it is invalid; a problem is recorded then.
         """
         items = self.findings.items(value, "schedulingProfiles")
         if len(items) > 1:
@@ -161,7 +162,8 @@ class ProfileSections:
         return entries
 
     def _profile_of_all(self) -> SchedulingProfile | None:
-        """Return a profile of every declared filter, scorer and picker, or None if it is invalid.
+        """Return a profile of every declared filter, scorer and picker except the
+        `utilization-detector`, or None if it is invalid.
 
         It applies if the document has no profiles.
         """
@@ -216,7 +218,8 @@ class ProfileSections:
     def _filter_of(self, plugin: ConfiguredPlugin) -> NamedFilter | None:
         """Return the filter that `plugin` is, or that it contributes as a scorer.
 
-        None if there is no filter, or if the plugin fails; a problem is recorded then.
+        Return None if there is no filter, or if the plugin fails or its filter is invalid, which is
+        recorded as a problem.
         """
         if plugin.role is Role.FILTER:
             return NamedFilter(plugin.name, plugin.plugin)

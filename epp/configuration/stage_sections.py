@@ -71,8 +71,8 @@ class StageSections:
         return None if profile is None else Stages(decode=profile)
 
     def _named_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
-        """Return the profiles among which a request header chooses, or None if one of them is
-        invalid, which is recorded.
+        """Return the profiles among which a request header chooses. Return None if one of them is
+        invalid or the default profile is missing, which is recorded.
         """
         settings: HeaderHandler = handler.plugin
         places = self.profiles.by_name(value)
@@ -138,7 +138,8 @@ class StageSections:
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, tuple[str, Any]]
     ) -> dict[str, SchedulingProfile]:
         """Return the profile of each stage by its name, and that of `fallback`. Two stages can
-        share a profile.
+        share a profile. A missing profile of the decode stage, or one that the document names, is
+        recorded as a problem.
         """
         found: dict[str, SchedulingProfile] = {}
         for stage, name in names.profiles.items():
@@ -159,8 +160,9 @@ class StageSections:
     def _rules(
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, object]
     ) -> tuple[PrefillRule, Rule]:
-        """Return the rules of the stages prefill and encode; a stage without a decider or without a
-        profile never runs.
+        """Return the rules of the stages prefill and encode. The rule of a stage without a decider
+        or without a profile is `Never`, which the order `PREFILL_FIRST` ignores for prefill. Warn
+        of deciders that `handler` does not name.
         """
         prefill_if: PrefillRule = Never()
         encode_if: Rule = Never()
@@ -189,7 +191,8 @@ class StageSections:
         places: Mapping[str, object],
     ) -> ConfiguredPlugin | None:
         """Return the decider of `stage`, or None if the stage has no decider or no profile, or if
-        the decider does not fit the stage. Add a warning or a problem to `findings` in these cases.
+        the decider does not fit the stage. `findings` then gets a warning or a problem, unless the
+        stage needs no decider.
         """
         there = names.profiles.get(stage) in places
         always = names.order is Order.PREFILL_FIRST and stage is Stage.PREFILL

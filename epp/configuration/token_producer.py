@@ -24,8 +24,8 @@ class RenderMode(StrEnum):
     """
 
     AUTO = "auto"
-    """Request them at the render path of the API if the engine has one; otherwise such requests
-    have no token ids.
+    """Request token ids at the render path of the API if the engine has one. Otherwise the Anthropic
+    messages or OpenAI responses have no token ids.
     """
     NATIVE = "native"
     LEGACY = "legacy"
@@ -50,7 +50,8 @@ class EndpointDiscovery(Parameters, frozen=True):
     """
 
     port_rules: tuple[PortRule, ...] = ()
-    """Rules for the port at which an endpoint renders; the first rule that selects it applies.
+    """Rules for the port at which an endpoint renders; the first rule that selects it applies. An
+    endpoint that no rule selects does not render.
 
     Without rules, every endpoint renders at the port that serves requests.
     """
@@ -89,7 +90,7 @@ class EndpointDiscovery(Parameters, frozen=True):
 
     def port_of(self, endpoint: Endpoint, rank: int) -> int | None:
         """Return the port at which `endpoint`, the rank `rank` (from 0) of its pod, renders
-        prompts, or None if it must not render.
+        prompts. Return None if it must not render, or if its port would be above `PORT_MAX`.
         """
         if self.context_limit_label:
             limit = endpoint.labels.get(self.context_limit_label, "")
@@ -232,8 +233,8 @@ class TokenProducer(Parameters, frozen=True):
     }
 
     model_name: str = ""
-    """Name of the model whose tokenizer is used for models without a tokenizer of their own, such
-    as adapters; for `local`.
+    """Name of the model whose tokenizer `local` uses for models without a tokenizer of their own,
+    such as adapters. Without any backend, a name here selects `vllm` with its defaults.
     """
     tokenize_timeout: Duration = Duration(0.02)
     estimate: Mapping[str, Any] | None = None

@@ -1,9 +1,9 @@
 """The trial of plugins on test endpoints and requests, before a configuration is accepted.
 
 The endpoints include every kind: never scraped, stale, refusing, with adapters of either
-generation, with IPv6 addresses, without labels. The requests include every kind too, and every
-method of the scheduler is called. Each filter sees all endpoints, because their combination is a
-matter of the document. Every run is the same: there is no clock and no randomness.
+generation, with IPv6 addresses, without labels. The requests include every kind too, and are placed,
+moved and ended in several ways. Each filter sees all endpoints, because their combination is a matter
+of the document. Every run is the same: there is no clock and no randomness.
 """
 
 import math
@@ -82,9 +82,8 @@ _LABELS: Final[tuple[Mapping[str, str], ...]] = (
 
 
 def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
-    """Return the plugins of `settings` that break the contract of `epp.plugins.contract` on test
-    requests.
-
+    """Return the plugins of the decode profile of `settings`, and of its indexes, that break the
+    contract of `epp.plugins.contract` on test requests.
     The trial takes some milliseconds. It uses a scheduler of its own, so plugins keep no state from
     it.
     """
@@ -126,8 +125,9 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
-    """End the test request of `decision` in one of four ways, which alternate with the number of
-    the decision.
+    """Continue the test request of `decision` in one of four ways, which alternate with the number
+    of the decision: its client leaves, another endpoint answers it, an unknown endpoint serves it,
+    or it stays in flight.
     """
     match decision.number % 4:
         case 0:
@@ -141,7 +141,7 @@ def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
         case 2:
             scheduler.take(ServedBy(decision.lease, "192.0.2.255:1"), now)
         case _:
-            """Still in flight."""
+            """The request stays in flight."""
 
 
 def _endpoints(*, incarnation: str = "") -> list[Endpoint]:

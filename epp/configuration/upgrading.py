@@ -30,7 +30,9 @@ from epp.configuration.disaggregation import (
 from epp.configuration.document import ConfigError, as_one_line, read_mapping
 
 CHANGES_MAX: Final = 64
-"""Maximum number of changes of a document, which is parsed again after each of them."""
+"""Number of changes from which on a document is rejected, because it is parsed again after each of
+them.
+"""
 _PREFIX_INDEX: Final = "approx-prefix-cache-producer"
 _PRECISE_INDEX: Final = "precise-prefix-cache-producer"
 _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
@@ -88,7 +90,7 @@ class Upgraded(Struct, frozen=True):
 def upgrade(text: bytes | str, source: str) -> Upgraded:
     """Return the configuration document `text` in the form that llm-d-router loads today.
 
-    Raises `ConfigError` if it is not a mapping in UTF-8, or has more than `CHANGES_MAX` parts to
+    Raises `ConfigError` if it is not a mapping in UTF-8, or has `CHANGES_MAX` or more parts to
     rewrite.
     """
     read_mapping(text, source)
@@ -286,7 +288,9 @@ def _spelt(value: str, style: str | None) -> str:
 
 
 def _on_one_line(value: Any) -> str:
-    """Return `value` as JSON on one line. JSON is also YAML, and a JSON document stays JSON."""
+    """Return `value` as JSON on one line. JSON is also YAML, and a JSON document stays JSON. If JSON
+    does not allow a key of `value`, return YAML on one line.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
     except TypeError:  # a key that JSON does not allow
@@ -354,8 +358,8 @@ def _references(node: Any) -> Iterator[Any]:
 
 
 def _labels(document: _Document) -> bool:
-    """Replace a plugin of type `by-label` by a label selector, if that plugin requires the label.
-    Return False if there is no such plugin.
+    """Replace a plugin of type `by-label` by a label selector, if that plugin requires one of given
+    values of the label. Return False if there is no such plugin.
     """
     for plugin, type_name in document.plugins():
         entries = _entries(plugin)
@@ -425,8 +429,9 @@ def _parameters_of(plugin: Any) -> Any:
 
 
 def _stage_handler(document: _Document) -> bool:
-    """Write the deprecated parameters of a handler of stages as `profiles` and `deciders`. Return
-    False if there are none.
+    """Write the deprecated parameters of a handler of stages as `profiles` and `deciders`, and its
+    deprecated type as today's. Return False if there are none, or if `profiles` or `deciders` is
+    present already.
     """
     for plugin, type_name in document.plugins():
         entries = _entries(plugin)
@@ -464,7 +469,7 @@ def _stage_handler(document: _Document) -> bool:
 
 def _stage_headers(document: _Document) -> bool:
     """Remove a plugin that sets the headers that name the endpoints of stages, because these
-    headers are always set. Return False if there is no such plugin.
+    headers are always set. Return False if there is no such plugin, or if it is the only plugin.
     """
     found = document.members.get("plugins")
     items = _items(found.value if found else None)
@@ -549,8 +554,8 @@ _PARAMETER_RULES: Final = (_blocks_to_match, _token_blocks, _attribute, _session
 
 
 def _index_parameters(document: _Document) -> bool:
-    """Move the parameters of the prefix index from `prefix-cache-scorer` to a plugin of
-    their own.
+    """Move the parameters of the prefix index from `prefix-cache-scorer` to a plugin of their own,
+    or remove them if an `approx-prefix-cache-producer` is declared. Return False if there are none.
     """
     for plugin, type_name in document.plugins():
         told = _entries(_parameters_of(plugin)) if type_name == _PREFIX_SCORER else {}
@@ -602,7 +607,8 @@ def _scorer_with(document: _Document, name: str) -> Any:
 
 def _precise_scorer(document: _Document) -> bool:
     """Split a plugin of the deprecated type `precise-prefix-cache-scorer` into the prefix index and
-    the scorer that reads it.
+    the scorer that reads it. Return False if there is no such plugin, or if such an index is
+    declared.
     """
     kinds = [kind for _, kind in document.plugins()]
     for plugin, type_name in document.plugins():
@@ -631,8 +637,8 @@ def _precise_scorer(document: _Document) -> bool:
 
 
 def _detector(document: _Document) -> bool:
-    """Move the section `saturationDetector` of the document into `flowControl`. Return False if
-    there is nothing to move.
+    """Move the section `saturationDetector` of the document into `flowControl`, or remove it if
+    `flowControl` names a detector. Return False if the section is missing or cannot be moved.
     """
     old = document.members.get("saturationDetector")
     told = _plain(old.value) if old else None
@@ -683,8 +689,8 @@ def _has_room(document: _Document) -> bool:
 
 
 def _parser(document: _Document) -> bool:
-    """Move the section `parser` of the document to `requestHandler.parsers`. Return False if there
-    is nothing to move.
+    """Move the section `parser` of the document to `requestHandler.parsers`, or remove it if
+    `requestHandler.parsers` has entries. Return False if the section is missing or cannot be moved.
     """
     old = document.members.get("parser")
     told = _plain(old.value) if old else None

@@ -24,11 +24,14 @@ steps of one request:
 | answer to protobuf           | `encode`                                | `shell/gateway/codec`                               |
 | explain the decision         | `Decision.account`                      | `core/decision/account`                             |
 
-The core has four layers. Each layer imports only the layers below it:
+The core has six layers. Each layer imports only the layers below it:
 
-- `protocol`: the phases of one ext_proc stream.
+- `protocol`: the phases of one ext_proc stream. `peers`, `journal` and `subscription` are in the
+  same layer.
 - `decision`: the choice of one endpoint for one request.
+- `flow`: the queue for requests that no endpoint has room for.
 - `knowledge`: the state and the estimates of each endpoint.
+- `kv_events`: the events in which engines report cached blocks.
 - `prompt`: the path from a request body to a parsed request and its hash chains.
 
 All layers use the basic types in `types`, `duration`, `parameters`, `moment` and `session_tokens`,

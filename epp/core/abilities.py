@@ -51,8 +51,7 @@ class Abilities(Struct, frozen=True, kw_only=True):
     `producer_parameters`, with which the framework creates a missing index.
     """
     sheds_load: bool = False
-    """True if the client receives status 429, instead of 503, when this filter drops every
-    candidate.
+    """True if the client receives status 429, instead of 503, when this filter leaves no candidate.
     """
     holds_requests: bool = False
     """True if the filter can make requests wait; it then has the members of `HoldsRequests`."""
@@ -144,6 +143,6 @@ class Abilities(Struct, frozen=True, kw_only=True):
     its settings have `kv_events_config`.
     """
     reads_token_ids: bool = False
-    """True if the index looks up prompts by token ids; requests then wait until their token ids are
-    known.
+    """True if the index looks up prompts by token ids; requests then wait for their token ids, at
+    most `tokenizeTimeout`, if a `token-producer` determines them.
     """

@@ -51,7 +51,8 @@ class Moment(Struct, frozen=True, kw_only=True, gc=False):
     A `Resolver` computes them while the request waits.
     """
     known_tokens: int = 0
-    """Number of token ids of all prompts, even after `token_ids` is dropped; 0 if unknown."""
+    """Number of token ids of all prompts, set when `token_ids` is dropped; 0 before, or if unknown.
+    """
     token_media: tuple[tuple[PlacedMedia, ...], ...] = ()
     """Media in each prompt, in order, set together with `token_ids`; () if no prompt has any.
 

@@ -71,7 +71,9 @@ class SessionTokens:
         return [endpoint.name == name != "" for endpoint in endpoints]
 
     def _learn(self, endpoints: Sequence[Endpoint]) -> None:
-        """Create and cache the tokens of those `endpoints` that have none in the cache."""
+        """Create and cache the tokens of those `endpoints` that have none in the cache; a full
+        cache is cleared first.
+        """
         for endpoint in endpoints:
             identity = endpoint.endpoint_id
             if identity in self._token_of:

@@ -171,8 +171,9 @@ class Subscription:
     # Periodic calls by the shell.
 
     def watch(self, now: Seconds) -> list[Asked]:
-        """Compare the event stream with the pool's state of the endpoint; call this a few times a
-        second. Return the requests that the caller must send.
+        """Compare the event stream with the pool's state of the endpoint, and report a changed
+        state of the stream to the scheduler; call this a few times a second. Return the requests
+        that the caller must send.
         """
         scheduler = self._scheduler
         index = next(iter(scheduler.indexes.hearing.values()), None)
@@ -207,8 +208,9 @@ class Subscription:
             waiting[0] = self._read_waiting(first)
 
     def work(self, now: Seconds, *, blocks_max: int = BLOCKS_PER_WORK) -> list[Asked]:
-        """Apply queued frames with up to about `blocks_max` engine blocks. Return the requests that
-        the caller must send to the source.
+        """Apply queued frames with up to about `blocks_max` engine blocks. If events contradict
+        each other, drop all blocks and queued frames. Return the requests that the caller must send
+        to the source.
         """
         waiting = self._waiting
         left = blocks_max
@@ -238,7 +240,7 @@ class Subscription:
 
     def close(self, now: Seconds) -> None:
         """Drop all blocks that this subscription reported to the indexes, because the endpoint left
-        or its events are no longer needed.
+        or its events are no longer needed. Report the state `NONE` to the scheduler.
         """
         self._clear()
         self._scheduler.take(EventsVoided(self.slot, self.rank), now)
@@ -276,7 +278,8 @@ class Subscription:
 
     def _open(self, batch: Batch, left: int, now: Seconds) -> tuple[Sequence[Event], int]:
         """Return the events of `batch`, and the number of blocks and events in them. If this number
-        exceeds `left`, or if a removal was unreadable, queue the events instead and return ((), 0).
+        exceeds `left`, queue the events instead and return ((), 0); do so as well if a removal was
+        unreadable, after dropping all blocks. Faults are counted.
         """
         if batch.at_s:
             self.engine_clock_s = batch.at_s

@@ -89,8 +89,8 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     receives.
     """
     incarnation: str = ""
-    """Value that changes when the endpoint's container restarts. What is known of the old container
-    is then dropped.
+    """Value that changes when the endpoint's container restarts. The picker then drops its data
+    about the old container.
     """
     labels: Mapping[str, str] = field(default_factory=dict)
     node_address: str = ""
@@ -174,7 +174,7 @@ class KvTransfers(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     received_tokens: float = math.nan
-    """Number of prompt tokens whose KV cache the engine received from another."""
+    """Number of prompt tokens whose KV cache the engine received from another engine."""
     received_bytes: float = math.nan
     ended: float = math.nan
     """Number of KV-cache transfers to the engine that ended, one for each of its ranks and request."""
@@ -251,7 +251,9 @@ class RefusalReason(StrEnum):
     NO_PREFILL_ENDPOINTS = "rejected-no-prefill-endpoints"
     NO_ENCODE_ENDPOINTS = "rejected-no-encode-endpoints"
     NOT_CACHED = "rejected-not-cached"
-    """The request is for a cached prompt only (`Prefer: if-available`), and its prompt is not."""
+    """The request is for a cached prompt only (`Prefer: if-available`), and its prompt is not
+    cached.
+    """
     OVERLOADED = "rejected-overloaded"
     """The picker itself is overloaded, so it refused the request without considering the endpoints.
     """

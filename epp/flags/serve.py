@@ -688,7 +688,9 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
 
     @property
     def peer_targets(self) -> tuple[tuple[str, int], ...]:
-        """Host and port of each of `peers`, or else of `peer_service`; empty if neither is set."""
+        """Host and port of each of `peers`, or else of `peer_service`; empty if neither is set.
+        Raises `ValueError` if one is malformed.
+        """
         named = self.peers or (self.peer_service,) if self.meshes else ()
         return tuple(parse_host_port(text, self.peer_port) for text in named)
 
@@ -726,7 +728,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         """Return the seconds between two scrapes of the same endpoint, in a pool of `endpoints`
         endpoints.
 
-        The flag `--refresh-metrics-interval` is a minimum.
+        They are 0.5 ms per endpoint, but at least `--refresh-metrics-interval`, or 0.2 s without
+        that flag.
         """
         given = self.refresh_metrics_interval
         least_s = REFRESH_MIN_S if given is None else float(given)

@@ -41,7 +41,7 @@ class LogFormat(StrEnum):
 
 
 class CompatMetrics(StrEnum):
-    """Names that the metrics page can contain in addition to Homing's own metric names."""
+    """Sets of metric names that the metrics page can contain in addition to Homing's own names."""
 
     NONE = "none"
     GIE = "gie"
@@ -136,5 +136,5 @@ def parse_host_port(text: str, port: int) -> tuple[str, int]:
 
 
 def is_peer_url(text: str) -> bool:
-    """Return True if `text` is a URL of Valkey or Redis."""
+    """Return whether `text` has the form of a URL of Valkey or Redis."""
     return _URL.fullmatch(text) is not None

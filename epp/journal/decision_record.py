@@ -32,7 +32,7 @@ The kind is a record's first byte.
 _HEAD: Final = struct.Struct("<cBB?hfffi")
 """Binary layout of a record's head, which is overwritten when the request ends.
 
-It contains kind, ending, failure, whether the gateway reported the end, status, the seconds to the
+It contains kind, ending, failure, whether the gateway itself answered, status, the seconds to the
 end, to the response headers and to the first output, and the cached tokens.
 """
 _AT: Final = struct.Struct("<dq")
@@ -141,7 +141,9 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     shadow: dict[str, object] | None = None
     """Choice of the shadow profile for this request, or None if it was not applied."""
     answer_tokens: float | None = None
-    """Expected output tokens of the request, as in `Moment`."""
+    """Average number of tokens in an answer of the pool at the time of the decision, as in
+    `Moment`; None if it was unknown.
+    """
     matched_most: int = 0
     """Maximum number of the prompt's blocks that any candidate is estimated to have cached, or 0 if
     it does not matter for explanations.
@@ -299,7 +301,8 @@ def kept_at_s(record: bytes) -> float:
 
 
 def scores_at_of(record: bytes) -> int:
-    """Return the position of the scores of all candidates of the decision in `record`.
+    """Return the position of the scores of all candidates of the decision in `record`, or -1 if
+    there are none.
 
     The scores may have been dropped for newer ones.
     """

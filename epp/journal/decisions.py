@@ -177,7 +177,9 @@ class _Reader:
         self._served: dict[int, Served] = {}
 
     def read(self, records: Iterable[Read]) -> Iterator[Past]:
-        """Yield the past events in `records`; decisions whose end is missing come last."""
+        """Yield the past events in `records`; decisions whose end is missing come last. Raises
+        `JournalError`.
+        """
         for record in records:
             try:
                 yield from self._packed(record) if isinstance(record, bytes) else self._told(record)

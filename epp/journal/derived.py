@@ -165,8 +165,9 @@ class _Deriving:
 
 
 def _applied(before: Configured | None, event: Configured, at_s: float) -> Applied:
-    """Return the record of a configuration change; its `changes` are unknown if one of both
-    documents does not load.
+    """Return the record of a configuration change. Its `changes` are () for the first
+    configuration, and one sentence that says that they are unknown if one of both documents does
+    not load.
     """
     changes: tuple[str, ...] = ()
     if before is not None:

@@ -157,8 +157,8 @@ def text_lines(path: Path) -> Iterator[bytes]:
 
 
 def header_block_sizes(files: Iterable[Path]) -> set[int]:
-    """Return the block sizes in tokens that the first lines of an old capture's request
-    files name.
+    """Return the block sizes in tokens that the first lines of an old capture's request files name;
+    64 for a line that names none.
     """
     headers = (next(text_lines(path), b"{}") for path in files)
     found = [msgspec.json.decode(header, type=dict) for header in headers]

@@ -67,7 +67,8 @@ class Segments(Struct, frozen=True, kw_only=True):
     """Files with the requests of a capture in the old format; empty otherwise."""
 
     def records(self, since_s: float = -math.inf, until_s: float = math.inf) -> Iterator[Read]:
-        """Yield the journal's records in order, each file's after its `Opened`.
+        """Yield the journal's records in order, each file's after its `Opened`. A `Lost` follows
+        that `Opened` if records before the file are missing.
 
         The state that a file repeats is left out if the file before was read completely. Files last
         written before `since_s` are skipped, and reading ends at the first file that began after
@@ -122,8 +123,8 @@ class Segments(Struct, frozen=True, kw_only=True):
                 yield _encode(line) + b"\n"
 
     def events(self, since_s: float = -math.inf, until_s: float = math.inf) -> Iterator[Event]:
-        """Yield the records of a journal of inputs, like `records`, with a type that excludes other
-        records.
+        """Yield the records of a journal of inputs, like `records`, without packed records and
+        records about configurations and states, which only a journal of decisions has.
         """
         for record in self.records(since_s, until_s):
             if not isinstance(record, bytes | ToldSetting | ToldStates | ToldApplied | ToldRefused):
@@ -131,11 +132,11 @@ class Segments(Struct, frozen=True, kw_only=True):
 
 
 def journals(folder: Path, *levels: Level) -> list[Segments]:
-    """Return the journal files in `folder` and its subfolders, one `Segments` per picker process,
-    oldest process first.
+    """Return the journal files in `folder` and in the folders directly inside it, one `Segments`
+    per picker process, oldest process first.
 
-    A process may have files of several levels; the first of `levels` that it has is returned. Raises `JournalError`
-    if the folder cannot be read or no process has files.
+    A process may have files of several levels; the first of `levels` that it has is returned.
+    Raises `JournalError` if the folder cannot be read or no process has files.
     """
     try:
         within = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
@@ -178,7 +179,8 @@ def _records_in(
 ) -> Iterator[Read]:
     """Yield the records of a journal file, then `_CUT` if its end is missing.
 
-    It yields nothing for a file last written before `since_s`. Raises `JournalError`.
+    It yields nothing for a file last written before `since_s`, and for one that was removed
+    meanwhile. Raises `JournalError`.
     """
     try:
         if path.stat().st_mtime < since_s:

@@ -66,10 +66,13 @@ class AddedWork(NamedTuple):
     requests: Floats
     """Number of requests at the endpoint that the prefill of this request delays."""
     decoding: Floats
-    """Decoding in the context of others, and theirs in the context of the request, in prefill tokens.
+    """Time that the request's decoding takes beside the contexts of other requests, and theirs
+    beside its own context, in prefill tokens.
     """
     memory: Floats
-    """Wait for memory, and others' wait for the memory that the request takes, in prefill tokens."""
+    """The request's wait for KV-cache memory, and others' wait for the memory that it takes, in
+    prefill tokens.
+    """
 
 
 class AddedTime(Parameters, frozen=True, dict=True):
@@ -390,7 +393,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     def adapter_s(self, request: InferenceRequest, candidates: Candidates) -> Floats:
         """Return float64[n]: the seconds until each candidate has loaded the adapter of `request`,
-        including the cost of the adapter's slot.
+        including the cost of the adapter's slot; 0 where it is on the GPU or in use.
 
         A candidate that reports no adapters gets the median of those that do.
         """

@@ -55,9 +55,10 @@ class BurstSettings(Parameters, frozen=True):
     matches fully at the endpoint of that request. An endpoint matches for at most `max_per_replica`
     requests of one group. Further requests of the group match at the endpoint with the smallest
     load of the window. A request also matches if it has at least `min_colocate_blocks` leading
-    blocks in common with others of the window. Such a request matches at the endpoint where most of
-    those others were placed, while fewer than ceil(load / endpoints) were placed there (a fair
-    share), and otherwise where the fewest were placed. All other requests match nowhere.
+    blocks in common with others of the window. Such a request matches at the endpoint with the most
+    leading blocks in common, among those whose load is below ceil(load / endpoints) (a fair share),
+    and of several at the one with the smallest load. If none of them is below, it matches at the
+    endpoint with the smallest load of the window. All other requests match nowhere.
 
     Parameters and defaults of this index are those of llm-d-router. The implementation of
     llm-d-router holds requests until their window is over, and then places all of them, largest
@@ -161,7 +162,8 @@ class BurstIndex:
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return, as a match, how much the burst window prefers each slot for `request`. All blocks
-        match at the preferred slots, or fewer at slots with a higher load.
+        match at the preferred slots, or fewer at slots with a higher load. No block matches
+        anywhere if the window is over or full.
         """
         prompts = self._prompts(request)
         total = sum(map(len, prompts))
@@ -173,7 +175,8 @@ class BurstIndex:
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """Add `request`, which was routed to `slot`, to the burst window.
 
-        The first request after the end of a window starts the next one.
+        The first request after the end of a window starts the next one. Return the data that
+        `retract` needs, or None if the window is full, so that the request is not added.
         """
         if now >= self._ends_at_s:
             self._clear()

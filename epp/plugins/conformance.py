@@ -61,7 +61,7 @@ class HeaderBasedTesting(Parameters, frozen=True):
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
         """Return the response headers that the client requested in `X-Echo-Set-Header`, except
-        `SERVED_HEADER`.
+        `SERVED_HEADER` and those with invalid names.
         """
         echoed = (entry.partition(":") for entry in request.headers.get(ECHO_HEADER, "").split(","))
         found = ((name.strip().lower(), value.strip()) for name, _, value in echoed)

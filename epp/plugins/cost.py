@@ -13,8 +13,8 @@ def scores_of_cost(cost: Floats) -> Floats:
     """Return float64[n] in [0, 1], from 1 for the lowest `cost` to 0 for the highest; all 1 if
     equal.
 
-    `cost` is float64[n]. A cost that is not finite scores 0 if any other is finite. Equal costs
-    score the same, so that the picker breaks ties.
+    `cost` is float64[n]. A cost that is not finite scores 0 if any other is finite, and the highest
+    finite cost then scores more than 0. Equal costs score the same, so that the picker breaks ties.
     """
     # argmin and argmax take a third of the time of min and max. If there is a NaN, both return its
     # position.

@@ -45,7 +45,7 @@ class EncoderCacheSettings(Parameters, frozen=True):
     The index stores for each endpoint as many items as fit into its engine's encoder cache:
     `cacheSizeInMBPerServer` divided by 2 MiB for each item. The index drops the least recently sent
     item of an endpoint first. The index stores at most 131,072 items for all endpoints together;
-    above that, it drops the oldest item of the endpoint with the most.
+    above that, it drops the oldest sixteenth of the items of the endpoint with the most.
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-producer"
@@ -110,7 +110,7 @@ class EncoderCache:
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return the number of distinct media items of `request` that were sent to each slot
-        before.
+        before. Count the look-up if the request has any.
         """
         wanted = request.media_items()
         matched = np.zeros(slots, dtype=np.int64)
@@ -175,7 +175,9 @@ class EncoderCache:
         return request.media_items()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """Record that a peer sent the media items `keys` to `slot` at time `stamp`."""
+        """Record that a peer sent the media items `keys` to `slot` at time `stamp`. Keys that are
+        empty or longer than 16 bytes are ignored.
+        """
         for item in keys:
             if 0 < len(item) <= _KEY_BYTES_MAX:
                 self._note(slot, item, min(stamp, now))

@@ -141,8 +141,8 @@ class Latency(Parameters, frozen=True):
 
 
 def _blend(rooms: list[tuple[float, Floats]]) -> Floats:
-    """Return the weighted mean of the distances to the SLO, each normalised to [0, 1]. A kind that
-    is the same at each endpoint does not count.
+    """Return the weighted mean of the distances to the SLO, each normalised to [0, 1]. A distance
+    that is the same at each endpoint does not count.
     """
     found = np.zeros(len(rooms[0][1]))
     weights = 0.0
@@ -168,11 +168,11 @@ class PredictedLatency(Parameters, frozen=True):
 
     prefix_match_info_producer_name: str = ""
     sampling_mean: float = 0.0
-    """No effect."""
+    """No effect. The parameter is accepted so that configurations of llm-d-router load."""
     max_decode_token_samples_for_prediction: int = 0
-    """No effect."""
+    """No effect. The parameter is accepted so that configurations of llm-d-router load."""
     slo_buffer_factor: Annotated[float, Meta(gt=0)] = 1.0
-    """No effect, only 1 is possible."""
+    """No effect, because the SLO always counts as it is."""
     context_ttl: Duration | None = field(default=None, name="contextTTL")
     """No effect, because the prediction of a request ends with the request."""
     streaming_mode: bool = True
@@ -184,12 +184,15 @@ class PredictedLatency(Parameters, frozen=True):
     in_flight_load_producer_name: str = ""
     """No effect, because there is one `inflight-load-producer`."""
     use_encoder_cache_features: bool = False
-    """No effect."""
+    """No effect. The parameter is accepted so that configurations of llm-d-router load."""
     encoder_cache_match_info_producer_name: str = ""
-    """No effect."""
+    """No effect. The parameter is accepted so that configurations of llm-d-router load."""
 
     def warnings(self) -> Sequence[str]:
-        """Return one sentence for each parameter set without effect."""
+        """Return one sentence for each of `sloBufferFactor`, `contextTTL`, `endpointRoleLabel`,
+        `predictInProduce` and `useEncoderCacheFeatures` that is set, because it has no effect. The
+        other parameters without effect cause no warning.
+        """
         found = (
             ("sloBufferFactor", self.slo_buffer_factor != 1.0),
             ("contextTTL", self.context_ttl is not None),

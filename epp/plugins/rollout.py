@@ -42,7 +42,7 @@ _selector = lru_cache(maxsize=_SELECTORS_MAX)(parse_selector)
 
 class SelectorMode(StrEnum):
     STRICT = "strict"
-    """Only endpoints with the label may serve the request."""
+    """Only endpoints whose label has the value of the header may serve the request."""
     PREFER = "prefer"
     """The response returns the label; a `header-label-affinity-scorer` can prefer it."""
 
@@ -74,7 +74,9 @@ class RevisionGating(Parameters, frozen=True):
     mode: GatingMode
     require_roles: RequiredRoles | None = None
     required_roles: tuple[_Name, ...] = ()
-    """Alternative name of `requireRoles.values`, from a guide of llm-d."""
+    """Alternative name of `requireRoles.values`, from a guide of llm-d; it applies if
+    `requireRoles` is not given.
+    """
     revision_label_key: _Name = REVISION_LABEL
     role_label_key: _Name = ROLE_LABEL
     revision_header_name: str = ""
@@ -143,8 +145,9 @@ class RolloutScreener(Parameters, frozen=True):
         _selector(self.scope.label_selector)
 
     def warnings(self) -> Sequence[str]:
-        """Return one sentence for each parameter with another name or without effect; the caller
-        adds the plugin's place in the document.
+        """Return a sentence if a parameter is used under another name, and one if the mode is
+        `disabled`, so that no revision is drawn; the caller adds the plugin's place in the
+        document.
         """
         found = []
         if self.revision_gating.required_roles:

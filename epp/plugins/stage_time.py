@@ -109,7 +109,9 @@ class RemotePrefillTimes(TransferTime, frozen=True, dict=True):
 
     @cached_property
     def rule(self) -> ByTime:
-        """Return the rule of the prefill stage."""
+        """Return the rule with these parameters that compares a remote prefill with a prefill at
+        the decode endpoint.
+        """
         return ByTime(
             prefill_delay=self.prefill_delay,
             kv_bytes_per_token=self.kv_bytes_per_token,

@@ -9,6 +9,8 @@ from epp.core.types import Endpoint
 
 
 class Found(Struct, frozen=True, kw_only=True):
+    """The endpoints, objectives and model rewrites that discovery found."""
+
     endpoints: tuple[Endpoint, ...] = ()
     objectives: Mapping[str, int] = field(default_factory=dict)
     """Priority of each inference objective, by the objective's name."""

@@ -37,8 +37,8 @@ _log = structlog.get_logger(__name__)
 class Supervisor:
     """The supervisor of all background tasks (loops) of the process, each with a name.
 
-    `count(name, ends)` counts unexpected ends: 1 for each, and 0 when a loop is started, so that
-    the count exists before the first end. `on_change` is called when `broken` changes.
+    `count(name, ends)` counts unexpected ends: 1 for each, and 0 when `keep` is called, so that the
+    count exists before the first end. `on_change` is called when `broken` changes.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._steady_s = steady_s
         self.broken: set[str] = set()
-        """Names of essential background tasks that have ended repeatedly."""
+        """Names of essential background tasks that have ended at least `ENDS_MAX` times without a
+        healthy run between.
+        """
 
     async def keep(self, name: str, loop: Loop, *, of: str = "", essential: bool = False) -> None:
         """Run the background task `loop` until cancelled, and restart it with back-off whenever it

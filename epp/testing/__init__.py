@@ -2,7 +2,7 @@
 builders for test values.
 
 `check_plugin` checks the contract that Homing's own plugins meet. It draws its cases from a seed
-and needs only the standard library and numpy. The cases are the same everywhere, and no test
+and needs nothing beside Homing and its dependencies. The cases are the same everywhere, and no test
 framework is needed.
 
 `endpoint`, `request` and `candidates` build values with a default for everything that a test does

@@ -99,7 +99,7 @@ def candidates(  # noqa: PLR0913  one argument per column
     column is given.
 
     A missing column is unknown if engines report it, and 0 if the picker counts it. Metrics are 0 s
-    old.
+    old unless `metrics_age_s` is given.
     """
     given = (
         waiting_requests, running_requests, kv_cache_usage, metrics_age_s, saturated,

@@ -109,8 +109,8 @@ def inherited_column(after: Churn) -> str:
 
 
 def prompt(random: Random) -> bytes:
-    """Return a random prompt of 0 to 40 blocks of 64 tokens, whose beginning equals that of some
-    other prompts.
+    """Return a random prompt of 2 to 8 full blocks of 64 tokens, whose beginning equals that of
+    some other prompts.
     """
     preamble = random.randrange(3)
     turn = random.randrange(4)

@@ -67,7 +67,9 @@ given limits.
 """
 _GROWTH_MAX: Final = 1.25
 _GROWTH_BYTES_MAX: Final = 64 * 1024
-"""Number of bytes by which an index may grow further, because dictionaries grow by doubling."""
+"""Number of bytes by which an index may grow in addition to the factor `_GROWTH_MAX`, because
+dictionaries grow by doubling.
+"""
 _ENOUGH: Final = 1e-12
 _COST_TOLERANCE: Final = 1e-6
 """Tolerance when scores are compared with the reported cost, whose parts may be added up in another
@@ -78,7 +80,8 @@ order.
 class ContractError(AssertionError):
     """The error of a plugin that breaks its contract.
 
-    Its message is one sentence with the values that repeat the case.
+    Its message is one sentence. If a random case failed, it contains the numbers of the case and of
+    the seed, which repeat it.
     """
 
 
@@ -386,7 +389,9 @@ def _check_index(subject: _Subject) -> None:
 
 
 def _record_request(subject: _Subject, index: Any, random: Random, step: int, now: float) -> float:
-    """Match and record one random request in `index`, and sometimes retract it.
+    """Match and record one random request in `index`, and sometimes retract it. Sometimes also pass
+    entries of a peer, a correction, a cache size or the time to the index, as far as it supports
+    them.
 
     Return the time after it, in seconds.
     """
@@ -474,7 +479,9 @@ def _check_churn(subject: _Subject) -> None:
 
 
 def _settings(subject: _Subject) -> SchedulerSettings:
-    """Return scheduler settings with one profile that contains the plugin under test."""
+    """Return scheduler settings for the plugin under test: with a profile that contains it, or with
+    it as an additional index.
+    """
     name = subject.kind.type_name
     declared: dict[str, object] = {"type": name, "parameters": dict(subject.parameters)}
     others = {"keep": "queue-scorer", "pick": "prefix-cache-scorer", "open": "queue-scorer"}

@@ -52,6 +52,8 @@ class ReadsObserved:
 
 
 class _Watched:
+    """A stand-in for a request that records which of its values are read."""
+
     def __init__(self, of: Any, reads: ReadsObserved, names: Mapping[str, str]) -> None:
         self._of = of
         self._reads = reads
@@ -65,6 +67,8 @@ class _Watched:
 
 
 class _WatchedCandidates(_Watched):
+    """A stand-in for candidates that records which of their columns are read."""
+
     def __len__(self) -> int:
         return len(self._of)
 

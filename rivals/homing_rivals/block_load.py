@@ -115,7 +115,9 @@ class BlockLoadIndex(contract.PrefixIndex):
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """Record that the blocks of `request` are cached and running at `slot`, and that it missed
-        those not cached there before.
+        those not cached there before. Earlier misses at all slots fade by `miss_decay`.
+
+        The blocks do not count as running if the limit of running blocks was reached.
         """
         recorded = super().record(request, slot, now)
         held = recorded[2]
@@ -141,7 +143,9 @@ class BlockLoadIndex(contract.PrefixIndex):
         self._end(request, slot, recorded[1])
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo `record` of `request` at `slot`: its cached blocks, running blocks and misses."""
+        """Undo `record` of `request` at `slot`: its cached blocks, and its running blocks and
+        misses if they still count.
+        """
         held, load = recorded
         super().retract(request, slot, held, now)
         if self._end(request, slot, load):

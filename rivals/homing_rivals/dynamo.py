@@ -175,7 +175,8 @@ class Softmax(Parameters, frozen=True):
     If t is 0, the picker draws among the endpoints with the highest score. These weights equal
     Dynamo's exp(-cost / ((max - min) * t)) (`router_temperature`), if a scorer turned the costs
     into scores by their range. If several endpoints are needed, the picker draws them without
-    replacement (the largest keys by Gumbel's method).
+    replacement (the largest keys by Gumbel's method); if t is 0, all after the first follow by
+    score.
     """
 
     type_name: ClassVar[str] = "softmax-picker"

@@ -35,8 +35,8 @@ class BoundedPrefixHash(Parameters, frozen=True):
 
     Different from KubeAI: requests to endpoints that left are not counted in the sum; the key of a
     prompt without text, from a replayed trace, is its first blocks of 25 tokens; if there is no
-    endpoint, a request is refused and does not wait. All endpoints that report no adapters are
-    assumed to have the request's adapter.
+    endpoint, a request is refused and does not wait. All endpoints are assumed to have the
+    request's adapter if none reports it.
     """
 
     type_name: ClassVar[str] = "bounded-prefix-hash-scorer"

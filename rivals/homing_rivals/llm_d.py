@@ -45,8 +45,9 @@ class Gate(Parameters, frozen=True):
     The utilization of an endpoint is max(W / q, KV / k). W are the requests that wait in the engine
     and KV is the used share of its KV cache, both by its last metrics page; q is
     `queue_depth_threshold` and k is `kv_cache_util_threshold`. An endpoint whose page is older than
-    `staleness_s` has utilization 1. Requests also wait while `placed_max` requests have been placed
-    since the last page of each endpoint.
+    `staleness_s`, or shows neither W nor KV, has utilization 1. Requests also wait while
+    `placed_max` requests of all endpoints together were placed after the last page of their
+    endpoint.
     """
 
     type_name: ClassVar[str] = "llm-d-gate-filter"

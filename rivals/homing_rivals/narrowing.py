@@ -46,8 +46,8 @@ def with_room(inflight: Ints, load_factor: float) -> Bools:
     """Return bool[n]: True for candidates that, with this request, have at most ceil(`load_factor`
     * (total + 1) / n) requests in flight.
 
-    At least one candidate is True with a factor of 1 or more. Consistent hashing with bounded loads
-    (Mirrokni, Thorup and Zadimoghaddam, 2018).
+    At least one candidate is True with a factor of 1 or more. Source: consistent hashing with
+    bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
     bound = math.ceil(load_factor * (float(inflight.sum()) + 1.0) / len(inflight))
     room: Bools = inflight + 1 <= bound

@@ -54,7 +54,8 @@ class PrebleHistorySettings(contract.PrefixIndexSettings, frozen=True, kw_only=T
     def adopt(self, index: AffinityIndex) -> bool:
         """Apply all parameters except the block size to the running index `index`.
 
-        Return False if the block size differs, or if `index` has another type.
+        Return False if the block size differs, or if `index` has another type. A different `window`
+        applies even if the block size differs.
         """
         return isinstance(index, PrebleHistory) and index.adopt(self)
 

@@ -80,7 +80,9 @@ class PrefixPopularity:
         return Affinity(np.full(slots, blocks, dtype=np.int64), total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Count one more request for each examined head of its prompt."""
+        """Count one more request for each examined head of its prompt, and stop counting the oldest
+        request beyond `requests_max`.
+        """
         chain = self._chain(request)
         total = len(chain) // contract.HASH_BYTES
         heads = tuple(_head(chain, each) for each in self._lengths(total))

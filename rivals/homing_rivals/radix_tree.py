@@ -74,7 +74,8 @@ class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
 
 
 class RadixTree(contract.PrefixIndex):
-    """The prefix index, with the additional columns of this module.
+    """A tree of the prompts that were sent to each endpoint: the prefix index with three additional
+    columns, `first_holder`, `held_blocks` and `deepest_blocks`.
 
     If a request has several prompts, the first determines the column `first_holder`.
     """

@@ -68,8 +68,9 @@ def within_bound(inflight: Ints, load_factor: float) -> Bools:
     """Return bool[n]: True for candidates with at most `load_factor` times (total + 1) / n requests
     in flight; the factor is 1 or more.
 
-    Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). The load of an
-    endpoint excludes the request to be placed; all are within the bound while nothing is in flight.
+    Source: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). The
+    load of an endpoint excludes the request to be placed; all are within the bound while nothing is
+    in flight.
     """
     within: Bools = inflight <= (int(inflight.sum()) + 1) / len(inflight) * load_factor
     return within

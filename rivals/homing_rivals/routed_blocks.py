@@ -132,8 +132,8 @@ class RoutedBlocks:
         return Affinity(matched, total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Record that every block of `request` was routed to `slot`, and drop the slot's oldest
-        blocks beyond its limit.
+        """Record that every block of `request` was routed to `slot`, and drop the oldest blocks
+        beyond the limits: those of the slot, then those of the endpoint with the most blocks.
         """
         recent = self._recent.setdefault(slot, OrderedDict())
         self._records += 1

@@ -30,7 +30,7 @@ def simhash(features: Ints) -> int:
     """Return the SimHash of `features`, uint64[k] with k >= 1: 64 bits, each 1 if it is 1 in more
     than half of them.
 
-    Charikar, "Similarity estimation techniques from rounding algorithms" (2002).
+    Source: Charikar, "Similarity estimation techniques from rounding algorithms" (2002).
     """
     octets = features.astype(">u8").view(np.uint8).reshape(len(features), contract.HASH_BYTES)
     votes = np.unpackbits(octets, axis=1).sum(axis=0, dtype=np.int64)

@@ -19,7 +19,9 @@ from homing_rivals.narrowing import first_of, least_of, most_of, only
 from homing_rivals.radix_tree import DEEPEST_BLOCKS, FIRST_HOLDER, RadixTreeSettings
 
 _TENANTS_MAX: Final = 8
-"""Maximum number of endpoints with the deepest matched block that generation 4 considers."""
+"""Maximum number of endpoints with the prompt's deepest known block that cache-aware routing of
+generation 4 considers.
+"""
 _SWING_MIN: Final = 4.0
 _SWING_DEVIATIONS: Final = 2.0
 _TOKENS_PER_S: Final = 2_000.0
@@ -189,8 +191,12 @@ def overfull(inflight: Ints, *, balance_abs: float, balance_rel: float) -> Bools
 def shortest_wait(
     candidates: Candidates, holders: Bools, *, balance_abs: float, balance_rel: float
 ) -> Floats:
-    """Return float64[n]: 1 for the candidate with the shortest expected wait of those that
-    generation 4 considers, 0 for the others.
+    """Return float64[n]: 1 for the candidates with the shortest expected wait among those
+    considered, 0 for the others.
+
+    If any candidate is in `holders`, the considered ones are the `holders` that are not too full
+    (`overfull`), or else all candidates that are not too full. If no candidate is in `holders`, all
+    are considered.
     """
     inflight = candidates.inflight_requests
     swing = max(_SWING_MIN, _SWING_DEVIATIONS * math.sqrt(float(inflight.mean())))

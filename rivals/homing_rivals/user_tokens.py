@@ -57,6 +57,8 @@ class UserTokensSettings(Parameters, frozen=True):
 
 
 class _User(Struct, eq=False):
+    """The recent tokens of one user."""
+
     tokens: float
     buckets: deque[list[float]]
     """Start and tokens of each period of five seconds in which the user sent a request, oldest
@@ -106,7 +108,9 @@ class UserTokens:
         return Affinity(np.zeros(slots, dtype=np.int64), 1 if name else 0, columns)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Count the tokens of the request for its user, whatever endpoint it was sent to."""
+        """Count the tokens of the request for its user, whatever endpoint it was sent to, and drop
+        the users beyond `users_max` whose last request is longest ago. Do nothing without a user.
+        """
         name = self._name_of(request)
         if not name:
             return None
@@ -129,7 +133,8 @@ class UserTokens:
         return user, bucket, tokens
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Subtract the tokens of the request from those of its user.
+        """Subtract the tokens of the request from those of its user, unless they were dropped
+        meanwhile.
 
         If another endpoint serves it, `record` counts them again.
         """
@@ -144,7 +149,9 @@ class UserTokens:
         """Drop nothing for an endpoint that left, because tokens of users belong to no endpoint."""
 
     def expire(self, now: Seconds) -> None:
-        """Drop tokens that are older than the window, and users without tokens."""
+        """Drop tokens that are older than the window, and users without tokens. Compute the lowest
+        and the highest tokens of any user again.
+        """
         oldest = now - self._settings.window_s
         for name, user in tuple(self._users.items()):
             while user.buckets and user.buckets[0][0] <= oldest:

@@ -65,6 +65,8 @@ class KronkImcV1(CacheBehaviour, frozen=True):
 
 
 class _Slot(Struct, eq=False):
+    """One slot of the message cache: its stored messages, and the request that runs in it."""
+
     kept: Stored | None = None
     request: EngineRequest | None = None
     """Request that runs in the slot, or None if the slot is idle."""

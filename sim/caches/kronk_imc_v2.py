@@ -90,6 +90,8 @@ class KronkImcV2(CacheBehaviour, frozen=True):
 
 
 class _Snapshot(Struct, eq=False):
+    """A place for the snapshot of one prompt, or of one system prompt."""
+
     kept: Stored | None = None
     used_s: Seconds = 0.0
 
@@ -148,8 +150,8 @@ class Sessions:
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
         """Store a snapshot of the computed prompt if the request has a session whose snapshot is
-        shorter, and one of its system prompt if that is new and long enough. Return the time in
-        seconds for copying them.
+        shorter, and one of its system prompt if that is new and long enough. A stored snapshot
+        frees the session for other requests. Return the time in seconds for copying them.
         """
         session, prompt = self._session_of[request], parts_of(request)
         if session is None or session not in self._reserved:

@@ -56,8 +56,8 @@ class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
 
 
 class EvictedBlocks:
-    """KV blocks that a pool has evicted, one stretch of blocks for each key of a chain. If there
-    are too many, the least recently used are dropped.
+    """KV blocks in a memory outside the GPU, one stretch of blocks for each key of a chain. If
+    there are too many, the least recently used are dropped.
     """
 
     def __init__(self, blocks_max: int) -> None:

@@ -52,6 +52,8 @@ class MlxDisk(MlxParameters, frozen=True):
 
 
 class _File(Struct, eq=False):
+    """A file on the disk with one token sequence; `used` is the number of its latest use."""
+
     stored: Stored
     bytes: int
     used: int
@@ -79,8 +81,8 @@ class Disk:
         return [file.stored for file in sorted(self._files.values(), key=lambda file: file.used)]
 
     def write(self, stored: Stored, size_bytes: int) -> bool:
-        """Write a sequence to the disk and delete old files beyond the budget. If the sequence is
-        already on the disk, only record its use and return False.
+        """Write a sequence to the disk, delete the least recently used files beyond the budget, and
+        return True. If the sequence is already on the disk, only record its use and return False.
         """
         name = stored.key, stored.tokens
         self._uses += 1
@@ -133,15 +135,15 @@ class SequencesOnDisk(Sequences):
         return Found(stored.tokens, measured_s(RESTORE_S, stored.tokens))
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the computed prompt as the cache without a disk does, and also on the disk. Return
-        the time in seconds for writing to the disk.
+        """Store the computed prompt as the cache without a disk does, and also on the disk if it is
+        long enough. Return the time in seconds for writing to the disk.
         """
         super().computed(request, now)
         return self._saved_s()
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the prompt with its answer as the cache without a disk does, and also on the disk.
-        Return the time in seconds for writing to the disk.
+        """Store the prompt with its answer as the cache without a disk does, and also on the disk
+        if it is long enough. Return the time in seconds for writing to the disk.
         """
         super().left(request, now)
         return self._saved_s()

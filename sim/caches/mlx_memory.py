@@ -66,6 +66,8 @@ class MlxMemory(MlxParameters, frozen=True):
 
 
 class _Entry(Struct, eq=False):
+    """A token sequence in memory, with its kind."""
+
     stored: Stored
     kind: str
 
@@ -142,7 +144,9 @@ class Sequences:
         return 0.0
 
     def insert(self, stored: Stored, kind: str) -> None:
-        """Store a sequence of a kind in `EVICTED`, and evict sequences beyond the limits."""
+        """Store a sequence of a kind in `EVICTED` in place of those that it makes superfluous, and
+        evict sequences beyond the limits.
+        """
         self._entries = [entry for entry in self._entries if not self._replaces(stored, entry)]
         self._entries.append(_Entry(stored, kind))
         if len(self._entries) > self._parameters.entries_max:

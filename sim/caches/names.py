@@ -39,8 +39,8 @@ NAMES: Final = (VLLM, *BEHAVIOURS)
 
 
 class CacheNameError(ValueError):
-    """The name or a parameter of a prompt cache is unknown or invalid. The message is one
-    sentence.
+    """The name or a parameter of a prompt cache is unknown or invalid, or the profile lacks a value
+    that the cache needs. The message is one sentence.
     """
 
 

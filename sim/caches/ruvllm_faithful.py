@@ -92,6 +92,8 @@ class Statistics(Struct):
 
 
 class _Entry(Struct, eq=False):
+    """A stored prompt, with the counts that decide its eviction."""
+
     key: int
     """Key of the last part of the stored prompt."""
     tokens: int
@@ -121,7 +123,8 @@ class StoredPrompts:
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """Return the longest stored prompt with which the request's prompt begins; restoring it
-        takes no time. That entry counts as in use until the request leaves.
+        takes no time. That entry counts as in use until the request leaves. The look-up is counted
+        in `statistics`.
         """
         entry = self._longest(parts_of(request))
         self.statistics.count(entry.tokens if entry else 0, request.prompt_tokens)

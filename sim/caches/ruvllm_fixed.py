@@ -77,7 +77,8 @@ class RadixTree:
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """Return the longest beginning of the request's prompt in the tree; restoring it takes no
-        time. Its nodes count as in use until the request leaves.
+        time. The nodes of that beginning count as in use until the request leaves. The look-up is
+        counted in `statistics`.
         """
         parts = parts_of(request)
         found = start = 0
@@ -97,8 +98,8 @@ class RadixTree:
         return Found(found)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the computed prompt in the tree, from its beginning as far as there is room.
-        Writing takes no time.
+        """Store the computed prompt in the tree, from its beginning as far as there is room, and
+        evict idle leaves for it. Do nothing if it is too short. Writing takes no time.
         """
         if request.prompt_tokens < self._min_cache_tokens:
             return 0.0

@@ -165,8 +165,8 @@ class Pace(Struct, frozen=True):
 
 
 def pace_of(arrivals: Iterable[Arrival], requests_max: int | None = None) -> Pace:
-    """Return the mean request rate of the first `requests_max` arrivals, or of all if it is
-    None.
+    """Return the mean request rate of the first `requests_max` arrivals, or of all if it is None,
+    and whether any of them waits for the answer to another request.
     """
     count, latest_s, waits = 0, 0.0, False
     for arrival in islice(arrivals, requests_max):

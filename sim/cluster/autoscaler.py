@@ -93,7 +93,8 @@ def desired_pods(shown: Sequence[float], *, silent: int, target: float, toleranc
     stabilization.
 
     `shown` has the metric of each pod that reports it, and `silent` is the number of pods that
-    report nothing. The result is the present number of pods if nothing should change.
+    report nothing. The result is the present number of pods if nothing should change, or if no pod
+    reports its metric.
     """
     pods = len(shown) + silent
     if not shown:
@@ -111,10 +112,10 @@ class Autoscaler:
     """An autoscaler that starts and drains pods of `cluster`. It must be created before the run
     starts.
 
-    A new pod has the kind of the first pod that the autoscaler scales. It reuses the name of an
-    ended pod if there is one, so that there are few names. If there are too many pods, those that
-    have not started yet are cancelled first, then the pod that joined last is drained. Pods that
-    ended for another reason are replaced, as by a Deployment.
+    A new pod has the kind of the first pod that the autoscaler scales. It reuses the name of a pod
+    of this kind that the autoscaler has ended, if there is one, so that there are few names. If
+    there are too many pods, those that have not started yet are cancelled first, then the pod that
+    joined last is drained. Pods that ended for another reason are replaced, as by a Deployment.
     """
 
     def __init__(self, settings: AutoscalerSettings, cluster: Cluster) -> None:

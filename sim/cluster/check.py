@@ -76,7 +76,7 @@ def _decode_legs(rank: Engine) -> tuple[EngineRequest, ...]:
 
 def leases_return_to_zero(cluster: Cluster) -> None:
     """Check that each picker has one open lease for each request that it routed and that has not
-    ended.
+    ended, and counts nothing in flight if it has none.
 
     Requests are excepted if the gateway reported an endpoint that the picker does not know.
     """

@@ -14,12 +14,14 @@ from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
 from sim.traces.arrival import Arrival
 
 RETRIED: Final = frozenset({429, 503})
-"""HTTP statuses after which a simulated client sends a request again."""
+"""HTTP statuses after which a simulated client sends a request again, if it has retries left."""
 
 _ASKED_AGAIN: Final = frozenset(
     {Failure.POD_DIED, Failure.PREFILL_POD_DIED, Failure.KV_TRANSFER, Failure.NO_PICKER}
 )
-"""Failures of a request after which a simulated client sends the request again."""
+"""Failures of a request after which a simulated client sends the request again, if it has retries
+left.
+"""
 
 ENDED_MAX: Final = 65_536
 """Maximum number of ended requests whose end time is stored, for following turns that arrive
@@ -90,6 +92,9 @@ class Clients:
     def end(self, request: SimulatedRequest, fate: Fate) -> None:
         """Record that an attempt of `request` ended as `fate`: retry the request if its client
         retries after that, else end it.
+
+        The end schedules the turns that waited for this request. The end of the last request stops
+        the loop.
         """
         if self._is_retried(request, fate):
             self._retry(request)
@@ -168,7 +173,9 @@ class Clients:
         return request.status in RETRIED or request.failure in _ASKED_AGAIN
 
     def _retry(self, request: SimulatedRequest) -> None:
-        """Send a request again after a pause. Turns that wait for its answer continue to wait."""
+        """Count a retry, and send the request again after a pause. Turns that wait for its answer
+        continue to wait.
+        """
         pause_s = self._settings.clients.pause_before_s(request.retries)
         request.retries += 1
         self.retried += 1

@@ -63,9 +63,10 @@ class Cluster:
         resolver: Resolver | None = None,
         prefill_rule: PrefillRule | None = None,
     ) -> None:
-        """Set up the cluster; `resolver` delays requests before pickers place them, None for no
-        delay. `prefill_rule` chooses prefill pods; None if all pods serve whole requests. Raises
-        `ClusterSettingsError` for a rule without `kv_transfer`.
+        """Set up the cluster; `resolver` delays requests before pickers place them. None for the
+        renderer that `settings.tokenize` describes, or for no delay without it. `prefill_rule`
+        chooses prefill pods; None if all pods serve whole requests. Raises `ClusterSettingsError`
+        for a rule without `kv_transfer`.
         """
         if prefill_rule is not None and settings.kv_transfer is None:
             raise ClusterSettingsError("a prefill rule needs kv_transfer, got None")

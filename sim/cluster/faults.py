@@ -13,10 +13,14 @@ from sim.cluster.pods import Pods
 
 
 class FaultKind(StrEnum):
+    """The kind of a random fault of a pod in a simulation run."""
+
     DIE = "die"
-    """The pod ends and does not restart. Nothing happens if no other pod runs."""
+    """The pod ends and does not restart. Nothing happens if it has ended already, or if no other
+    pod runs.
+    """
     RESTART = "restart"
-    """The pod's process dies and restarts after `duration_s` with an empty cache."""
+    """The pod's process dies and restarts after `duration_s` with an empty KV cache."""
     JOIN = "join"
     """A new pod of the same kind as pod number `pod` joins."""
     LAG = "lag"
@@ -64,7 +68,9 @@ def draw_faults(seed: int, *, mean_gap_s: Seconds) -> Iterator[Fault]:
 
 
 class Faults:
-    """Schedules the faults of `faults`, which are in order of time, and applies them to `pods`."""
+    """The part of a simulated cluster that applies the faults of `faults`, which are in order of
+    time, to `pods`.
+    """
 
     def __init__(self, faults: Iterable[Fault], loop: Loop, pods: Pods) -> None:
         self._faults = iter(faults)

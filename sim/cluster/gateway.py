@@ -80,8 +80,8 @@ class Gateway:
         """
         self._connections = Connections(settings.reschedules, seed=seed)
         self.rescheduled = 0
-        """Number of requests that reached a fallback pod, because the gateway could not connect to
-        the first one that the picker named.
+        """Number of times that a request reached a fallback pod, because the gateway could not
+        connect to the first one that the picker named; counted over all attempts of clients.
         """
         self.evicted = 0
         """Number of times that a picker evicted a request, over all attempts of clients."""
@@ -96,8 +96,8 @@ class Gateway:
         self._loop.after(pause_s + self._settings.network_delay_s, self._route, request)
 
     def hang_up(self, request: SimulatedRequest) -> None:
-        """End `request` as aborted, because its client closes the connection. Do nothing if it has
-        ended or its complete answer is on the way.
+        """End `request` as aborted and cancel it at its pods, because its client closes the
+        connection. Do nothing if it has ended or its complete answer is on the way.
         """
         if request.fate is not None or request.finished_at is not None:
             return
@@ -169,7 +169,9 @@ class Gateway:
         return True
 
     def _place(self, request: SimulatedRequest, routed: Route | Refusal) -> None:
-        """Send `request` to the endpoint that its picker chose, or end it as refused."""
+        """Send `request` to the endpoint that its picker chose, or end it as refused. `decided` is
+        called before it is sent, and the picker may evict it from then on.
+        """
         delay_s = self._settings.network_delay_s
         if isinstance(routed, Refusal):
             request.refusal = routed
@@ -190,7 +192,9 @@ class Gateway:
         self._ask(request, routed.endpoint, delay_s)
 
     def _evict(self, request: SimulatedRequest, refusal: Refusal) -> None:
-        """End `request`, whose response has not begun, with `refusal` of the picker that placed it."""
+        """End `request`, whose response has not begun, with `refusal` of the picker that placed it,
+        and cancel it at its pods.
+        """
         self.evicted += 1
         self._cancel(request)
         self._complete(request, Ending.EVICTED, 0)
@@ -230,8 +234,9 @@ class Gateway:
             self.handovers.begin(request.handover)
 
     def _submit(self, request: SimulatedRequest) -> None:
-        """Give `request` to the engine of its pod. The sidecar of the decode pod calls this for a
-        disaggregated request.
+        """Give `request` to the engine of its pod, or fail it with 400 if the pod's server rejects
+        it. If the pod does not accept the connection, the request goes to the next endpoint or
+        fails. The sidecar of the decode pod calls this for a disaggregated request.
         """
         if request.fate is not None:
             return
@@ -267,7 +272,8 @@ class Gateway:
     def _connects(self, request: SimulatedRequest) -> bool:
         """Return whether the pod of `request` accepts the connection. If it does not, the request
         goes to the next endpoint or fails. If a fallback pod accepts it, that is counted and
-        reported to the picker. Scenarios affect only the endpoint named first.
+        reported to the picker. Failures that a scenario defines affect only the endpoint named
+        first.
         """
         pod, settings = request.pod, self._settings
         assert pod is not None
@@ -323,7 +329,9 @@ class Gateway:
         return _unfit(pod.kind, structs.replace(request.arrival, output_tokens=1), None)
 
     def prefill_request(self, request: SimulatedRequest, pod: SimulatedPod) -> EngineRequest:
-        """Return the prefill leg of `request` for the engine of `pod`."""
+        """Return the prefill leg of `request` for the engine of `pod`. Drop the hashes of the
+        prompt if the decode engine already has the request.
+        """
         assert request.hashes is not None
         keys, ends = request.hashes.engine_pieces(pod.kind.engine.block_size_tokens)
         if request.engine is not None:
@@ -369,8 +377,9 @@ class Gateway:
                 self._loop.after(self._settings.network_delay_s, self._answer, request)
 
     def cut(self, request: SimulatedRequest) -> None:
-        """Fail a request whose pod died: the client has received the head of a response, then the
-        connection broke. A sidecar sends no head before the prefill has ended.
+        """Fail a request whose pod died. The status is 200 if the engine had the request, because
+        the client has then received the head of a response; else 503, because a sidecar sends no
+        head before the prefill has ended.
         """
         if request.handover is not None:
             self.handovers.decode_failed(request.handover)
@@ -378,7 +387,7 @@ class Gateway:
 
     def _respond(self, request: SimulatedRequest) -> None:
         """Send the response headers of `request`, which the picker receives after the network
-        delay.
+        delay. The request can no longer be evicted.
         """
         self._pickers.spare(request)
         self._loop.after(self._settings.network_delay_s, self._response_started, request)
@@ -411,8 +420,8 @@ class Gateway:
             self._end(request, Fate.FAILED)
 
     def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:
-        """Report to the picker that routed the request, if any, that the request ended with
-        `ending` and the HTTP `status`.
+        """Set the HTTP `status` of the request, and report to the picker that routed it, if any,
+        that it ended with `ending` and this status.
         """
         request.status = status
         self._pickers.spare(request)

@@ -134,7 +134,7 @@ class Handover:
         """KV transfer in progress, or None if none is."""
         self.lease_ends_at: Seconds = 0.0
         self.cancelled = False
-        """True if the request no longer needs its prefill leg."""
+        """True if the request no longer needs its prefill leg, because it has ended or failed."""
 
     @property
     def cached_tokens(self) -> int:
@@ -239,8 +239,8 @@ class Handovers:
             self._transfer(handover)
 
     def hang_up(self, handover: Handover) -> None:
-        """Abort the prefill leg of a request that has ended, and give up its decode leg. The
-        gateway has removed the request from the decode pod.
+        """Abort the prefill leg of a request that has ended, and give up its decode leg unless its
+        KV transfer is in progress. The gateway has removed the request from the decode pod.
         """
         self._abort_prefill(handover)
         self._lose_decode(handover)
@@ -271,7 +271,7 @@ class Handovers:
 
     def pod_died(self, pod: SimulatedPod) -> None:
         """End the KV transfers from and to `pod`, which died. Requests that were reading blocks
-        from it fail. The gateway already has the pod's requests and prefill legs.
+        from it fail. The gateway has already failed the pod's own requests and prefill legs.
         """
         unread: list[Handover] = []
         for handover in [one for one in self._open if pod in (one.pod, one.decode_pod)]:
@@ -312,7 +312,7 @@ class Handovers:
 
     def _answered(self, handover: Handover) -> None:
         """Give the request to the decode engine, because the sidecar has received the answer to the
-        prefill leg.
+        prefill leg. Do nothing if the request was cancelled or has failed.
         """
         if not handover.cancelled:
             self._gate.decode(handover)
@@ -365,8 +365,8 @@ class Handovers:
         )
 
     def _transferred(self, handover: Handover) -> None:
-        """Let the decode leg continue after its KV transfer, and release the blocks of the prefill
-        pod.
+        """Count the completed KV transfer, release the blocks of the prefill pod, and let the
+        decode leg continue.
         """
         leg, totals = handover.decode, self.totals
         assert leg is not None
@@ -385,8 +385,9 @@ class Handovers:
         handover.decode_pod.received(leg)
 
     def _look_at_lease(self, handover: Handover) -> None:
-        """Release the blocks of the prefill pod if the lease, with all renewals by heartbeats, has
-        ended; else check again when it ends.
+        """Release the blocks of the prefill pod and count an expired lease if the lease, with all
+        renewals by heartbeats, has ended; else check again when it ends. Do nothing if the blocks
+        were released before.
         """
         if handover not in self._open:
             return

@@ -185,7 +185,7 @@ class Listener:
         self._seed = seed
         self._replica = replica
         self._sources: dict[tuple[str, int], _Source] = {}
-        """Subscriptions by (id of the endpoint, rank)."""
+        """Subscriptions to KV-cache events by (id of the endpoint, rank)."""
         self._there = True
         """True before the first call of `replace`: the pods of the first call ran before the run's
         start, and their events were received from the beginning.

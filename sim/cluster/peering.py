@@ -92,7 +92,7 @@ class _Peer:
         self.started_at = started_at
         self.phase_s = phase_s
         """Time at which the picker first looks for decisions to send to its peers. It looks again
-        at multiples of the interval.
+        at multiples of the interval after that time, if there may be something to send.
         """
         self.flush_at: Seconds = math.inf
         """Time at which the picker next looks for decisions to send to its peers; infinite if none
@@ -178,7 +178,7 @@ class Peering:
 
     def warm(self, replica: int, ready: Callable[[], None]) -> None:
         """Make the starting picker `replica` request a snapshot from a peer. Call `ready` when it
-        has the snapshot or stops waiting for it.
+        has the snapshot or stops waiting for it, or at once if no peer can be reached.
 
         `ready` may be called twice.
         """
@@ -304,8 +304,9 @@ class Peering:
             peer.exchange.apply(now)
 
     def _send_snapshot(self, asked: _Peer, peer: _Peer, learnt: Callable[[], None]) -> None:
-        """Send a snapshot of the state of picker `asked` to picker `peer`, unless one of them ends
-        before it arrives.
+        """Send a snapshot of the state of picker `asked` to picker `peer`, and call `learnt` when
+        it is applied. Do nothing if `asked` has ended by now, or if `peer` ends before the snapshot
+        arrives.
         """
         if self._peers[asked.replica] is asked:
             frames = list(asked.exchange.snapshot(self._loop.now))

@@ -92,8 +92,9 @@ class Pickers:
     def enter(
         self, request: SimulatedRequest, resolution: Resolution, resume: Resume
     ) -> Route | Refusal | Place:
-        """Return the decision of the picker of `request`, or the place of the request in the picker's
-        queue. `resume` is then called with the decision or refusal later.
+        """Return the decision of the picker of `request`, or the place of the request in the
+        picker's queue. `resume` is then called with the decision or refusal later. The picker first
+        reads all pages and KV-cache events that have arrived.
 
         If `resolution` is a refusal, return that without asking the policy.
         """
@@ -216,7 +217,8 @@ class Pickers:
 
     def announce(self) -> None:
         """Announce the pods that discovery lists now to every picker, which scrapes them from now
-        on. Do nothing while the pickers rest.
+        on; baselines scrape none. With a prefill rule, only pods that decode are announced. Do
+        nothing while the pickers rest.
         """
         if self._resting:
             return
@@ -382,7 +384,9 @@ class _Waker:
         self._at_s: Seconds | None = None
 
     def drives(self, queue: FlowQueue, read_pages: Callable[[], None]) -> None:
-        """Call `queue`, after `read_pages`, from now on."""
+        """Set the queue that this waker calls when it is due, and the function that reads the
+        picker's metrics pages before each call.
+        """
         self._queue = queue
         self._read_pages = read_pages
 

@@ -101,8 +101,9 @@ class Pods:
     ) -> None:
         """Withdraw `pod` from discovery, and end it when it is idle, or after `grace_s` seconds.
 
-        With a `grace_s` of 0, the pod ends at once. `ended` is called when this drain has ended the
-        pod, but not if the pod died for another reason before.
+        With a `grace_s` of 0, the pod ends at once. Nothing happens if the pod does not run.
+        `ended` is called when this drain has ended the pod, but not if the pod died for another
+        reason before.
         """
         if not pod.alive:
             return
@@ -148,7 +149,9 @@ class Pods:
         self._announce_later()
 
     def restart(self, pod: SimulatedPod) -> None:
-        """Start an ended pod again with an empty cache; do nothing if the pod runs."""
+        """Start an ended pod again with an empty KV cache; do nothing if the pod runs. Prompt
+        caches on a disk and stores that pods share keep their content.
+        """
         if not pod.alive:
             pod.restart()
             self._count()

@@ -396,6 +396,7 @@ class PolicySource(Struct, frozen=True, kw_only=True):
 
         `prefill_tokens_per_s` is the speed of each pod for which the configuration sets none.
         `fallback_endpoints_max` is the maximum number of fallback endpoints that a replica names.
+        Raises `ConfigError` if the configuration is invalid.
         """
         if not self.text:
             choose = BASELINES[self.name]

@@ -29,9 +29,9 @@ class Reschedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Connections:
-    """Decides which connections of a run fail: those whose random number is below the share of the
-    period. The number depends only on the seed, the request and the attempt, so it is the same
-    under every policy.
+    """The rule that decides which of the gateway's connections fail in a run: those whose random
+    number is below the share of the period. The number depends only on the seed, the request and
+    the attempt, so it is the same under every policy.
     """
 
     def __init__(self, reschedules: Sequence[Reschedule], *, seed: int) -> None:

@@ -155,8 +155,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         return speeds.pop() if len(speeds) == 1 else PREFILL_TOKENS_PER_S
 
     def policy_of(self, source: PolicySource) -> PolicySource:
-        """Return the policy of this cluster's pickers: `source`, or the default by role if `source` is
-        the built-in default and the pods at the start have roles.
+        """Return the policy of this cluster's pickers. It is `source`, except for the built-in
+        default in a cluster that transfers KV blocks: then it is the default that `epp serve`
+        chooses for the roles of the pods at the start.
         """
         if self.kv_transfer is None:
             return source

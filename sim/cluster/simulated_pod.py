@@ -274,7 +274,7 @@ class SimulatedPod:
 
     def submit(self, request: EngineRequest, rank: int | None = None) -> None:
         """Queue `request` in the engine, at data-parallel rank `rank` if given. Raises `ValueError`
-        if the request can never fit.
+        if the engine can never serve it.
         """
         self._catch_up()
         if isinstance(self.engine, RankedEngine):
@@ -305,7 +305,9 @@ class SimulatedPod:
         self._transfers_ended_s += self.kind.nics * transfer_s
 
     def received(self, request: EngineRequest) -> None:
-        """Let a decode leg continue, because its blocks have arrived."""
+        """Let a decode leg continue, because its blocks have arrived; an aborted leg leaves the
+        engine.
+        """
         self._catch_up()
         self._rank_with(request).received(request, self._loop.now)
         self._changed()
@@ -330,8 +332,8 @@ class SimulatedPod:
         """Return the metrics page that a scrape at the time `at` reads, or None if the pod does not
         answer.
 
-        The page shows the state at the end of the last pass. `at` must be between the last change
-        of the pod and now.
+        The page shows the state at the end of the last pass, or the frozen state. `at` must be
+        between the last change of the pod and now.
         """
         if not self.alive:
             return None
@@ -353,7 +355,9 @@ class SimulatedPod:
         self._frozen = self._metrics(self._loop.now) if frozen else None
 
     def die(self) -> None:
-        """End the pod's process; the engine loses its whole state."""
+        """End the pod's process; the engine loses its whole state. The pod no longer answers
+        scrapes.
+        """
         self._catch_up()
         self.alive = False
         self._frozen = None
@@ -362,8 +366,8 @@ class SimulatedPod:
             log.end(self._loop.now)
 
     def restart(self) -> None:
-        """Start a new process in the same pod, with the same name and address and an empty
-        cache.
+        """Start a new process in the same pod, with the same name and address and an empty KV
+        cache. A prompt cache on a disk, and stores that pods share, keep their content.
         """
         self._catch_up()
         self.restarts += 1

@@ -23,7 +23,7 @@ class Fate(StrEnum):
 
     COMPLETE = "complete"
     REFUSED = "refused"
-    """The picker refused the request."""
+    """The picker refused the request, or evicted it before its response began."""
     FAILED = "failed"
     """The request could not be served, for one of the reasons in `Failure`."""
     ABORTED = "aborted"
@@ -136,7 +136,9 @@ class SimulatedRequest:
         self.hashes: PromptHashes | None = None
         """Hashes of the prompt, stored from routing until the engines have received the request."""
         self.handover: Handover | None = None
-        """Prefill leg and KV transfer, or None if its pod computes the prompt."""
+        """Prefill leg and KV transfer of the request, or None if the pod that decodes the request
+        also computes its prompt.
+        """
         self.engine: EngineRequest | None = None
         self.spare: Callable[[], None] | None = None
         """Function that protects the request against eviction, or None if it cannot be evicted."""

@@ -41,8 +41,8 @@ class SimulatedRenderer:
         self, request: InferenceRequest, body: bytes, resume: Resume
     ) -> "_SimulatedWait | None":
         """Start tokenising the prompt of `request`, and call `resume` with the request afterwards,
-        or at the timeout. Return the wait, or None if it takes no time. `body` is not used in
-        simulated time.
+        or at the timeout. Return the wait, or None if it takes no time. A request that waits is
+        counted in `found` or `timeouts`. `body` is not used in simulated time.
         """
         settings, now = self._settings, self._loop.now
         takes_s = settings.seconds_per_token * request.prompt_tokens
@@ -62,6 +62,8 @@ class SimulatedRenderer:
 
 
 class _SimulatedWait:
+    """The wait of one request for its tokens, which ends unless it is cancelled before."""
+
     __slots__ = ("_request", "_resume")
 
     def __init__(self, request: InferenceRequest, resume: Resume) -> None:

@@ -50,6 +50,10 @@ class DemoError(Exception):
 
 
 class ArmResult(Struct, kw_only=True):
+    """The result of one arm of the demo (round robin or Homing): its requests as clients saw them, and
+    the requests that its pods counted.
+    """
+
     outcomes: list[RequestOutcome]
     requests_per_pod: list[int]
     """Number of requests that each pod counted, in the order of the pods."""
@@ -91,8 +95,8 @@ class Child:
     async def running(
         cls, name: str, command: Sequence[str], log: Path, *, announces: bool = False
     ) -> AsyncIterator["Child"]:
-        """Start the program on entry of the context, and kill its whole process group on exit in
-        every case.
+        """Start the program on entry of the context, and end its whole process group on exit in
+        every case: with SIGTERM, and with SIGKILL after `_STOP_S_MAX` seconds.
 
         Its output goes to the file `log`. If `announces` is true, standard output does not go
         there, and `announcement` reads its first line.
@@ -259,7 +263,8 @@ class Arm:
 
 async def _write_bootstrap(path: Path, ports: Ports, in_turn: Sequence[str]) -> None:
     """Write the configuration that `epp envoy-config` prints to `path`. If `in_turn` has addresses
-    of pods, Envoy sends requests to them by round robin, without a picker.
+    of pods, Envoy sends requests to them by round robin, without a picker. Raises `DemoError` if
+    the command fails.
     """
     command = [
         *(sys.executable, "-m", "epp", "envoy-config", "--out", str(path)),

@@ -2,7 +2,7 @@
 Homing.
 
 Exit codes: 0 done, 1 an error anywhere, 2 the packaged Envoy does not run on this machine (or a
-wrong command line), 130 interrupted.
+wrong command line), 128 plus the number of the signal if it was interrupted (130 for Ctrl-C).
 """
 
 import argparse

@@ -42,17 +42,19 @@ class ArmSummary(Struct, kw_only=True):
     requests: int
     errors: int
     ttft_ms: dict[str, float | None]
-    """Percentiles "p50" and "p90" of the time to first token in milliseconds; None if no request
-    was answered.
+    """Percentiles "p50" and "p90" of the time to first token in milliseconds, over the requests
+    with a complete answer; None if there is none.
     """
     prefix_hit_rate: float
-    """Cached prompt tokens as a share of all prompt tokens, from the usage that servers report."""
+    """Cached prompt tokens as a share of all prompt tokens of the requests with a complete answer,
+    from the usage that servers report.
+    """
     requests_per_pod: list[int]
     """Number of requests that each pod counted, in the order of the pods."""
 
 
 class Summary(Struct, kw_only=True):
-    """Content of the file demo/summary.json."""
+    """Content of the file summary.json that the demo writes."""
 
     schema: int
     seed: int

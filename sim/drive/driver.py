@@ -36,6 +36,10 @@ sets them.
 
 
 class DriveSettings(Struct, frozen=True, kw_only=True):
+    """The settings of a run of `sim drive`: the gateway, the models and headers of its requests, and
+    the load.
+    """
+
     url: str
     models: dict[str, str] = {}
     """Name of the model to request, by model of the trace; the key "" has the default for other
@@ -83,8 +87,8 @@ class Driver:
         `ENDS_KEPT_MAX` were waiting or in flight.
         """
         self.unfit = 0
-        """Number of requests that were not sent because their token ids cannot be written as
-        text.
+        """Number of requests that were not sent because their token ids cannot be written as text,
+        or because their recorded body is not JSON.
         """
         self.cut = 0
         """Number of requests that were in flight when the drive was stopped."""
@@ -205,7 +209,8 @@ class Driver:
 
     def _request(self, arrival: Arrival) -> tuple[str, str, bytes]:
         """Return (model, path, body) of the HTTP request for an arrival. Raises `ValueError` if its
-        token ids cannot be written as text.
+        token ids cannot be written as text, and `msgspec.DecodeError` if its recorded body is not
+        JSON.
         """
         if arrival.lengths and len(set(arrival.lengths)) == 1:
             # If all blocks have the same size, no token id has to fit into one token.

@@ -30,8 +30,8 @@ Names come from responses and traces, so their number must be bounded.
 """
 ERRORS_SHOWN_MAX: Final = 10
 _GAP_S_MIN: Final = 1e-6
-"""Smallest time between two chunks that is counted, in seconds. Two chunks from one read have no
-time between them.
+"""Smallest time in seconds between two chunks; shorter times count as this one. Two chunks from one
+read have no time between them.
 """
 
 
@@ -96,7 +96,7 @@ class Group:
 
 class DriveMeasures:
     """Collector of the measurements of a drive; each request is added when it ends. Memory grows by
-    48 bytes for each request.
+    about 56 bytes for each request.
     """
 
     def __init__(self) -> None:

@@ -314,7 +314,8 @@ def _error_left(
     """Return the error that an estimated profile has after it was moved to the points.
 
     With enough points of a kind, it is their largest residual, and at least `NOISE`; otherwise it
-    is the estimate's own error.
+    is the estimate's own error. The error of the KV-cache size is 0 if the points file has
+    `kv_tokens`, else the estimate's own.
     """
     count = len(points.ttft)
     ttft = max([NOISE, *(abs(one.error) for one in residuals[:count])])

@@ -210,8 +210,8 @@ class Engine:
         self.first_tokens = 0
         """Number of requests whose first token has been generated, since the engine started."""
         self.received_tokens = 0
-        """Number of prompt tokens that other engines computed for these requests. vLLM counts them
-        when it generates the first token.
+        """Number of prompt tokens that other engines computed, over all requests whose first token
+        has been generated; vLLM counts them then.
         """
         self.answers = 0
         """Number of requests with a complete answer, since the engine started."""
@@ -292,8 +292,8 @@ class Engine:
         return {request.request_id for request in self._aborted}
 
     def submit(self, request: EngineRequest, now: Seconds) -> None:
-        """Add `request` to the waiting queue. Raises `ValueError` if the engine can never serve it;
-        nothing has changed then.
+        """Add `request` to the waiting queue, and shorten the running step to the pass in progress.
+        Raises `ValueError` if the engine can never serve it; nothing has changed then.
         """
         needed = request.prompt_tokens + request.output_tokens
         if needed > self.settings.kv_tokens:
@@ -349,7 +349,8 @@ class Engine:
         return self.legs
 
     def abort(self, request_id: str) -> bool:
-        """Remove a request and release its blocks; return False if the engine does not have it.
+        """Remove a request and release its blocks; return False if the engine does not have it, or
+        if it was aborted before.
 
         A request in a running step leaves at the end of the step, unless it ends by then. Call
         `cut` first. The blocks of an aborted prefill leg are not held; a finished one is not
@@ -866,8 +867,9 @@ class Engine:
         return finished
 
     def _give_token(self, request: EngineRequest, at: Seconds) -> None:
-        """Give a request its token after the last chunk of its prompt has run. It decodes from now
-        on, or it ends if this is its last token.
+        """Give a request its token after the last chunk of its prompt has run, and let the prompt
+        cache store the prompt. The request decodes from now on, or it ends if this is its last
+        token.
         """
         if self.cache is not None:
             self._save(self.cache.computed(request, at))
@@ -906,7 +908,10 @@ class Engine:
         request.token_gap_s = at - before
 
     def _leave(self, request: EngineRequest) -> None:
-        """Remove a request from the running ones, finished or not, and release its blocks."""
+        """Remove a request from the running ones, finished or not, and release its blocks; those of
+        a finished prefill leg are held for the decode engine. Count a complete answer, and let the
+        prompt cache store what it keeps of the request.
+        """
         del self.running[request]
         if request.finished:
             self.answers += 1

@@ -13,7 +13,8 @@ def bounded_least_squares(matrix: _Floats, wanted: _Floats, limits: _Floats) -> 
     wanted`.
 
     `limits` may be inf. The function tries every choice of free unknowns, with all others at a
-    limit. The result is exact and takes 3**n small solutions for n unknowns, so n must be small.
+    limit. The result is exact and takes up to 3**n small solutions for n unknowns, so n must be
+    small.
     """
     best, least = np.zeros(len(limits)), np.inf
     choices = [

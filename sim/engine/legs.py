@@ -153,7 +153,8 @@ class Legs:
         self._free(request)
 
     def abort(self, request_id: str) -> bool:
-        """Remove a decode leg; return False if there is none with this id.
+        """Remove a decode leg in `fetched` or `fetching`; return False if there is none with this
+        id, or if it was aborted before.
 
         A leg in transfer keeps its blocks until `received` or `give_up`, because the transfer
         writes to them.

@@ -85,7 +85,7 @@ ACROSS_ZONES_S: Final[Seconds] = (ACROSS_ZONES_S_MIN + ACROSS_ZONES_S_MAX) / 2
 
 
 DEFAULT_LINK: Final = "roce200"
-"""Name of the network that KV transfers have if nothing else is said."""
+"""Name of the network that KV transfers have by default."""
 _GIGABYTES_PER_S_MAX: Final = 100_000.0
 _SETUP_S_MAX: Final[Seconds] = 60.0
 

@@ -118,9 +118,13 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     prefill: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Error of the duration of a step that computes a prompt, as a share."""
+    """Error of the estimated duration of a step that computes a prompt, as a share of the true
+    duration.
+    """
     decode: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Error of the duration of a step in which requests decode, as a share."""
+    """Error of the estimated duration of a step in which requests decode, as a share of the true
+    duration.
+    """
     kv_tokens: Annotated[float, Meta(ge=0.0, le=10.0)]
 
     @property
@@ -139,7 +143,7 @@ class KVWindow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV cache of a model in which some layers have a sliding window."""
 
     tokens: _Count
-    """Number of tokens in the sliding window of these layers."""
+    """Number of tokens in the sliding window of the layers that have one."""
     bytes_per_token: _Count
     """KV-cache bytes per token of all layers with the sliding window together."""
     other_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)]
@@ -164,7 +168,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layers.
     """
     layers: _Count | None = None
-    """Number of layers; None if unknown. Only layer-wise KV transfers need it."""
+    """Number of transformer layers of the model; None if unknown. Only layer-wise KV transfers need
+    it.
+    """
     decode_s: _StepTime
     decode_s_per_context_token: _TokenTime
     pair_s: _TokenTime
@@ -483,7 +489,9 @@ def _toml(value: object) -> str:
 
 
 def profile_named(text: str) -> Profile:
-    """Parse the name or file of a profile, as `find_profile` does, for argparse."""
+    """Return the profile that `text` names, as `find_profile` does, for argparse. Raises
+    `ArgumentTypeError`.
+    """
     try:
         return find_profile(text)
     except ProfileError as problem:

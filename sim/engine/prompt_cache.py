@@ -31,7 +31,8 @@ class PromptCache(Protocol):
     """A prompt cache besides the block pool. The engine calls `fetch`, `computed` and `left` for
     each request in this order.
 
-    A preempted request leaves, and `fetch` is called again when it returns.
+    `computed` is left out if the prompt was not completely computed. A preempted request leaves,
+    and `fetch` is called again when it returns. It is also called again if it returned None.
     """
 
     def pool(self, blocks_total: int) -> BlockPool:

@@ -56,7 +56,9 @@ class RankedEngine:
 
     @property
     def received_tokens(self) -> int:
-        """Number of prompt tokens that other engines computed for requests of all ranks."""
+        """Number of prompt tokens that other engines computed, over all requests of all ranks whose
+        first token has been generated.
+        """
         return sum(rank.received_tokens for rank in self.ranks)
 
     @property
@@ -84,7 +86,7 @@ class RankedEngine:
     @property
     def ends_at(self) -> Seconds | None:
         """Time when the next step of any rank ends; None if no step is running, or if a rank could
-        begin one.
+        begin one of its own.
         """
         ends = [(rank.ends_at, rank) for rank in self.ranks]
         begun = [at for at, _ in ends if at is not None]

@@ -108,8 +108,8 @@ class EngineRequest:
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.cached_tokens = 0
-        """Number of prompt tokens found in the cache when the request was first admitted, as
-        `usage` reports them.
+        """Number of prompt tokens found in the cache when the request was first admitted, or when
+        the blocks of a decode leg were reserved; `usage` reports them.
         """
         self.preemptions = 0
         self.hands_over = False

@@ -47,7 +47,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
     """
 
     acceptance: tuple[float, ...]
-    """Acceptance of draft tokens by position, for contexts up to the first length in `longer`."""
+    """Acceptance of draft tokens by position, for contexts up to the first length in `longer`; for
+    all contexts if `longer` is empty.
+    """
     longer: tuple[AcceptanceAt, ...] = ()
     """Acceptance of draft tokens at some context lengths, ascending, interpolated linearly in
     between. The first has the values of `acceptance`. An empty tuple means that `acceptance`

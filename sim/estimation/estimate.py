@@ -153,8 +153,8 @@ def _error(
 
 
 def gpus_needed(shape: ModelShape, settings: EstimateSettings, memory: MemoryModel) -> int | None:
-    """Return the smallest number of GPUs, a power of two, into whose memory the model fits; None if
-    no number up to `TENSOR_PARALLEL_MAX` suffices.
+    """Return the smallest number of GPUs into whose memory the model fits, among the powers of two
+    that divide its attention heads; None if no number up to `TENSOR_PARALLEL_MAX` suffices.
     """
     degree = 1
     while degree <= TENSOR_PARALLEL_MAX:
@@ -187,7 +187,7 @@ def _roofline(
 
 def _limits(settings: EstimateSettings) -> tuple[int, int]:
     """Return (`max_num_seqs`, `max_num_batched_tokens`) of the engine: the given values, or vLLM's
-    defaults on the GPU.
+    defaults on the GPU. The second value is at least the first.
     """
     sequences, batched = settings.gpu.engine_defaults
     sequences = settings.max_num_seqs or sequences

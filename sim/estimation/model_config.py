@@ -393,8 +393,9 @@ class _Keys:
         return self.usual.get(key) if value is None else value
 
     def whole(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
-        """Return the value of `key`, a whole number from `least` to `most`; `default` if the key is
-        missing. Raises `ProfileError` for another value, or if there is no default.
+        """Return the value of `key`, a whole number from `least` to `most`. If the key is missing,
+        return the architecture's default, or else `default`. Raises `ProfileError` for another
+        value, or if there is no default.
         """
         value = self.get(key)
         if value is None and default is not None:
@@ -405,8 +406,8 @@ class _Keys:
         return int(value)
 
     def flag(self, key: str) -> bool:
-        """Return the value of `key`, true or false; false if the key is missing. Raises
-        `ProfileError` for another value.
+        """Return the value of `key`, true or false. If the key is missing, return the
+        architecture's default, or false if there is none. Raises `ProfileError` for another value.
         """
         value = self.get(key)
         if value is not None and type(value) is not bool:

@@ -161,9 +161,13 @@ class Fitted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpus: dict[str, Efficiency]
     memory: MemoryModel
     measured: dict[str, StepError]
-    """Largest errors on a GPU on which other models were measured, by kind of model (`KINDS`)."""
+    """Largest errors of estimated step durations on a GPU on which other models were measured, by
+    kind of model (`KINDS`).
+    """
     unmeasured: dict[str, StepError]
-    """Largest errors on a GPU without measurements, by kind of model (`KINDS`)."""
+    """Largest errors of estimated step durations on a GPU without measurements, by kind of model
+    (`KINDS`).
+    """
 
 
 @cache

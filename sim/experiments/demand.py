@@ -76,7 +76,7 @@ class TraceDemand(Struct, frozen=True, kw_only=True):
 
     def share_of_sized(self, stretch: Stretch) -> float:
         """Return the work per second of `stretch` as a share of the sized stretch's work per
-        second.
+        second; 1 if the sized stretch has none.
         """
         return _per_s(stretch) / self.work_per_s if self.work_per_s else 1.0
 
@@ -90,8 +90,8 @@ def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDema
     """Return the demand of `arrivals`, which are in order of time. If they span more than
     `sized_s_max`, the sized stretch is the busiest one of that length.
 
-    The function holds two numbers for each request in memory. Raises what iterating over `arrivals`
-    raises, and `ValueError` if there are no requests.
+    The function holds three numbers for each request in memory. Raises what iterating over
+    `arrivals` raises, and `ValueError` if there are no requests.
     """
     times_s: list[Seconds] = []
     work: list[tuple[int, int]] = []

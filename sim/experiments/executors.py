@@ -39,7 +39,7 @@ class Submitting(Protocol):
 
 class Submitted:
     """Implementation of `Workers` on top of any executor, which the caller creates and closes.
-    Leaving the context cancels all jobs.
+    Leaving the context cancels all jobs that have not begun.
     """
 
     def __init__(self, executor: Submitting) -> None:

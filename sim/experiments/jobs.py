@@ -59,7 +59,9 @@ class Workers(Protocol):
         ...
 
     def stop(self) -> None:
-        """Stop the running jobs and end the iterator that `outcomes` returned."""
+        """End the iterator that `outcomes` returned, and stop its jobs. Jobs that are running
+        elsewhere than on this machine continue to their end.
+        """
         ...
 
 
@@ -82,10 +84,11 @@ class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
     title: str
     jobs: Sequence[RunSettings]
     summary: Callable[[Results, bool], OfRuns]
-    """Function (results so far, True if all runs have ended) -> summary."""
+    """Function (results so far, True if all runs have ended) -> summary of the experiment."""
     table: Callable[[OfRuns], str]
     reports: Callable[[OfRuns, Results], dict[str, str]]
-    """Function (summary, results) -> content of each report file, by file name."""
+    """Function (summary of the experiment, results) -> content of each report file, by file name.
+    """
 
     def carry_out(self, folder: Path | None, *, workers: int) -> int:
         """Run all jobs, write the results to `folder` after each job, print the table, and return

@@ -17,7 +17,9 @@ from sim.engine.links import DEFAULT_LINK, LinkError, link_named, link_of
 from sim.pods.roles import ROLES, roles_named
 
 MODELLED: Final = tuple(role for role in ROLES if "encode" not in role)
-"""Roles that simulated time models. It has no images, so no pod encodes any."""
+"""Roles of pods in simulated time. Roles that encode images are missing, because requests in
+simulated time have no images.
+"""
 _LEASE_S: Final[Seconds] = KVConnector().lease_s
 
 
@@ -29,9 +31,11 @@ class Legs(StrEnum):
     """The order in which the sidecar of a decode pod sends the two legs of a request."""
 
     SERIAL = "serial"
-    """The prefill leg first, as llm-d's connector `nixlv2` does."""
+    """The sidecar sends the prefill leg first and the decode leg after its end, as llm-d's
+    connector `nixlv2` does.
+    """
     CONCURRENT = "concurrent"
-    """Both legs at once, as the connectors for SGLang and Mooncake do."""
+    """The sidecar sends both legs at once, as the connectors for SGLang and Mooncake do."""
 
 
 class KVTransferTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,9 +46,11 @@ class KVTransferTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link: str = ""
     """Network in the form of `--kv-link`; "" for the default, or for `gigabytes_per_s`."""
     gigabytes_per_s: Annotated[float, Meta(gt=0.0, le=100_000.0)] | None = None
-    """Bandwidth of one NIC in GB/s, instead of a network's name."""
+    """Bandwidth of one NIC in GB/s; None if `link` names the network."""
     setup_s: Annotated[float, Meta(ge=0.0, le=60.0)] | None = None
-    """Time in seconds before the first byte of a transfer, with `gigabytes_per_s`."""
+    """Time in seconds before the first byte of a transfer, given together with `gigabytes_per_s`;
+    None if `link` names the network.
+    """
     legs: Legs = Legs.SERIAL
     push: bool = False
     """True if the prefill engine sends each layer when it is computed. It needs concurrent legs."""

@@ -18,10 +18,12 @@ from epp.core.types import Seconds
 from sim.engine.profiles import Profile
 
 LONGEST: Final = 8.0
-"""Maximum length of a prompt or an output, as a multiple of the mean."""
+"""Maximum length of a prompt or an output in synthetic traffic, as a multiple of the mean length.
+"""
 _LONGEST_MIN: Final = 1.5
-"""Smallest accepted maximum length of a request, as a multiple of the mean. If requests were
-limited to less, hardly any length would exceed the mean.
+"""Smallest accepted maximum length of a request (prompt and output) in synthetic traffic, as a
+multiple of the mean length. If requests were limited to less, hardly any length would exceed the
+mean.
 """
 REQUESTS_WANTED: Final = 2_000
 _DURATION_S_MIN: Final[Seconds] = 120.0
@@ -47,12 +49,15 @@ class MeanTraffic(Struct, frozen=True, kw_only=True):
 
     @property
     def duration_s(self) -> Seconds:
-        """Duration of the traffic: about 2,000 requests, from two minutes to an hour."""
+        """Duration of the traffic in seconds: the time in which about 2,000 requests arrive, but at
+        least two minutes and at most an hour.
+        """
         return min(max(REQUESTS_WANTED / self.requests_per_s, _DURATION_S_MIN), _DURATION_S_MAX)
 
     def document(self, profiles: Sequence[Profile]) -> bytes:
-        """Return the traffic as an inference-perf workload file in YAML. Lengths are limited so
-        that every request fits into the context and the KV cache of each profile.
+        """Return the traffic as an inference-perf workload file in YAML. Lengths are limited to 8
+        times their mean, and so that every request fits into the context and the KV cache of each
+        profile.
 
         Raises `MeanTrafficError` if a profile does not allow requests of 1.5 times the mean length,
         prompt and output together.

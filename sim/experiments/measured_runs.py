@@ -31,9 +31,13 @@ class Sample(Struct, frozen=True, kw_only=True):
 
     half: Half
     share: float = 1.0
-    """Share of the half's requests that are replayed, counted from its beginning."""
+    """Share of the requests of the trace's half that a run replays, counted from the beginning of
+    the half; at least one request is replayed.
+    """
     load: float = 1.0
-    """Factor on the request rate: at 2, requests arrive twice as fast as in the trace."""
+    """Factor on the request rate of the tuning, in addition to `--speed`: at 2, requests arrive
+    twice as fast.
+    """
     repetition: int = 0
     """Number of the repetition. 0 replays the trace unchanged; others replay similar traffic,
     resampled or generated with another seed.
@@ -41,8 +45,8 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class MeasuredRuns:
-    """A source of run results that reads the journal first and simulates only the runs that are
-    missing there.
+    """A source of run results that reads the journal first, simulates only the runs that are
+    missing there, and adds these to it.
     """
 
     def __init__(

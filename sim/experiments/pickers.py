@@ -128,8 +128,9 @@ def pickers_plan(flags: Mapping[str, Any], scenario: PickersPlan | None, file: s
     """Return the settings of the pickers from the flags or from the scenario. `flags` has the keys
     of `FLAGS`, with None for each flag that was not given.
 
-    `scenario` has the pickers of the scenario file `file`, or is None if that defines none. Raises
-    `ClusterSettingsError` if both the flags and the scenario define pickers.
+    `scenario` has the pickers of the scenario file `file`; it is None without a file, or if the
+    file defines no pickers. Raises `ClusterSettingsError` if both the flags and the scenario define
+    pickers.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if scenario is None:

@@ -17,8 +17,8 @@ class Step(Struct, frozen=True, kw_only=True):
     ask: int | None = None
     """Number of pods to try next, or None if the search has ended."""
     found: int | None = None
-    """Smallest sufficient number of pods. None if the search has not ended, or if no number is
-    sufficient.
+    """Smallest sufficient number of pods. None if the search has not ended, or if no number up to
+    the highest is sufficient.
     """
 
 
@@ -42,7 +42,8 @@ def next_step(known: Mapping[int, bool], *, start: int, highest: int, lowest: in
 
 def smallest_of_all(known: Mapping[int, bool]) -> int | None:
     """Return the smallest number of pods from which on every number in `known` is sufficient; None
-    if the highest number is not.
+    if the highest number is not. `known` maps each tried number of pods to whether it is
+    sufficient.
 
     The function goes down from the highest number and stops at the first that is not shown to be
     sufficient. This is a fixed-sequence test: the probability of a result that is too small is not

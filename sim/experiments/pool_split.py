@@ -11,7 +11,9 @@ from sim.engine.profiles import Profile
 from sim.experiments.demand import Stretch, busy_times
 
 CACHED_SHARES: Final = (0.8, 0.5, 0.0)
-"""Shares of the prompt tokens that pods may have cached. Each leads to a division that is tried."""
+"""Shares of the prompt tokens that pods may have cached. Each leads to a division into prefill and
+decode pods that is tried.
+"""
 SHARE_MIN: Final = 0.1
 SHARE_MAX: Final = 0.9
 
@@ -41,7 +43,7 @@ def splits_for(stretch: Stretch, profile: Profile) -> list[Split]:
 
     Each has the share of prefill in the busy time of pods, P / (P + D) with P = uncached tokens /
     prefill speed and D = output tokens x step time / batch (`demand.busy_times`), for one of
-    `CACHED_SHARES`.
+    `CACHED_SHARES`, limited to `SHARE_MIN` to `SHARE_MAX`. Equal shares are tried once.
     """
     shares = set()
     for cached_share in CACHED_SHARES:

@@ -45,7 +45,7 @@ class Proposals:
 
     def ask(self, count: int) -> list[dict[str, Value]]:
         """Return `count` proposed configurations, each as a value by name of the dimension. The
-        caller must report their costs with `tell`.
+        caller must report their costs with `tell` before it requests the next ones.
         """
         # The seed depends on the batch number, so that earlier random draws have no influence.
         seed = xxhash.xxh32_intdigest(f"{self._seed}:tune:{self._batches}".encode())

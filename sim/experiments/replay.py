@@ -94,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
     """Run `sim replay` and return its exit code.
 
     0: done. 130: interrupted; the results up to then are written. Raises errors that `sim` prints.
+    With --check-decisions, nothing is simulated: `check_decisions` runs instead.
     """
     if options.check_decisions:
         return check_decisions(options)
@@ -161,7 +162,7 @@ def _removing_unexplained(folder: Path) -> Callable[..., None]:
 
 def _with_ceilings(one: Run, summary: ReplaySummary) -> ReplaySummary:
     """Return the summary with the hit ceilings (highest possible hit rates) added, or unchanged if
-    the run was interrupted or completed no request.
+    the run was interrupted or completed no request. Print how long the pass over the trace took.
     """
     if not (summary.complete and one.measures.fates[Fate.COMPLETE]):
         return summary
@@ -215,8 +216,8 @@ def requests_expected(settings: RunSettings) -> int:
 
 
 def _shown(progress: Progress, total: int) -> Listener:
-    """Return a function that advances the progress bar when it is called with a request that has
-    ended. `total` is 0 if the number of requests is unknown.
+    """Return a function that is called with each request that has ended, and that advances the
+    progress bar after every 64 of them. `total` is 0 if the number of requests is unknown.
     """
     task = progress.add_task("replay", total=total or None)
     ended = 0

@@ -121,8 +121,8 @@ class DecisionFile:
         self._next = 0
 
     def note(self, request: SimulatedRequest) -> None:
-        """Record the inputs of a request's candidates just after its decision. The caller passes
-        the request to `add` later, when it has ended.
+        """Record the inputs of a request's candidates just after its decision; do nothing if it has
+        none. The caller passes the request to `add` later, when it has ended.
         """
         route = request.route
         if route is not None and route.decision is not None:

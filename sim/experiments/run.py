@@ -50,8 +50,8 @@ its time.
 """
 
 SPAN_S_MAX: Final = 366 * 86_400.0
-"""Maximum time in seconds from the first to the last arrival of a trace. A longer span means that a
-clock was set during the recording, and a float would lose microseconds.
+"""Maximum time in seconds from the first to the last arrival of a trace, and maximum think time. A
+longer span means that a clock was set during the recording, and a float would lose microseconds.
 """
 
 
@@ -74,7 +74,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """Maximum number of requests replayed, not counting skipped ones, or None for all."""
     jitter_s: Seconds | None = None
     """Width in seconds of the random spread of arrival times; None for the resolution of the
-    trace's clock.
+    trace's clock if `grid_s` finds it coarse, else 0.
     """
     speed: float = 1.0
     through_bytes: bool = False
@@ -118,7 +118,8 @@ class Run:
         file.
         """
         self.settings = settings
-        """The given settings, with `jitter_s` replaced by the jitter that is in effect."""
+        """The given settings of the run, with `jitter_s` replaced by the jitter that is in effect.
+        """
         self.stopped = False
         self._held = held
         self.trace: Trace = held or open_trace(Path(settings.trace), settings.read)
@@ -175,8 +176,8 @@ class Run:
         self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
     ) -> Ceilings | None:
         """Return the shares of the run's prompt tokens that prompt caches would hit: one unlimited
-        cache, and the pods' caches if requests were placed at random or by affinity. They take one
-        more pass over the trace.
+        cache, and the pods' caches if requests were placed at random or by affinity. All pods count
+        as pods of the first kind. The method takes one more pass over the trace.
 
         `watched` receives the arrivals and must yield them again; it can show progress. None if
         `stop` is called during the pass.
@@ -231,7 +232,9 @@ class Run:
         )
 
     def run(self) -> None:
-        """Simulate until the last request has ended, or until `stop` is called."""
+        """Simulate until the last request has ended, or until `stop` is called. Then add the
+        plug-ins that raised errors to `measures`.
+        """
         if self.stopped:
             return
         thresholds = gc.get_threshold()
@@ -284,7 +287,8 @@ class Run:
         )
 
     def stop(self) -> None:
-        """Let `run` return after the current event, so that the measurements are consistent.
+        """Let `run` return after the current event, so that the measurements are consistent, and
+        let `ceilings` return None.
 
         An exception would interrupt an event in the middle and leave an inconsistent state.
         """
@@ -298,7 +302,8 @@ class Run:
 
 def jitter_in_effect_s(settings: RunSettings) -> Seconds:
     """Return the width in seconds of the random spread of a run's arrivals. If the settings do not
-    define it, it is determined from the beginning of the trace.
+    define it, it is determined from the beginning of the trace. Raises what reading the trace
+    raises.
     """
     if settings.jitter_s is not None:
         return settings.jitter_s
@@ -346,7 +351,8 @@ def _hashed(
     configured: Iterable[SchedulerSettings | None], told: Sequence[int]
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
     """Return a function that makes an `InferenceRequest` of an arrival, with hashes for the block
-    sizes of these settings' indexes and with token hashes for the block sizes in `told`.
+    sizes of the indexes in `configured` that count blocks, and with token hashes for the block
+    sizes in `told`.
     """
     counting = (index for index in _indexes(configured) if index.abilities.counts_blocks)
     sizes = tuple(sorted({index.block_tokens for index in counting}))

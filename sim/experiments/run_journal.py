@@ -62,7 +62,7 @@ class RunJournal:
         return len(self._runs)
 
     def get(self, key: str) -> KeptRun | None:
-        """Return the stored run with that key, or None if there is none."""
+        """Return the run that the journal stores under `key`, or None if there is none."""
         return self._runs.get(key)
 
     def add(self, key: str, run: RunSummary) -> KeptRun:

@@ -345,7 +345,8 @@ def _plan(
     options: argparse.Namespace, scenario: Scenario | None, replicas: int | None
 ) -> PickersPlan:
     """Return the settings of the pickers from the flags or the scenario. Raises
-    `ClusterSettingsError` if they contradict each other.
+    `ClusterSettingsError` if they contradict each other, or if a single picker is to exchange
+    messages.
     """
     flags = {
         "count": options.replicas,
@@ -499,7 +500,7 @@ def _feature_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
 
 def _role_conditions(cluster: ClusterSettings) -> dict[str, Any]:
     """Return the entries of a run's conditions about roles and the network between them. Empty if
-    no KV blocks are transferred.
+    no pod has a role.
     """
     transfer = cluster.kv_transfer
     if transfer is None:

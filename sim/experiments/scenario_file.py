@@ -73,7 +73,7 @@ class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     labels: dict[str, str] = field(default_factory=dict)
     role: str = ""
     """Role of the pods, which their label `llm-d.ai/role` shows; "" for pods that serve whole
-    requests. A pod with a role sends and receives KV blocks.
+    requests. A pod with a role sends or receives KV blocks.
     """
     nics: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of NICs of each pod for KV blocks, usually one for each GPU. Needs a role."""
@@ -116,7 +116,9 @@ EVENTS: Final[Mapping[str, type[Struct]]] = {
     "peer-partition": PeerPartition,
     "reschedule": Reschedule,
 }
-"""Type of a table `[[events]]` by the value of its key `kind`."""
+"""Type to which a table `[[events]]` of a scenario file is converted, by the value of its key
+`kind`.
+"""
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -306,7 +308,9 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Remove the tables `[[name]]` from the parsed scenario file and return them."""
+    """Remove the tables `[[name]]` from the parsed scenario file and return them. Raises
+    `ScenarioError` for another value, or for more than `EVENTS_MAX` tables.
+    """
     found = document.pop(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ScenarioError(f"{path}: {name}: expected tables under [[{name}]], got another value.")
@@ -319,7 +323,7 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
 
 def _table(path: Path, document: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Remove the table `[name]` from the parsed scenario file and return it, or None if it does not
-    exist.
+    exist. Raises `ScenarioError` for another value.
     """
     found = document.pop(name, None)
     if found is not None and not isinstance(found, dict):

@@ -1,15 +1,15 @@
 """The search of a tuning: it selects the configurations that are tried, and those that are measured
 with more requests.
 
-One tried configuration is a trial. Trials come in batches. All trials of a batch run on the first
-rung, a quarter of the tuning traffic. The best third of them run on the next rung, all of it
-(successive halving: Jamieson and Talwalkar, AISTATS 2016). The cost of a trial is the logarithm of
-its figure over that of the present configuration on exactly the same requests, so that rungs are
-comparable. Where one number is needed, it is the sum of the costs of both objectives: a gain of one
-per cent in either counts the same. A loss in one objective beyond the tolerance counts
-`EXCESS_LOSS_WEIGHT` times in addition. No configuration with a greater loss is chosen, so the
-search should end among the others. Optuna's tree-structured Parzen estimator proposes the next
-batch from all costs so far.
+One tried configuration is a trial. Trials come in batches. All trials of a batch with a valid
+configuration run on the first rung, a quarter of the tuning traffic. The best third of them run on
+the next rung, all of it (successive halving: Jamieson and Talwalkar, AISTATS 2016). The cost of a
+trial is the logarithm of its figure over that of the present configuration on exactly the same
+requests, so that rungs are comparable. Where one number is needed, it is the sum of the costs of
+both objectives: a gain of one per cent in either counts the same. A loss in one objective beyond
+the tolerance counts `EXCESS_LOSS_WEIGHT` times in addition. No configuration with a greater loss is
+chosen, so the search should end among the others. Optuna's tree-structured Parzen estimator
+proposes the next batch from all costs so far.
 
 The size of a batch does not depend on the machine, its sampler is seeded by its position, and
 results are reported in the order of trials. The search therefore depends only on seed and
@@ -29,18 +29,22 @@ from sim.experiments.power import PILOTS
 from sim.experiments.space import Space, Value
 
 BATCH: Final = 12
-"""Number of configurations that are proposed together; those of the first batch are random."""
+"""Number of configurations that are proposed together. Those of the first batch are random, except
+that the first one has the present values if they are in range.
+"""
 RUNGS: Final = (0.25, 1.0)
 """Share of the tuning traffic, from its beginning, that each rung of successive halving replays."""
 PROMOTED_SHARE: Final = 1 / 3
-"""Share of a batch's configurations that reach the next rung."""
+"""Share of the configurations on one rung that reach the next rung; their number is rounded up."""
 EXCESS_LOSS_WEIGHT: Final = 10.0
 """Weight of a loss in one objective beyond the tolerance, in the cost that the search minimises.
 The value was determined on synthetic landscapes, together with the choice of the sampler:
 docs/simulator.md has the table.
 """
 FINALISTS: Final = 4
-"""Number of trials with the lowest costs on the last rung that are run again with every seed."""
+"""Maximum number of trials, those with the lowest costs on the last rung, that are run again with
+every seed.
+"""
 
 Costs = tuple[float, ...]
 """Cost of a configuration in each objective: logarithm of its figure over that of the present
@@ -63,8 +67,8 @@ class Trial(Struct, kw_only=True):
     costs: list[Costs] = []
     """Costs in each objective, on each rung that the trial reached."""
     cost: float = math.inf
-    """Cost that the search minimises, from the highest rung that the trial reached; infinity before
-    it was measured.
+    """Cost that the search minimises, from the highest rung that the trial reached; infinity if it
+    was not measured.
     """
 
     @property

@@ -241,8 +241,8 @@ def run_probe(probe: Probe) -> RunSummary:
 
 
 class SizedRuns:
-    """Implementation of `Runs` that reads completed runs from the journal and has workers execute
-    the missing ones.
+    """Implementation of `Runs` that reads completed runs from the journal, has workers execute the
+    missing ones, and adds these to the journal.
     """
 
     def __init__(
@@ -283,8 +283,8 @@ class _Task:
     """The sizing that the command line of `sim size` describes, checked."""
 
     def __init__(self, options: argparse.Namespace, described: str = "") -> None:
-        """Check the options and determine demand and warm-up from the trace. Raises errors that
-        `sim` reports.
+        """Check the options, determine demand and warm-up from the trace, and print likely mistakes
+        in the trace as warnings. Raises errors that `sim` reports.
 
         `described` is a description of synthetic traffic for reports, or "" if the user gave a
         trace.
@@ -352,7 +352,8 @@ class _Task:
 
     @property
     def about(self) -> dict[str, str]:
-        """Values that must be the same when the command is started again on the same folder.
+        """Values that must be the same when `sim size` is started again on the same folder, as text
+        by name.
 
         Flags may change, because the key of a run contains them.
         """
@@ -551,8 +552,9 @@ def _split_conditions(settings: RunSettings) -> dict[str, Any]:
 def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
     """Return the options with `on_front` set to whether each is on the Pareto front.
 
-    An option is on the front if no other is better in both cost and used share of the bounds. If
-    all options have the same profile and no price, the number of pods is the cost.
+    An option is on the front if no other one is better in cost or in the used share of the bounds
+    and no worse in the other. An option whose cost or used share is unknown is not on it. If all
+    options have the same profile and no price, the number of pods is the cost.
     """
     alike = len({one.profile for one in options}) == 1
     costs = [
@@ -596,8 +598,9 @@ def _demand(settings: RunSettings, stretch_s: float) -> TraceDemand:
 
 
 def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
-    """Return the warm-up that runs at every load exclude from their figures. It is determined from
-    the requests at the positions `part` of the trace. Raises what reading the trace raises.
+    """Return the warm-up that the figures of all runs exclude, at any load: that of `--warm-up`, or
+    one that is determined from the requests at the positions `part` of the trace. Raises what
+    reading the trace raises.
     """
     trace = open_trace(Path(settings.trace), settings.read)
     given_s = None if settings.warm_up_s is None else settings.warm_up_s * settings.speed
@@ -607,7 +610,8 @@ def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
 
 def _is_generated(settings: RunSettings, part: range, seeds: int) -> bool:
     """Return True if each repetition of the trace is generated with another seed, False if it is a
-    resample of a recorded trace.
+    resample of a recorded trace. Without --requests, a big trace is cached on disk, so that workers
+    need not parse it.
 
     Raises `TraceError` if a recorded trace has too few requests, or there are too few `seeds`, for
     confidence intervals.

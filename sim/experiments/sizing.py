@@ -55,8 +55,8 @@ them are assumed to be run with every seed.
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """One of the compared alternatives: a profile (model and GPU) with a scheduler configuration
-    and a price.
+    """One of the alternatives that a sizing compares: a profile (model and GPU) with a scheduler
+    configuration and a price.
     """
 
     profile: Profile
@@ -162,8 +162,9 @@ class PodSearch:
 
     @property
     def perhaps(self) -> int | None:
-        """Smallest number of pods below the result that was run with every seed and whose figures
-        keep all bounds, although their 95 % confidence limits do not. None if there is none.
+        """Smallest number of pods below the result (any number if there is no result) that was run
+        with every seed and whose figures keep all bounds, although their 95 % confidence limits do
+        not. None if there is none.
         """
         pods = self.pods
         return min(
@@ -273,7 +274,9 @@ class Sizing:
         self.complete = False
 
     def carry_out(self) -> None:
-        """Run the whole sizing. Raises what `Runs` raises; the results so far remain available."""
+        """Run the whole sizing, and set `complete` at its end. Raises what `Runs` raises; the
+        results so far remain available.
+        """
         self._search(self.options)
         chosen = self.chosen
         if chosen is not None and not self.task.answer_only:
@@ -287,7 +290,8 @@ class Sizing:
 
     @property
     def chosen(self) -> int | None:
-        """Index of the cheapest option in `options`.
+        """Index of the cheapest option in `options`; of equally cheap ones, that which uses less of
+        its bounds.
 
         None while an option's search has not ended, or if no option can be called the cheapest.
         """
@@ -380,8 +384,8 @@ class Sizing:
         self._search(list(self.headroom.values()))
 
     def _compare_loads(self) -> None:
-        """Run the best option without a split and the best one with a split at `LOADS`, with the
-        same number of pods: the larger one of those that they need.
+        """Run the best option without a split and the best one with a split once at each of
+        `LOADS`, with the same number of pods: the larger one of those that they need.
 
         Do nothing if there is no option with a split, or if one kind has no sufficient number.
         """
@@ -401,8 +405,9 @@ class Sizing:
         self.loads = [(at, pods, load, one) for (at, load), one in zip(asked, found, strict=True)]
 
     def _autoscale(self, chosen: int) -> None:
-        """Find the highest target among `TARGET_SHARES` with which an autoscaler keeps the bounds.
-        If none does, the lowest tried target remains the result.
+        """Find the highest target among `TARGET_SHARES` with which an autoscaler keeps the bounds,
+        and store its settings and runs in `autoscaled`. If none does, the lowest target remains the
+        result.
         """
         task = self.task
         repetitions = range(1 if task.demand.cut else task.seeds)

@@ -3,10 +3,9 @@
 By default, for every filter and scorer of the profile:
 
 - the weight of each scorer varies from 0.1 to 10 on a logarithmic scale, or is off; the weight of a
-  single scorer has no effect and is fixed;
-- each number whose type has bounds varies: between them if there are two, else from a tenth of the
-  present value to ten times it, on a logarithmic scale. A number that is not given is fixed, and
-  so is a number that is 0 and has only one bound.
+single scorer has no effect and is fixed; - each number whose type has bounds varies: between them
+if there are two, else from a tenth of the present value to ten times it, on a logarithmic scale. A
+number whose value is None is fixed, and so is a number that is 0 and has only one bound.
 
 Rules for refusing requests, measured speeds of engines and memory limits of indexes are not a
 matter of tuning. They vary only if the file of `--space` names them.
@@ -64,8 +63,8 @@ value.
 
 
 class SpaceError(ValueError):
-    """The configuration has nothing to vary, or the file of `--space` is invalid; the message is
-    one sentence.
+    """A configuration has nothing or too much to vary, or the file of `--space` is invalid; the
+    message is one sentence.
     """
 
 
@@ -127,7 +126,9 @@ class Dimension(Struct, frozen=True, kw_only=True):
     span: Range | Choice
     parameter: str = ""
     present: Value | None = None
-    """Value in the present configuration, or None if it is outside the range or the choices."""
+    """Value of the dimension in the present configuration, or None if it is outside the range or
+    the choices.
+    """
 
     @property
     def name(self) -> str:
@@ -153,8 +154,8 @@ class Space:
 
     def __init__(self, policy: PolicySource, *, pickers: int = 1, file: Path | None = None) -> None:
         """Determine the dimensions of `policy` by default and from `file`, the argument of
-        `--space`. Raises `SpaceError` for a baseline, an invalid `file`, or if there is no
-        dimension.
+        `--space`. Raises `SpaceError` for a baseline, an invalid `file`, or if there are no
+        dimensions or more than `DIMENSIONS_MAX`.
         """
         if not policy.text:
             raise SpaceError(

@@ -197,8 +197,8 @@ class _Task:
     """The tuning that the command line of `sim tune` describes, checked."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Check the options and read the configuration and the trace. Raises errors that `sim`
-        prints.
+        """Check the options, read the configuration and the trace, and print likely mistakes in the
+        trace as warnings. Raises errors that `sim` prints.
         """
         self._options = options
         policy = policy_source(options.config)

@@ -44,8 +44,8 @@ LOST_MORE_MAX: Final = 0.001
 present configuration, as a share of the sent requests. Beyond it, a gain does not count.
 """
 LOST: Final = math.log(10.0)
-"""Cost in each objective of a run that loses too many requests or has no figure. It equals that of
-a figure ten times worse than the present one.
+"""Cost that is added to each objective of a run that loses too many requests, and cost of an
+objective without a figure. It equals that of a figure ten times worse than the present one.
 """
 
 
@@ -84,12 +84,12 @@ class Comparison(Struct, frozen=True, kw_only=True):
     present: Sequence[KeptRun]
     other: Sequence[KeptRun]
     differences: dict[str, DifferenceSummary]
-    """Difference from the present configuration by measure of the objectives, as in summary.json,
-    with the present configuration's figure.
+    """Difference of the other configuration from the present one by measure of the objectives, as
+    in summary.json, with the present configuration's figure.
     """
     guards: dict[str, DifferenceSummary]
-    """Difference from the present configuration by measure of the guards, in the same form as
-    `differences`.
+    """Difference of the other configuration from the present one by measure of the guards, in the
+    same form as `differences`.
     """
 
     @property
@@ -181,8 +181,9 @@ class Tuning:
         self._requests = requests
 
     def estimate_power(self) -> None:
-        """Estimate the statistical power of the tuning and store it in `power`. Raises
-        `StoppedError` if it is interrupted.
+        """Estimate the statistical power of the tuning and store it in `power`; `power` stays None
+        if no valid random configuration differs from the present one. Raises `StoppedError` if it
+        is interrupted.
         """
         pilots = [self._against(one, Half.TUNING) for one in self.search.pilots(self.present.hash)]
         if pilots:
@@ -191,8 +192,8 @@ class Tuning:
             self.power = power_of(differences, varied, requests=self._requests)
 
     def run(self) -> None:
-        """Search, choose a configuration and judge it. Raises `StoppedError` if it is
-        interrupted.
+        """Search, choose a configuration and judge it, and set `complete` at the end. Raises
+        `StoppedError` if it is interrupted; the results so far remain available.
         """
         self.search.run(self._costs)
         for trial in self.search.finalists(self.present.hash):
@@ -212,8 +213,9 @@ class Tuning:
 
     @property
     def beats(self) -> bool:
-        """True if the chosen configuration is better in an objective at the trace's load, and at no
-        load worse in an objective or a guard, or loses too many more requests.
+        """True if the tuning is complete, the chosen configuration is better in an objective at the
+        trace's load, and at no load it is worse in an objective or a guard or loses too many more
+        requests.
         """
         return (
             self.complete

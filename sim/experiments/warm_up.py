@@ -23,16 +23,16 @@ from sim.measurement.summaries import WarmUpSummary
 from sim.traces.arrival import Arrival
 
 COLD_SHARE: Final = 0.05
-"""Maximum share of the prompt tokens, after the warm-up, that miss a cache because it was empty at
-the start.
+"""Maximum share of all prompt tokens of the trace that may miss a cache after the warm-up because
+it was empty at the start.
 """
 EXCLUDED_CHOSEN: Final = 0.2
 """Maximum share of the requests that an automatically chosen warm-up excludes."""
 EXCLUDED_WARNED: Final = 0.25
 BUSIEST_S: Final[Seconds] = 60.0
 BUSIEST_REQUESTS: Final = 200
-"""Number of requests that the busiest part has at the mean rate; with fewer requests, its
-percentiles would mean little.
+"""Minimum number of requests that the busiest part has at the mean rate, unless the trace is
+shorter; with fewer requests, its percentiles would mean little.
 """
 BUSIER_RATIO: Final = 1.1
 """Ratio between the work of the busiest part of a trace and of the busiest one after the warm-up.
@@ -195,7 +195,7 @@ class _Reuse:
 
     def _reused(self, arrival: Arrival) -> int:
         """Return how many tokens at the beginning of the prompt were used before, and record the
-        prompt's texts as used now.
+        prompt's texts as used now. Count those that could have been cached before the trace began.
         """
         reused, head = 0, True
         for text, tokens in arrival.spans():

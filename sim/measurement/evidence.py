@@ -15,7 +15,8 @@ EXPERTS: Final = "expert-curve"
 experts.
 """
 CONNECTOR: Final = "kv-connector"
-"""Name of legs of disaggregated requests, which need `EngineSettings.kv_connector`."""
+"""Name in `EVIDENCE` of legs of disaggregated requests, which need `EngineSettings.kv_connector`.
+"""
 SHARED: Final = f"{Offload.type_name}-shared"
 """Name in `EVIDENCE` of an offload tier that all pods share."""
 

@@ -25,8 +25,8 @@ from msgspec import Struct
 
 CONFIDENCE: Final = 0.95
 REPETITIONS_NEEDED: Final = 3
-"""Minimum number of repetitions of a run for a confidence interval. With two, Student's t is 12.7,
-so that an interval would say nothing.
+"""Minimum number of repetitions of a run for a confidence interval. With two of generated traffic,
+Student's t is 12.7, so that an interval would say nothing.
 """
 BLOCKS_NEEDED: Final = 5
 """Minimum number of blocks of a recorded trace for a confidence interval. Fewer blocks allow too
@@ -43,8 +43,8 @@ class Varied(Struct, frozen=True, kw_only=True):
     the first resample a recorded trace.
     """
     blocks: int = 0
-    """Number of blocks of the recorded trace from which the repetitions are resampled; 0 for
-    generated traffic.
+    """Number of blocks of the recorded trace from which the repetitions are resampled; 0 if none is
+    resampled.
     """
     cut: str = ""
     """Number and length of `blocks` in words, for example "30 blocks of 120 s"."""

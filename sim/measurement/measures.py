@@ -92,7 +92,9 @@ class Window(Struct, frozen=True, kw_only=True):
     """
     start_s: Seconds
     end_s: Seconds
-    """Time of the last arrival; or of the end of the run, if the run has no steady part."""
+    """End of the steady part: the time of the last arrival, or the end of the run if it has no
+    steady part.
+    """
     drain_s: Seconds
     """Time in seconds from the last arrival to the end of the last answer; 0 if the run has no
     steady part.
@@ -205,8 +207,8 @@ def spread(loads: Sequence[float]) -> Spread:
 
 
 class PodLoad(Struct):
-    """Number of requests that one pod completed, their tokens, and the prompt tokens that the pod's
-    cache hit.
+    """Number of requests (or legs) that one pod completed, their tokens, and the prompt tokens that
+    the pod did not compute, because its cache had them or another pod sent them.
     """
 
     requests: int = 0
@@ -260,8 +262,8 @@ class Measures:
         """Plug-ins that raised errors during the run, of every picker; set at the end of the run."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
-        """Number of requests that the picker refused, by reason. `failures` counts the failed
-        requests, by reason.
+        """Number of requests that the picker refused, by reason, warm-up included. `failures`
+        counts the failed requests, by reason.
         """
         self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}
@@ -464,7 +466,9 @@ class Measures:
         load.output_tokens += arrival.output_tokens
 
     def _count_age(self, request: SimulatedRequest) -> None:
-        """Add the age of the metrics of the chosen pod at the time of the routing decision."""
+        """Add the age of the chosen pod's metrics at the time of the routing decision to the mean;
+        do nothing if the age is unknown.
+        """
         if request.metrics_age_s < math.inf:
             self._age_s_sum += request.metrics_age_s
             self._ages += 1
@@ -545,8 +549,8 @@ class Measures:
 
 
 def _input_tokens(series: Series, window: Window) -> float:
-    """Return the number of prompt tokens of the requests whose first token came in the steady part
-    of the run (`window`).
+    """Return the number of prompt tokens of the completed requests in `series` whose first token
+    came in the steady part of the run (`window`).
     """
     first_s = series.arrived_s + series.ttft_s
     inside = (first_s >= window.start_s) & (first_s <= window.end_s)
@@ -557,8 +561,8 @@ def figures_of(summary: ComparedRun) -> dict[str, float]:
     """Return the figures by which runs are compared, by name; NaN if the run does not have a
     figure.
 
-    Pod-hours are included only for whole runs with an autoscaler, because otherwise the number of
-    pods is fixed.
+    Pod-hours are included only for a `RunSummary` of a run with an autoscaler, because otherwise
+    the number of pods is fixed.
     """
     told = {
         "ttft_mean_s": summary.ttft_s.mean,

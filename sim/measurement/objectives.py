@@ -57,7 +57,7 @@ class Bound(Struct, frozen=True, kw_only=True):
     """An SLO bound: a limit for one figure of a run."""
 
     name: str
-    """Name of the figure, one of `NAMES`."""
+    """Name of the figure that the bound limits, one of `NAMES`."""
     limit: float
 
     @property
@@ -177,7 +177,8 @@ def bound_summary(
 def cannot_be_kept(
     bounds: Sequence[Bound], runs: Sequence[ComparedRun], *, repetitions: int, generated: bool
 ) -> bool:
-    """Return whether some bound cannot be met, whatever the missing repetitions result in.
+    """Return whether some bound cannot be met, whatever the missing repetitions result in. A run
+    without the figure of a bound does not meet it.
 
     The figure of recorded traffic is that of the first repetition. The figure of generated traffic
     is the mean, to which each missing repetition can add at most the best value. The 95 % limit

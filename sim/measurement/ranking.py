@@ -38,7 +38,8 @@ MEASURES: Final[Mapping[str, bool]] = MappingProxyType(
 number of requests of the busiest pod divided by the mean of all pods.
 """
 JUDGED: Final = ("e2e_mean_s", "ttft_p90_s", "ttft_p99_s", "itl_p99_s", "output_tokens_per_s")
-"""Measures for which a strategy's ratios to the best are summed up over cases."""
+"""Measures for which the geometric mean of a strategy's ratios to the best is computed over cases.
+"""
 RANKED_BY: Final = JUDGED[0]
 GOODPUT: Final = "goodput"
 """Name of the measure "share of requests within the latency targets". It may be 0, so leaderboards
@@ -58,8 +59,9 @@ WITHOUT_ADAPTERS: Final = "without_adapters"
 HELD_WITHOUT_ADAPTERS: Final = "hold_outs_without_adapters"
 ALL: Final = "all"
 SCOPES: Final = (WITHOUT_ADAPTERS, HELD_WITHOUT_ADAPTERS, ALL)
-"""Groups of cases over which a leaderboard sums up. In cases with LoRA adapters, strategies that
-know adapters are far ahead, so a mean over all cases would say little about the others.
+"""Groups of cases for each of which a leaderboard has totals and a ranking. In cases with LoRA
+adapters, strategies that know adapters are far ahead, so a mean over all cases would say little
+about the others.
 """
 
 
@@ -107,7 +109,7 @@ def times_as_bad(value: float, best: float, measure: str) -> float | None:
 
 def is_level(row: StandingSummary, measure: str) -> bool:
     """Return whether a strategy is level with the best in a case: it is eligible, and it is the
-    best or its confidence interval contains the best.
+    best or the confidence interval of its difference from the best contains 0.
     """
     behind = row.behind.get(measure)
     return row.in_the_running and behind is not None and (behind.best or bool(behind.within))
@@ -188,7 +190,8 @@ def _mean_share(rows: Sequence[StandingSummary], measure: str) -> float | None:
 
 def _total(rows: Sequence[StandingSummary], measure: str) -> Total:
     """Return the total of one measure over cases: the geometric mean of the ratios to the best, and
-    the case with the worst ratio. The ratios and the case are None if no case has a ratio.
+    the case with the worst ratio. The ratios and the case are None if no case has a ratio. A ratio
+    below 1 of a strategy that is not eligible counts as 1.
     """
     times: dict[str, float] = {}
     for row in rows:

@@ -84,7 +84,9 @@ class StageMeasures:
 
 
 def _route_of(request: SimulatedRequest) -> str:
-    """Return the stages of a routed request that have a pod of their own."""
+    """Return the name of the route of a placed request, such as `prefill-decode`: that of its
+    decision or, for a policy without stages, `decode-only` or `prefill-decode`.
+    """
     assert request.route is not None
     decision = request.route.decision
     route = None if decision is None else decision.account.route

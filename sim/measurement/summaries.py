@@ -107,7 +107,9 @@ class WindowSummary(Summary, frozen=True, kw_only=True):
 
 
 class TokenGapSummary(Summary, frozen=True, kw_only=True):
-    """Statistics of the seconds between two consecutive tokens, over all tokens of all answers."""
+    """Statistics of the seconds between two consecutive tokens of an answer, over all tokens in the
+    measured part of a run; `stall_share` is the share of gaps above three medians.
+    """
 
     mean: float | None
     p50: float | None
@@ -116,7 +118,9 @@ class TokenGapSummary(Summary, frozen=True, kw_only=True):
 
 
 class Goodput(Summary, frozen=True, kw_only=True):
-    """Share of the sent requests that met both latency targets, and their number per second."""
+    """Share of the requests sent after the warm-up (or in the busiest part) that met both latency
+    targets, and their number per second.
+    """
 
     ttft_target_s: float
     tpot_target_s: float
@@ -148,15 +152,17 @@ class Spread(Summary, frozen=True, kw_only=True):
 
 
 class Imbalance(Summary, frozen=True, kw_only=True):
-    """How unequally pods are loaded, by number of requests and by uncached prompt tokens."""
+    """How unequally pods are loaded over the whole run, by number of completed requests and by
+    uncached prompt tokens.
+    """
 
     requests: Spread
     uncached_tokens: Spread
 
 
 class Prediction(Summary, frozen=True, kw_only=True):
-    """Error of the picker's estimates of cached prompt tokens, per request; None for a policy
-    without such estimates.
+    """Error of the picker's estimates of cached prompt tokens, per completed request, warm-up
+    included; None for a policy without such estimates.
     """
 
     bias_tokens: float | None
@@ -164,7 +170,9 @@ class Prediction(Summary, frozen=True, kw_only=True):
 
 
 class PodLoadSummary(Summary, frozen=True, kw_only=True):
-    """Number of requests that one pod completed, and their tokens."""
+    """Number of requests (or legs) that one pod completed, and their tokens. `cached_tokens`
+    includes prompt tokens that another pod sent.
+    """
 
     requests: int
     prompt_tokens: int
@@ -185,15 +193,18 @@ class StageSummary(Summary, frozen=True, kw_only=True):
     refusals: dict[str, int]
     """Number of refused requests by the stage that had no pod, or only saturated ones."""
     prefill_legs: int
-    """Number of ended prefill legs of the counted requests."""
+    """Number of prefill legs that were completed, warm-up included."""
     prefill_s: Distribution
     """Seconds from the arrival at the picker to the end of the prefill leg."""
     reservation_s: Distribution
-    """Seconds from the arrival at the decode engine to the reservation of its KV blocks."""
+    """Seconds from the arrival of the decode leg at its engine to the reservation of its KV blocks.
+    """
     transfer_s: Distribution
-    """Seconds from that reservation to the end of the KV transfer."""
+    """Seconds from the reservation of the decode leg's KV blocks to the end of the KV transfer."""
     other_s: Distribution
-    """Seconds of the TTFT besides: front ends, messages and the first decode step."""
+    """Remaining seconds of the TTFT, beside prefill, reservation and transfer: front ends, messages
+    and the first decode step.
+    """
     transfers: int
     transferred_tokens: int
     """Number of prompt tokens whose KV blocks were transferred."""
@@ -205,7 +216,7 @@ class StageSummary(Summary, frozen=True, kw_only=True):
 
 
 class PoolSummary(Summary, frozen=True, kw_only=True):
-    """Minimum, maximum and mean number of pods over a run."""
+    """Minimum, maximum and mean number of pods over a run, and the pod-hours."""
 
     autoscaled: bool
     pods_min: int
@@ -250,7 +261,7 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     requests_per_s: float | UnsetType | None = UNSET
     traffic: Traffic | UnsetType = UNSET
     """The origin of the requests: generated, resampled or recorded. `traffic` and `requests_per_s`
-    are set only in repeated runs.
+    are set except in `sim replay`.
     """
     digest: str
     warnings: list[str]
@@ -272,14 +283,14 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Figures of the busiest part of the run; set only if the command needs them."""
+    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is set."""
     imbalance: Imbalance
     prediction: Prediction
     metrics_age_s: float | None
     preemptions: int
     pods: dict[str, PodLoadSummary]
     pool: PoolSummary | UnsetType = UNSET
-    """Number of pods over the run; set only in whole runs."""
+    """Number of pods over the run, and pod-hours; `Run.summary` always sets it."""
     tier_hit_tokens: dict[str, int] | UnsetType = UNSET
     """Number of prompt tokens that each cache tier hit, warm-up included; set only if pods have a
     tier besides the GPU's cache.
@@ -317,10 +328,10 @@ class KeptRun(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Figures of the busiest part of the run; set only if the command needs them."""
+    """Figures of the busiest part of the run; set only if `RunSettings.busiest_s` is set."""
     digest: str
     pool: PoolSummary | UnsetType = UNSET
-    """Number of pods over the run; set only in whole runs."""
+    """Number of pods over the run, and pod-hours; `Run.summary` always sets it."""
 
 
 ComparedRun: TypeAlias = RunSummary | KeptRun
@@ -519,7 +530,9 @@ class TunedTrace(Summary, frozen=True, kw_only=True):
 
 
 class DimensionSummary(Summary, frozen=True, kw_only=True):
-    """A parameter that a tuning varies: its range, and its value in the present configuration."""
+    """A weight, parameter or plug-in type that a tuning varies: its range or choices, and its value
+    in the present configuration (None if that is outside of them).
+    """
 
     name: str
     span: str
@@ -642,7 +655,7 @@ class CountSummary(Summary, frozen=True, kw_only=True):
     pods: int
     runs: int
     """Number of repetitions that were run. It is smaller than the number of seeds if the first runs
-    already broke a bound.
+    already broke a bound, or if the sizing was interrupted.
     """
     kept: bool | None
     """True if all SLO bounds are met with this number of pods; None if the search stopped before
@@ -650,7 +663,9 @@ class CountSummary(Summary, frozen=True, kw_only=True):
     """
     cost_per_hour: float | None
     used: float | None
-    """Highest used share among all bounds (1 is at the limit)."""
+    """Highest share that the figures use of any SLO bound (1 is exactly at the bound); None if the
+    share of a bound is unknown.
+    """
     bounds: list[BoundSummary]
 
 
@@ -670,21 +685,25 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     price_per_hour: float | None
     """Price of one pod per hour; None if it is not known."""
     pods: int | None
-    """Smallest number of pods that meets all SLO bounds; None if no number up to the maximum does."""
+    """Smallest number of pods that meets all SLO bounds; None if no number up to the maximum does,
+    or if none was found before an interruption.
+    """
     pods_perhaps: int | None
-    """A smaller number of pods whose figures are within the bounds while their 95 % limits are not;
-    None if there is none.
+    """Smallest number of pods below `pods` whose figures are within the bounds while their 95 %
+    limits are not; None if there is none.
     """
     used: float | None
-    """Highest used share among all bounds with `pods` pods (1 is at the limit)."""
+    """Highest share that the figures with `pods` pods use of any SLO bound (1 is exactly at the
+    bound).
+    """
     cost_per_hour: float | None
     cost_per_million_tokens: float | None
     """Cost of serving a million tokens, prompt and output tokens together; None if it is unknown.
     """
     cost_per_million_output_tokens: float | None
     on_front: bool
-    """True if no other option is cheaper and uses no more of its bounds (the option is on the
-    Pareto front).
+    """True if the option is on the Pareto front: no other option is better in cost or in the used
+    share of the bounds and no worse in the other. False if cost or share is unknown.
     """
     counts: list[CountSummary]
     """Results of all numbers of pods that were tried, in ascending order."""
@@ -692,7 +711,9 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     prefill_share: float | UnsetType = UNSET
     """Share of the pods that prefill and do not decode; set only if the pool is split."""
     prefill_pods: int | UnsetType | None = UNSET
-    """Number of prefill pods among `pods`; set only if the pool is split."""
+    """Number of prefill pods among `pods`, or None if `pods` is None; set only if the pool is
+    split.
+    """
     every_count: EveryCountSummary | UnsetType = UNSET
     """Results of running every number of pods; set only if the user requested them."""
 
@@ -718,7 +739,9 @@ class LoadSummary(Summary, frozen=True, kw_only=True):
     load: float
     """Request rate as a multiple of that of the trace."""
     used: float | None
-    """Highest used share among all bounds (1 is at the limit)."""
+    """Highest share that the figures use of any SLO bound (1 is exactly at the bound); None if the
+    share of a bound is unknown.
+    """
     ttft_p90_s: float | None
     itl_mean_s: float | None
     e2e_mean_s: float | None
@@ -745,7 +768,9 @@ class AutoscalingSummary(Summary, frozen=True, kw_only=True):
     pods_max: int
     startup_s: float
     whole_trace: bool
-    """True if the whole trace was replayed, False if only the period for which the pool was sized."""
+    """True if the replayed trace is longer than the period for which the pool was sized; False if
+    that period is the whole trace.
+    """
     runs: int
     varied: str
     pods_mean: float | None
@@ -768,7 +793,9 @@ class WarmUpSummary(Summary, frozen=True, kw_only=True):
     every load.
     """
     needed_s: float
-    """Time in seconds that the caches of the pods are estimated to need until they are full."""
+    """Time in seconds of the trace after which at most 5 % of all prompt tokens miss a cache
+    because it was empty at the start.
+    """
     given: bool
     """True if the user set the warm-up with `--warm-up`, False if it was chosen automatically."""
     share_excluded: float
@@ -800,14 +827,18 @@ class SizeSummary(SearchSummary, frozen=True, kw_only=True):
     warm_up: WarmUpSummary
     options: list[SizedSummary]
     chosen: int | None
-    """Position of the chosen option in `options`, or None if no option meets the bounds."""
+    """Position of the chosen option in `options`, or None if there is none: `why_none` has the
+    reason, or the search is incomplete.
+    """
     why_none: str
     headroom: list[HeadroomSummary]
     loads: list[LoadSummary] | UnsetType = UNSET
     """Runs of the best pool without and with a split at several loads; set only with a split."""
     autoscaling: AutoscalingSummary | None
     runs: list[NamedRun]
-    """Runs of the chosen option with the number of pods that it needs."""
+    """Runs of the chosen option with the number of pods that it needs; empty if no option is
+    chosen.
+    """
 
 
 RepeatedSummary: TypeAlias = ComparisonSummary | SweepSummary | TuneSummary | SizeSummary
@@ -824,8 +855,9 @@ class Behind(Summary, frozen=True, kw_only=True):
     best: bool
     """True if the strategy has the best value of the measure; several strategies can have it."""
     within: bool | None
-    """True if the strategy's confidence interval contains the best value; None if there is too
-    little data for an interval."""
+    """True if the confidence interval of the strategy's difference from the best one contains 0;
+    None if there is too little data for an interval.
+    """
 
 
 class StandingSummary(Summary, frozen=True, kw_only=True):
@@ -844,7 +876,9 @@ class StandingSummary(Summary, frozen=True, kw_only=True):
 
 
 class Total(Summary, frozen=True, kw_only=True):
-    """One measure of a strategy, summed up over several cases."""
+    """The totals of one measure of a strategy over several cases: the mean ratio to the best, and
+    the case with the worst ratio.
+    """
 
     times_the_best: float | None
     level: int

@@ -17,7 +17,7 @@ _FIRST_INTERVAL_S: Final = 1.0
 class Timeline:
     """A sampler that reads the state of every pod at regular times.
 
-    The interval doubles when there are too many samples.
+    When there are `SAMPLES_MAX` samples, every other one is removed and the interval doubles.
     """
 
     def __init__(self, cluster: Cluster, loads: Mapping[str, PodLoad]) -> None:

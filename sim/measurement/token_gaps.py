@@ -71,7 +71,7 @@ class GapCounts(Struct):
 
     def percentile_s(self, share: float) -> Seconds:
         """Return the length in seconds that `share` of all gaps do not exceed, within a quarter of
-        a per cent.
+        a per cent; NaN if no gap was counted.
         """
         return _percentile_s(self.bins, self.gaps, share)
 

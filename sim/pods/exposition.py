@@ -3,7 +3,7 @@
 Each pod has its own prometheus_client registry, like the real page. As in a real engine, the
 numbers are those at the end of the last step, not of the scrape. This also holds for the process
 metrics, so that the page of an idle engine costs nothing. Series of parts that are not simulated
-(speculative decoding, FLOP counters) exist and stay 0. `http_*`, which the real server's web
+(FLOP counters, the cache of media) exist and stay 0. `http_*`, which the real server's web
 framework adds, is omitted. Only engines with a KV connector have `transfers`.
 """
 
@@ -242,7 +242,8 @@ class MetricsPage:
             self.transfers.show(after)
 
     def finish(self, request: EngineRequest, reason: str, tokens_max: int) -> None:
-        """Count a request that has left the engine.
+        """Count a request that has left the engine. Its latencies count only if it generated a
+        token.
 
         `reason` is `stop`, `length`, `abort` or `error`; `tokens_max` is the request's limit of
         answer tokens.

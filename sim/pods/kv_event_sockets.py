@@ -126,7 +126,7 @@ class _Peer(asyncio.Protocol):
 
 class _Subscriber(_Peer):
     """A connection that receives each new frame whose topic begins with one that the connection has
-    subscribed to.
+    subscribed to. A frame is dropped while more than `UNSENT_BYTES_MAX` are unsent.
     """
 
     socket_type = SocketType.PUB
@@ -203,7 +203,7 @@ async def publishing(
     events: KVEvents, live: socket.socket, replay: socket.socket, topic: str
 ) -> AsyncIterator[KVEventSource]:
     """Publish `events` to connections at the socket `live`, and replay old events at the socket
-    `replay`, until the context ends.
+    `replay`, until the context ends. Yields the ports and the topic.
     """
     loop = asyncio.get_running_loop()
     encoded = topic.encode()

@@ -104,8 +104,8 @@ class KVEvents:
         self._events.append({"type": "AllBlocksCleared"})
 
     def end_step(self, at_s: Seconds) -> None:
-        """Send the events of a step that ended at `at_s` (Unix time) as one frame, if there are
-        any.
+        """Store the events of a step that ended at `at_s` (Unix time) as one frame for replays, and
+        send the frame. Do nothing if there are no events.
         """
         if not self._events:
             return

@@ -45,7 +45,7 @@ class KVTransferParams(Struct, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """Return whether these parameters describe blocks that can be read."""
+        """True if these parameters describe KV blocks of a prefill leg that can be read."""
         members = (self.remote_engine_id, self.remote_request_id, self.remote_host)
         return self.do_remote_prefill and None not in members and self.remote_port is not None
 
@@ -55,7 +55,9 @@ class TransferError(Exception):
 
 
 class Leg(Protocol):
-    """A request whose blocks are read, as `BlockReader` uses it."""
+    """A decode leg, as `BlockReader` uses it: a request whose KV blocks are read from a prefill
+    engine.
+    """
 
     request: EngineRequest
     source: KVTransferParams | None
@@ -129,8 +131,8 @@ class HeldBlocks:
         self._held.clear()
 
     def _lease(self, request: EngineRequest, lease_s: Seconds, until_s: Seconds = 0.0) -> None:
-        """Let the lease end in `lease_s` simulated seconds, or at `until_s` of the event loop's
-        clock if that is later.
+        """Let the lease of a prefill leg's blocks end in `lease_s` simulated seconds, or at
+        `until_s` of the event loop's clock if that is later.
         """
         loop = asyncio.get_running_loop()
         ends_at = max(until_s, loop.time() + lease_s / self._speed)
@@ -168,7 +170,9 @@ class BlockReader:
         size_bytes: _Sizes,
         speed: float,
     ) -> None:
-        """Create a reader without legs. `size_bytes` returns the size of a number of tokens."""
+        """Create a reader without legs. `size_bytes` returns the size in bytes of the KV blocks of
+        a number of tokens.
+        """
         self._owner = owner
         self._connector = connector
         self._link = link
@@ -176,10 +180,14 @@ class BlockReader:
         self._speed = speed
         self._reads: dict[str, _Read] = {}
         self._begun: asyncio.Queue[_Read] = asyncio.Queue()
-        """Legs that the task of `run` has not seen. Each has a request of a client."""
+        """Decode legs for which the task of `run` has not started a reading task. Each has a
+        request of a client.
+        """
 
     async def run(self) -> None:
-        """Read the blocks of all legs until the task is cancelled."""
+        """Read the KV blocks of all decode legs, each in a task of its own, until this task is
+        cancelled.
+        """
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
         async with (
             aiohttp.ClientSession(timeout=timeout) as client,
@@ -191,7 +199,7 @@ class BlockReader:
                     read.task = tasks.create_task(self._read(client, read))
 
     def begin(self, leg: Leg) -> None:
-        """Read the blocks of `leg` when its engine has reserved room for them."""
+        """Let `run` read the KV blocks of a decode leg when its engine has reserved room for them."""
         read = _Read(leg)
         self._reads[leg.request.request_id] = read
         self._begun.put_nowait(read)
@@ -201,7 +209,9 @@ class BlockReader:
         self._reads[request.request_id].reserved.set()
 
     def abandon(self, request_id: str) -> None:
-        """Forget a leg that has left the engine. A transfer that has begun goes on to its end."""
+        """Forget a decode leg that has left the engine, unless its blocks are reserved: its
+        transfer then goes on to its end.
+        """
         read = self._reads.get(request_id)
         if read is not None and not read.reserved.is_set():
             del self._reads[request_id]
@@ -236,7 +246,9 @@ class BlockReader:
                 await self._ask(client, read.leg, "renew")
 
     async def _ask(self, client: aiohttp.ClientSession, leg: Leg, action: str) -> None:
-        """Send `action` to the prefill engine. Raises `TransferError` if it does not do it."""
+        """Send `action` to the prefill engine. Raises `TransferError` if the engine cannot be
+        reached or refuses the action.
+        """
         source = leg.source
         assert source is not None, "the leg fetches its blocks"
         host = f"[{source.remote_host}]" if ":" in str(source.remote_host) else source.remote_host

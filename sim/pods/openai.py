@@ -74,7 +74,8 @@ class CompletionBody(_Body, kw_only=True):
     def prompts(self) -> list[bytes]:
         """Return the tokens of each prompt, 4 bytes a token.
 
-        Raises `ApiError` 400 if the prompt mixes token ids with other kinds.
+        Raises `ApiError` 400 if the prompt mixes token ids with other kinds, or has an invalid
+        token id.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -158,7 +159,7 @@ Body: TypeAlias = CompletionBody | ChatBody
 
 def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body:
     """Return the parsed body of a completion or chat request. Raises `ApiError` 400 if it is
-    invalid.
+    invalid or requests several answers to a prompt.
     """
     try:
         body = msgspec.json.decode(raw, type=kind)

@@ -64,7 +64,7 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     @property
     def max_model_len_tokens(self) -> int:
         """Maximum length of prompt and answer in tokens: the model's context length, or less if the
-        KV cache is smaller.
+        KV cache (or, without chunked prefill, one pass) has room for fewer.
         """
         return min(self.profile.max_model_len_tokens, self.engine.request_tokens_max)
 
@@ -155,7 +155,9 @@ class Pod:
         self.side_channel = ("127.0.0.1", 0)
         """Host and port at which decode engines reach this engine. The server sets it."""
         self.held: HeldBlocks | None = None
-        """Blocks held for decode engines; None without a connector."""
+        """KV blocks of prefill legs that the pod holds for decode engines; None if its engine has
+        no KV connector.
+        """
         self._reader: BlockReader | None = None
         connector = settings.engine.kv_connector
         if connector is not None:
@@ -211,7 +213,9 @@ class Pod:
             self.page.show(self.engines.snapshot(), self.wall_clock())
 
     def _step(self, rank: _Rank, at: Seconds) -> Step | None:
-        """Do one pass of an engine that starts at `at`; return None if there is none to do."""
+        """Do one pass of an engine that starts at `at`, and let the reader fetch blocks of the legs
+        for which the pass reserved room. Return None if there is no pass to do.
+        """
         step = rank.engine.step(at)
         legs = rank.engine.legs
         if legs is not None and self._reader is not None:
@@ -221,7 +225,9 @@ class Pod:
         return step
 
     def check_room(self) -> None:
-        """Raise `ApiError` 503 if the pod has its maximum number of unfinished requests."""
+        """Raise `ApiError` 503, and count the rejection on the metrics page, if the pod has its
+        maximum number of unfinished requests.
+        """
         limit = self.settings.max_num_queued_reqs
         if limit and len(self._generations) >= limit:
             self.page.reject("max_num_queued_reqs")
@@ -287,8 +293,8 @@ class Pod:
         return Generation(request, answer, tokens_max, params if request.fetches else None)
 
     def transfer_params(self, generations: Sequence[Generation]) -> Json | None:
-        """Return the member `kv_transfer_params` of the answer to a prefill leg; None for other
-        requests.
+        """Return the member `kv_transfer_params` of the answer to a prefill leg; None if the pod
+        holds no blocks of the request, or if it has several prompts.
         """
         held, settings = self.held, self.settings
         request = generations[0].request
@@ -320,7 +326,8 @@ class Pod:
     def following(self, generations: Sequence[Generation]) -> Iterator[None]:
         """Update `generations` with the engines' progress inside the context.
 
-        Requests that are unfinished at its end are aborted.
+        Requests that are unfinished at the end of the context are aborted. All are then counted on
+        the metrics page.
         """
         for generation in generations:
             self._generations[generation.request.request_id] = generation
@@ -363,13 +370,17 @@ class Pod:
                 rank.engine.release(request, self._now(rank))
 
     def lease_expired(self, request: EngineRequest) -> None:
-        """Release the held blocks of a prefill leg that no decode engine has read."""
+        """Release the held blocks of a prefill leg that no decode engine has read, and count the
+        ended lease on the metrics page.
+        """
         if self.page.transfers is not None:
             self.page.transfers.lease_expired()
         self.release(request)
 
     def received(self, leg: Leg, size_bytes: float, transfer_s: Seconds) -> None:
-        """Let a decode leg continue, because its blocks have arrived."""
+        """Let a decode leg continue, because its blocks have arrived, and count the transfer on the
+        metrics page.
+        """
         if self.page.transfers is not None:
             self.page.transfers.transferred(size_bytes, transfer_s)
         for rank in self._ranks:
@@ -377,8 +388,8 @@ class Pod:
                 rank.engine.received(leg.request, self._now(rank))
 
     def unread(self, leg: Leg, reason: str) -> None:
-        """Fail a decode leg, because its blocks do not arrive: `kv_load_failure_policy` is `fail`,
-        which is vLLM's default.
+        """Fail a decode leg, because its blocks do not arrive, and count the failed transfer on the
+        metrics page: `kv_load_failure_policy` is `fail`, which is vLLM's default.
         """
         if self.page.transfers is not None:
             self.page.transfers.transfer_failed()
@@ -391,13 +402,17 @@ class Pod:
             generation.progress.set()
 
     def _now(self, rank: _Rank) -> Seconds:
-        """Return the present time of a rank whose engine changes now, and let it make a pass."""
+        """Return the simulated time at which a rank's engine changes, record it as the earliest
+        start of the next pass, and wake the rank.
+        """
         rank.submitted_at = self.clock()
         rank.work.set()
         return rank.submitted_at
 
     def _abort(self, request: EngineRequest) -> None:
-        """Remove an unfinished request from its engine."""
+        """Remove an unfinished request from its engine and, if its blocks are not reserved, from
+        the reader of KV blocks.
+        """
         self.engines.abort(request.request_id)
         if self._reader is not None:
             self._reader.abandon(request.request_id)

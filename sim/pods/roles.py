@@ -10,7 +10,7 @@ from epp.plugins.filters import DecodeRole, EncodeRole, PrefillRole
 ROLES: Final[tuple[str, ...]] = tuple(
     sorted(filter(None, DecodeRole.roles | PrefillRole.roles | EncodeRole.roles))
 )
-"""All roles that a pod can have."""
+"""All roles that a pod of `sim serve` can have, in alphabetical order."""
 
 
 def decodes(role: str) -> bool:

@@ -358,8 +358,8 @@ def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
 async def serving(
     server: PodServer, listener: socket.socket, tasks: asyncio.TaskGroup
 ) -> AsyncIterator[None]:
-    """Serve one pod at the socket `listener`, and run its engines as one of `tasks`, until the
-    context ends.
+    """Serve one pod at the socket `listener`, which is also its side channel for KV transfers, and
+    run its engines as one of `tasks`, until the context ends.
     """
     server.pod.side_channel = _reached_at(listener)
     pump = tasks.create_task(server.pod.run(), name=server.pod.name)
@@ -381,7 +381,8 @@ async def serving_role(
     """Serve one pod of a role as `serving` does. A pod that decodes has a sidecar at `listener`,
     and its engine listens on a free port of loopback.
 
-    The engine is added to `ranks`, from which all sidecars of a process choose (see `Sidecar`).
+    The engine of such a pod is added to `ranks`, from which all sidecars of a process choose (see
+    `Sidecar`).
     """
     async with contextlib.AsyncExitStack() as opened:
         if decodes(role):

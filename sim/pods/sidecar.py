@@ -32,7 +32,7 @@ RANK_HEADER: Final = "x-data-parallel-host-port"
 STAGE_HEADERS: Final = frozenset(
     {PREFILL_HEADER, ENCODE_HEADER, RANK_HEADER, "x-kv-cache-source-host-port"}
 )
-"""Names of request headers that the sidecar reads and does not send on to engines."""
+"""Names of request headers that are meant for a sidecar, which does not send them on to engines."""
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 _CHAT: Final = "/v1/chat/completions"
 _LIMITS: Final[dict[str, tuple[str, ...]]] = {
@@ -58,11 +58,14 @@ _REMOTE_DECODE: Final = {
 _MEDIA: Final = frozenset({"image_url", "audio_url", "video_url", "input_audio"})
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _CONNECT_S_MAX: Final = 5.0
-"""Time in which a connection must be open. An answer may take any time, as in llm-d-router."""
+"""Time in seconds within which a connection to a pod must be established. An answer may take any
+time, as in llm-d-router.
+"""
 _OWN_HEADERS: Final = frozenset(
     {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
 )
-"""Headers that belong to one connection, in requests and responses."""
+"""Names of headers that belong to one connection and are not passed on, in requests and responses.
+"""
 
 _Members: TypeAlias = dict[str, Raw]
 _Headers: TypeAlias = list[tuple[str, str]]
@@ -97,7 +100,7 @@ class Sidecar:
         """Create a sidecar for the engine at `engine_url`, which has no path.
 
         `ranks` has the URL of the engine of each data-parallel rank, by the `ip:port` of its
-        sidecar. A request may name one of them, whichever of their sidecars it reaches.
+        sidecar. A request may name one of these ranks, whichever sidecar it reaches.
         """
         self._engine_url = engine_url
         self._client = client
@@ -131,7 +134,12 @@ class Sidecar:
         return web.Response()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Run the stages that the headers of a request name, and then the engine."""
+        """Run the stages that the headers of a request name, and then the engine. Only POST
+        requests with a path in `_LIMITS` have stages, and only chats an encode stage.
+
+        Answers 400 if the headers name an unknown rank or the body is not a JSON object, and 502 if
+        an encode pod fails.
+        """
         headers = _passed(request.headers, _OWN_HEADERS | STAGE_HEADERS)
         prefill = _hosts(request.headers.getall(PREFILL_HEADER, []))
         encode = _hosts(request.headers.getall(ENCODE_HEADER, []))
@@ -158,7 +166,9 @@ class Sidecar:
     async def _prefill(
         self, request: web.Request, headers: _Headers, members: _Members, prefill: str
     ) -> web.StreamResponse:
-        """Send a request to its prefill pod, and then to the engine."""
+        """Send a request to its prefill pod, and then to the engine. An error of the prefill pod
+        becomes the answer to the client, and the engine does not get the request.
+        """
         answer = await self._post(
             prefill, request.path_qs, headers, _first_token(request.path, members)
         )
@@ -218,7 +228,9 @@ class Sidecar:
     ) -> web.StreamResponse:
         """Pass a request to the engine and its answer to the client.
 
-        If `cached_tokens` is not None, it replaces the number of cached tokens in the answer.
+        If `cached_tokens` is not None, it replaces the number of cached tokens in the answer. The
+        client gets 503 if the engine cannot be reached, 502 if it gives no answer, and a broken
+        connection if its answer breaks off.
         """
         engine_url = self._ranks.get(request.headers.get(RANK_HEADER, ""), self._engine_url)
         url = f"{engine_url}{request.path_qs}"
@@ -249,7 +261,9 @@ class Sidecar:
 
 
 async def _parts(answer: aiohttp.ClientResponse, cached_tokens: int | None) -> AsyncIterator[bytes]:
-    """Yield the body of the engine's answer."""
+    """Yield the body of the engine's answer, with `cached_tokens` as its number of cached tokens if
+    that is not None.
+    """
     if cached_tokens is None:
         async for part in answer.content.iter_any():
             yield part
@@ -265,7 +279,9 @@ async def _parts(answer: aiohttp.ClientResponse, cached_tokens: int | None) -> A
 
 
 def _first_token(path: str, members: _Members, *, encode: bool = False) -> bytes:
-    """Return the body of a request with these members, for an answer of one token."""
+    """Return the body of a request with these members, for an answer of one token that is not
+    streamed. Unless `encode`, it tells the engine to hold its KV blocks for another one.
+    """
     limits = dict.fromkeys(_LIMITS[path], 1)
     changed: dict[str, Any] = {
         name: value for name, value in members.items() if name != "stream_options"

@@ -57,7 +57,9 @@ _COUNTERS: Final = (
 
 
 class TransferSeries:
-    """The series of one page. `labels` are the values of the page's common labels."""
+    """The metrics of KV transfers on the metrics page of one engine. `labels` are the values of the
+    page's common labels.
+    """
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         names = list(labels)

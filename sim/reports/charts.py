@@ -114,7 +114,9 @@ class Axis(Struct, frozen=True, kw_only=True):
         logarithmic: bool = False,
         whole: bool = False,
     ) -> "Axis":
-        """Return an axis that contains `values`. It starts at 0 unless it is logarithmic."""
+        """Return an axis that contains the finite numbers in `values`, or the positive ones if it
+        is logarithmic. It starts at 0 unless it is logarithmic.
+        """
         known = [value for value in values if math.isfinite(value)]
         if logarithmic:
             positive = [value for value in known if value > 0] or [1.0]
@@ -304,9 +306,10 @@ def bars(shares: Mapping[str, float], colours: Sequence[str] = ()) -> str:
 
 
 def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
-    """Return a figure with the cumulative distribution of times in seconds, one line per series.
+    """Return a figure with the cumulative distribution of times in seconds, one line of at most 200
+    points per series.
 
-    NaN values are left out.
+    NaN values are left out; without other values, the figure says that no request was completed.
     """
     lines: dict[str, Points] = {}
     for name, values in series.items():

@@ -135,8 +135,8 @@ def markdown_table(rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> s
 
 
 def seconds(value: float | None) -> str:
-    """Return a measured time as text with three significant digits, in ms below one second and in s
-    from there; a dash for None.
+    """Return a measured time as text with three significant digits (more from 1,000 s on), in ms
+    below one second and in s from there; a dash for None.
     """
     if value is None:
         return "-"
@@ -314,9 +314,7 @@ def _peer_rows(peers: PeerSummary | UnsetType) -> list[list[str]]:
 
 
 def _pool_rows(pool: PoolSummary | UnsetType) -> list[list[str]]:
-    """Return the report rows about the number of pods; no rows if the summary is not that of a
-    whole run.
-    """
+    """Return the report rows about the number of pods; no rows if the summary does not have it."""
     if pool is UNSET:
         return []
     told = f"{pool.pods_min:,}"
@@ -349,7 +347,8 @@ def warnings_of(summary: RepeatedSummary) -> list[str]:
     """Return each warning of a summary with repeated runs once.
 
     Warnings about estimated profiles come first, including those of options that were not run. All
-    others come from the runs with the first seed.
+    others come from the runs with the first seed; they begin with the names of their configurations
+    unless they concern all.
     """
     estimated: dict[str, str] = summary.conditions.get("estimated", {})
     estimates = [estimate_warning(name, said) for name, said in estimated.items()]

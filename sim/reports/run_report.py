@@ -261,9 +261,10 @@ def explained(line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of decisions.jsonl in the form that the page shows, with the keys `request`,
     `said`, `rows` and `chosen`.
 
-    `said` is a sentence about the decision. `rows` is the table of candidates; its first row is the
-    head, and the best candidates come first. `chosen` is the index of the chosen candidate's row,
-    or None.
+    `said` is a sentence about the decision. `rows` is the table of at most 16 candidates, the best
+    ones first; its first row is the head, and a last row counts the candidates that are left out.
+    Without candidates it is empty. `chosen` is the index of the chosen candidate's row, or None if
+    it is not shown.
     """
     scored = sorted(line["candidates"], key=lambda candidate: -candidate["score"])
     rows: list[list[str]] = []

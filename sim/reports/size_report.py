@@ -64,7 +64,7 @@ class _Table(Struct, frozen=True, kw_only=True):
     title: str
     rows: list[list[str]]
     note: str = ""
-    """Sentences under the table that explain its column heads, or "" for none."""
+    """Sentences between the title and the table that explain the table, or "" for none."""
     facts: bool = False
     """True if the rows are pairs of name and value without a head."""
 
@@ -368,7 +368,7 @@ def _count_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _conclusion(summary: SizeSummary) -> str:
-    """Return the answer of the sizing in one or two sentences."""
+    """Return the answer of the sizing in a few sentences."""
     if summary.chosen is None:
         told = summary.why_none or "The search of all options is still incomplete."
         return f"{told}{_nearest(summary)}"
@@ -641,7 +641,9 @@ def _by_load(summary: SizeSummary) -> str:
 
 
 def _over_time(summary: SizeSummary) -> str:
-    """Return a chart of the arriving work over time, and of the part for which the pool was sized."""
+    """Return a chart of the arriving work over time, and of the part for which the pool was sized;
+    "" for a trace of a single period.
+    """
     stretches = summary.over_time
     if len(stretches) < 2:
         return ""

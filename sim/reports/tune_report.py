@@ -36,8 +36,8 @@ from sim.reports.report import (
 )
 
 TRIALS_SHOWN: Final = 12
-"""Maximum number of trials in the report: the best of those that ran on the largest share of the
-tuning half.
+"""Maximum number of trials in the report. Trials that ran on a larger share of the tuning half come
+first, and among them those with the lowest cost.
 """
 _MARGIN: Final = 1.02
 """Factor by which an axis extends beyond its points, if it does not begin at 0."""
@@ -49,7 +49,7 @@ def conclusion(summary: TuneSummary) -> str:
     present = summary.config
     if not summary.complete:
         return (
-            f"Not finished: {tried} tried so far, and none judged on the hold-out half. "
+            f"Not finished: {tried} tried so far, without a complete judgement on the hold-out half. "
             "Run the same command again to continue."
         )
     if summary.chosen is None:
@@ -103,8 +103,8 @@ def _tried(summary: TuneSummary) -> str:
 
 
 def _given_up(summary: TuneSummary) -> str:
-    """Return a sentence about the losses of the chosen trial, all of which are within the
-    tolerance.
+    """Return a sentence about the significant losses of the chosen trial, all of which are within
+    the tolerance or within what a guard allows.
     """
     at = summary.hold_out
     losses = [
@@ -342,7 +342,9 @@ def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
 
 
 def _charts(summary: TuneSummary) -> str:
-    """Return charts of the trials that ran on the whole tuning half; "" if there are none."""
+    """Return charts of the trials that ran on the whole tuning half; "" if there are no such
+    trials.
+    """
     finished = [one for one in summary.trials if len(one.costs) == len(summary.rungs)]
     if not finished:
         return ""

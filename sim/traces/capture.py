@@ -89,7 +89,9 @@ class CaptureWriter:
     def write_arrival(self, arrival: Arrival, salt: Salt | None = None) -> None:
         """Append an arrival to the capture.
 
-        `after` becomes a line number of the new capture, and `salt` hides ids and names.
+        `after` becomes a line number of the new capture, or None if that request was not written.
+        Times are rounded to microseconds. `salt` replaces ids, session names, cache salts and
+        header values by keyed hashes.
         """
         blocks: Iterable[int] = arrival.blocks
         answer = arrival.answer

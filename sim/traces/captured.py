@@ -31,8 +31,9 @@ _time_of = msgspec.json.Decoder(_Timed).decode
 def captured(folder: Path) -> BinaryIO:
     """Return a file with the header line and one line for each captured request.
 
-    Raises `TraceError` if the folder cannot be read or its block sizes differ. A malformed line
-    keeps its place among the others, so that the parser of lines reports it.
+    Raises `TraceError` if the folder cannot be read or its block sizes differ; reading the file may
+    raise it too. A malformed line keeps its place among the others, so that the parser of lines
+    reports it.
     """
     try:
         processes = journals(folder, Level.INPUTS)

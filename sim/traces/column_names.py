@@ -80,7 +80,7 @@ class Meaning(Struct, frozen=True, kw_only=True):
 
 def meaning_of(names: Sequence[str], told: Mapping[str, str]) -> Meaning:
     """Find the column of each role. `names` are the columns of the trace; `told` maps roles to the
-    columns that the user named.
+    columns that the user named. A role without a column is left out.
 
     A nested name such as `a.b.c` is compared by its last part, or by the part before it if the last
     is `value`. If several columns match a role, the first name in `ROLES` wins, then the name with

@@ -209,7 +209,9 @@ def _ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
 
 
 def flat(row: Mapping[str, Any], depth: int = _DEPTH_MAX) -> Mapping[str, Any]:
-    """Return the row with the members of nested objects as separate columns named `object.member`."""
+    """Return the row with the members of nested objects, down to `depth` levels, as separate
+    columns named `object.member`. A whole request (`payload`) remains one column.
+    """
     if not any(isinstance(value, dict) for value in row.values()):
         return row
     flattened: dict[str, Any] = {}

@@ -52,7 +52,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_packed(path: Path) -> bool:
-    """Return whether `path` is a gzip file."""
+    """Return whether `path` is a gzip file, by its first bytes."""
     return not path.is_dir() and _begins_with(path, _GZIP)
 
 
@@ -155,7 +155,7 @@ class _Text:
     def value(self) -> str:
         """Consume the JSON value at the current position, and return its text on one line.
 
-        Raises `ValueError` if it is malformed.
+        Raises `ValueError` if the value is malformed or longer than `LINE_BYTES_MAX` characters.
         """
         while True:
             try:

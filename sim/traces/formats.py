@@ -25,7 +25,9 @@ FORMATS: Final[tuple[Format, ...]] = (
     *(CAPTURE, MOONCAKE, BAILIAN, AZURE, BURSTGPT),
     *(LITELLM, OPENAI, INFERENCE_PERF, TABLE, PROMPTS, OBJECTS),
 )
-"""All trace formats, in the order in which they are tried on a file."""
+"""All trace formats. `_found` tries document formats first, then line formats in this order, and
+those in `_BY_COLUMNS` last.
+"""
 _BY_COLUMNS: Final = (PROMPTS, TABLE, OBJECTS)
 """Formats that are tried after all others, because they recognise almost any table or JSON object.
 """
@@ -36,7 +38,8 @@ def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     shows.
 
     Reading counts lines before the first recognised one as malformed. Raises `OSError`, and
-    `TraceError` if the file is empty or no format fits.
+    `TraceError` if the file is empty, no format fits, or the format would ignore one of the options
+    `columns`, `time_unit` and `tokenizer`.
     """
     options = options or ReadOptions()
     first = next((number for number, _ in first_lines(path)), None)

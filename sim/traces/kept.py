@@ -43,7 +43,7 @@ died.
 
 
 class NotCached(Exception):  # noqa: N818  an answer, not an error
-    """The requested trace is not in the cache on disk, or its entry is damaged."""
+    """The requested trace is not in the cache on disk or cannot be cached, or its entry is damaged."""
 
 
 def kept_folder() -> str:
@@ -65,7 +65,8 @@ def kept_folder() -> str:
 class CachedTraces:
     """The traces that are cached in one folder.
 
-    Only this user may read the folder, because traces contain session names.
+    A new folder is created so that only this user may read it, because traces contain session
+    names.
     """
 
     def __init__(self, folder: Path, *, bytes_max: int = KEPT_BYTES_MAX) -> None:
@@ -147,7 +148,8 @@ class CachedTraces:
 
     def _evict(self, last: Path) -> None:
         """Delete the least recently used entries until the folder is within its size limit, but
-        never `last`, the new one. Other processes may delete entries at the same time.
+        never `last`, the new one. Delete unfinished files older than `_UNFINISHED_S_MAX`. Other
+        processes may delete entries at the same time.
         """
         entries: list[tuple[float, int, Path]] = []
         with contextlib.suppress(OSError):
@@ -211,7 +213,8 @@ class _Writer:
         return self._left_bytes >= 0
 
     def finish(self, place: Path) -> None:
-        """Write the remaining arrivals and the checksum, and rename the temporary file to `place`.
+        """Write the remaining arrivals and the checksum, and rename the temporary file to `place`
+        unless the entry exceeds the size limit.
 
         Write errors are reported on stderr.
         """

@@ -13,7 +13,8 @@ _KNUTH_MEAN_MAX = 30.0
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """A random distribution whose values below `min` or above `max` are set to that limit.
+    """A random distribution whose values below `min` or above `max` are set to that limit. Its
+    constructor raises `FieldError` for contradicting values.
 
     `mean` and `std_dev` are those of the values themselves, also for a lognormal distribution (not
     those of the logarithms).

@@ -115,8 +115,8 @@ def arrival_of_body(
     limit, or 128 tokens.
 
     `path` is the API path of the request, or "" to derive it from the body's members. Raises
-    `FieldError` if the picker would reject the request, and msgspec's errors if the body is not a
-    JSON object.
+    `FieldError` if the picker would reject the request or it does not have exactly one prompt,
+    which must not be empty, and msgspec's errors if the body is not a JSON object.
     """
     path = path or _path_of(msgspec.json.decode(body, type=dict[str, Raw]))
     parsed = parse_request(path=path, headers=dict(headers), body=body, request_id=str(index))

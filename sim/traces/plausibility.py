@@ -83,7 +83,7 @@ def _about_times(trace: Trace, arrivals: Sequence[Arrival]) -> list[str]:
 def _changes(trace: Trace, told_s: Sequence[Seconds], **options: Any) -> bool:
     """Return whether reading the trace with other `options` gives other times.
 
-    It does not if the trace states the unit.
+    For example, the option `time_unit` changes nothing if the trace states the unit.
     """
     read = msgspec.structs.replace(trace.options, **options)
     others = Trace(trace.path, trace.format, read).as_written()

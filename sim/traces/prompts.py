@@ -43,7 +43,9 @@ PICKER_BLOCK_TOKENS: Final = 64
 
 _WORD: Final = 2**64 - 1
 _STRIDE: Final = 0x9E3779B97F4A7C15
-"""Odd constant that is added for each token, so that the hashes at all tokens of a block differ."""
+"""Odd constant that is added to a block's base hash for each token, so that the hashes at all
+tokens of a block differ.
+"""
 _SEEDS_KEPT_MAX: Final = 64
 """Maximum number of hash seeds that are cached; there is one for each pair of model and salt in a
 trace.

@@ -43,8 +43,9 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     format: str = ""
     """Name of the trace format, or "" to detect it by content."""
     block_tokens: int | None = None
-    """Number of tokens in a block, if the trace does not state it; None for the usual size of the
-    format.
+    """Number of tokens in a block, which overrides the size that a line of the trace states; None
+    for that size, or else the usual one of the format. Captures, workload files and prompts as text
+    ignore it.
     """
     skip_bad: bool = False
     """True to count malformed lines and go on; False to stop at the first one."""
@@ -63,7 +64,9 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     token for every four bytes.
     """
     seed: int = 1
-    """Random seed for files that describe a workload instead of listing requests."""
+    """Random seed for files that describe a workload instead of listing requests, and define no
+    seed.
+    """
     kept_in: str = ""
     """Folder in which big traces are cached in parsed form, or "" to parse them each time."""
 
@@ -87,7 +90,7 @@ class LineFormat(Struct, frozen=True, kw_only=True):
 
     name: str
     says: str
-    """Description of the format in the help text."""
+    """Description of the format in one line."""
     recognises: Callable[[bytes], bool]
     """Function that returns whether a line, cut to 64 KiB, has this format."""
     parser: Callable[[bytes, ReadOptions], Parse]
@@ -142,8 +145,8 @@ class Trace:
         self._read = 0
         """Number of lines after the header that were parsed."""
         self._unread: set[int] = set()
-        """Indices of malformed lines. A request that waits for the answer to one of them is sent
-        without waiting.
+        """Indices of malformed lines and of lines that are too far out of order. A request that
+        waits for the answer to one of them is sent without waiting.
         """
 
     def __iter__(self) -> Iterator[Arrival]:
@@ -172,7 +175,7 @@ class Trace:
 
     def keep(self) -> None:
         """Read a big trace once so that it is cached on disk for later readers, unless it is cached
-        already.
+        already. Do nothing if `is_kept` is False.
         """
         if self.is_kept:
             with contextlib.suppress(NotCached):

@@ -28,7 +28,7 @@ def add_reading_flags(parser: argparse.ArgumentParser, *format_flags: str) -> No
     add("--rate-per-s", type=_rate, metavar="R",
         help="arrival rate in requests a second, if the trace has no times (default: 1)")  # fmt: skip
     add("--block-tokens", type=_block_tokens, metavar="N",
-        help="tokens per block, if the trace does not say (default: usual size of the format)")  # fmt: skip
+        help="tokens per block (default: the size that the trace states, or the usual one of the format)")  # fmt: skip
     add("--tokenizer", default="", metavar="PATH",
         help="a tokenizer.json, or its folder, that counts the tokens of prompts given as text "
         "(default: one token for every 4 bytes)")  # fmt: skip

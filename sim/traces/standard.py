@@ -30,8 +30,9 @@ def _poisson(rate_per_s: float, duration_s: float = 300.0) -> OpenLoad:
 
 
 def _ladder(*steps: tuple[float, float], gap_s: float = 0.0) -> OpenLoad:
-    """Return an open load (requests arrive whether or not earlier ones were answered) with a stage
-    for each step, which is (requests a second, seconds). `gap_s` is the pause between stages.
+    """Return an open load (requests arrive at random times, whether or not earlier ones were
+    answered) with a stage for each step, which is (requests a second, seconds). `gap_s` is the
+    pause between stages.
     """
     stages = (Stage(rate_per_s=rate, duration_s=duration) for rate, duration in steps)
     return OpenLoad(stages=tuple(stages), gap_s=gap_s)

@@ -34,7 +34,9 @@ class TextPrompt(Struct, frozen=True):
     """A prompt that a row of a trace contains as text, as an OpenAI request."""
 
     path: str
-    """API path of the request, or "" if the row has a whole request, which is sent unchanged."""
+    """API path of the request, or "" if the row has a whole request, to which nothing but a missing
+    model name is added.
+    """
     body: Mapping[str, Any]
     """Members of the OpenAI request body, including the prompt."""
     answer: str | None = None

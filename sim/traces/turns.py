@@ -48,7 +48,8 @@ class Turns:
     def next(
         self, index: int, time_s: Seconds | None, session: str, delay_s: Seconds | None, field: str
     ) -> ArrivalTime:
-        """Return the arrival time of request `index` of `session` ("" if it has no session).
+        """Return the arrival time of request `index` of `session` ("" if it has no session), and
+        remember it as the latest turn of the session.
 
         `time_s` and `delay_s` are None if the trace has none for this request. `field` is the name
         of the time column, for errors. Raises `FieldError` if a needed time is missing.

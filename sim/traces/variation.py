@@ -2,8 +2,8 @@
 
 A comparison on one trace is valid for that trace only. To estimate how far another hour may differ,
 each repetition gets other traffic. A generated workload is drawn from another seed. A recorded one
-is the only sample, so blocks of time are drawn from it with replacement (Efron's bootstrap in Kuensch's form
-for series: Annals of Statistics 17, 1989):
+is the only sample, so blocks of time are drawn from it with replacement (Efron's bootstrap in
+Kuensch's form for series: Annals of Statistics 17, 1989):
 
 - A block is all sessions that begin within `Blocks.block_s`, whole, so that neither bursts nor the
   reuse inside a session are cut. Requests of a session after the end of its block move with it.
@@ -46,14 +46,15 @@ longer blocks.
 """
 SESSION_GAP_S: Final[Seconds] = 900.0
 HELD_MAX: Final = 10_000_000
-"""Maximum of requests plus prompt blocks of a recorded trace that is resampled in memory. Each
-takes at most about 110 bytes, measured on Mooncake's conversation hour (12,031 requests with
+"""Maximum number of requests plus prompt blocks of a recorded trace that is resampled in memory.
+Each takes at most about 110 bytes, measured on Mooncake's conversation hour (12,031 requests with
 288,500 blocks).
 """
 
 
 DRAWN_MAX: Final = 1_000_000
-"""Maximum of requests plus prompt blocks in the cache of generated traffic, in total: about 110 MB.
+"""Maximum number of requests plus prompt blocks in the cache of generated traffic, in total: about
+110 MB.
 """
 _Key = tuple[Generated, int, int, int | None]
 
@@ -92,7 +93,9 @@ _DRAWN: Final = _Drawn()
 
 
 class Blocks(Struct, frozen=True, kw_only=True):
-    """Number and length of the blocks of time into which a trace is cut for resampling."""
+    """Number and length of the blocks of time (or sessions) into which a recorded trace is cut for
+    resampling.
+    """
 
     count: int
     block_s: Seconds
@@ -111,7 +114,9 @@ class Variation(Struct, kw_only=True):
 
     arrivals: Iterator[Arrival]
     generated: bool = False
-    """True if the requests are a new random draw of a generated workload."""
+    """True if the requests are a new random draw of a generated workload; False in repetition 0,
+    which is the trace itself.
+    """
     blocks: Blocks | None = None
     """The blocks from which the requests were resampled, or None if they were not resampled."""
 
@@ -225,7 +230,7 @@ def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
 def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
     """Return the session (by its first request's index) of the longest earlier prompt with which
     this prompt begins, or `otherwise` if there is none at most `SESSION_GAP_S` before. Record that
-    the session now ends with this prompt.
+    the session now ends with this prompt, and forget the ends that were looked up.
     """
     full = arrival.blocks[: sum(1 for _ in arrival.spans())]
     session = otherwise

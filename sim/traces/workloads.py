@@ -209,7 +209,9 @@ def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> 
 def _together(workloads: tuple[Workload, ...], seed: int) -> Iterator[Arrival]:
     """Yield the requests of all `workloads` in order of time, with ids that differ between them."""
     numbers: dict[tuple[int, int], int] = {}
-    """New index of a request by its workload and its index there."""
+    """Index of each request in the merged trace, by the position of its workload and its index
+    among that workload's requests.
+    """
     several = (
         zip(repeat(part), _of_content(workload, _seed_of(seed, part), None))
         for part, workload in enumerate(workloads)

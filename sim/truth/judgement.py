@@ -41,8 +41,9 @@ class Judgement(Struct, frozen=True, kw_only=True):
     simulated: float
     unit: str
     error: float | None
-    """Relative error: simulated / recorded - 1, or minus the share of disagreements if `what`
-    counts agreements. None for a fitted constant.
+    """Relative error: simulated / recorded - 1. It is minus the share of disagreements if `what`
+    counts agreements, the mean of absolute relative errors if `what` is a mean error, and None for
+    a fitted constant.
     """
     tolerance: float | None
     """Maximum of `abs(error)`; None if the number is shown without a verdict."""
@@ -96,7 +97,7 @@ def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) ->
 
 def all_of(truth: str, what: str, total: int, agreed: int) -> Judgement:
     """Return the comparison of `total` recorded items, of which `agreed` are equal in the
-    simulation. It passes only if all are.
+    simulation. It passes only if there are some and all are equal.
     """
     return Judgement(
         truth=truth,

@@ -161,7 +161,7 @@ def fit_shared_context_factor(
     shape: Description, profile: Profile, stages: Sequence[Stage], ended: Callable[[float], None]
 ) -> float:
     """Return the `shared_context_factor` (0 to 1) with the least squares of the relative errors of
-    prefix-aware output tokens/s.
+    prefix-aware output tokens/s, or the profile's own factor if the factor has no effect.
 
     `ended` is called as by `Ladder.climb`.
     """
@@ -228,7 +228,7 @@ class Ladder:
 
     def stage(self, rate_per_s: float, duration_s: Seconds) -> Outcomes:
         """Send requests at `rate_per_s` for `duration_s` seconds to the arm's pool, simulate until
-        all are answered, and return the results.
+        all are answered, and return the results; they are 0 if no request arrived.
         """
         self._ended.clear()
         self._cluster.clients.go_on(self._arrivals(rate_per_s, duration_s))

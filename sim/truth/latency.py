@@ -149,7 +149,8 @@ def simulate(
     order of arrival.
 
     The simulated pool has one pod. Prompts share nothing. Measured times begin in the engine's
-    queue, so there is neither a network nor a front end.
+    queue, so there is neither a network nor a front end. Raises `TruthError` if a simulated request
+    fails.
     """
     alone = msgspec.structs.replace(
         profile,

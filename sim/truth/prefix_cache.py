@@ -73,7 +73,8 @@ def judge(
     folder: Path, description: dict[str, Any], report: ReportProgress, given: Profile | None = None
 ) -> Iterator[Judgement]:
     """Compare a prefix-cache recording with its simulation: yield the results for the
-    `cached_tokens` of all requests and for all KV events. Raises `TruthError`.
+    `cached_tokens` of all requests and, if the recording has `kv_events.jsonl`, for all KV events.
+    Raises `TruthError`.
 
     Cached blocks do not depend on times. A `given` profile replaces the default one.
     """

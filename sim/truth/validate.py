@@ -89,7 +89,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `sim validate` with the parsed flags and return its exit code."""
+    """Run `sim validate` with the parsed flags: print the results, write them to the file of
+    `--json`, and return the exit code.
+    """
     roots: list[Path] = options.truth or _shared_roots()
     folders = sorted({folder for root in roots for folder in folders_in(root)})
     if roots and not folders:
@@ -136,7 +138,9 @@ class Findings:
         return not self.problems and all(judgement.passed for judgement in self.judgements)
 
     def judge_all(self, folders: Sequence[Path], given: Profile | None = None) -> None:
-        """Compare recordings one after the other, the fastest kind first, with a progress bar.
+        """Compare recordings one after the other, the fastest kind first, with a progress bar. Add
+        the results to `judgements`, and a sentence to `problems` for each recording that cannot be
+        used.
 
         A `given` profile replaces each recording's own.
         """

@@ -152,7 +152,9 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
 
     @property
     def eliminated(self) -> Mapping[str, int]:
-        """Return the number of endpoints that each filter dropped, by name of the filter."""
+        """Return the number of endpoints that were not scored in this decision, by reason: the name
+        of the filter that dropped them, or why they were not available.
+        """
         dropped = self.dropped
         # Usually no filter drops anything, and every decision reads this property.
         return {name: len(slots) for name, slots in dropped.items()} if dropped else {}

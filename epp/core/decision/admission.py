@@ -24,8 +24,9 @@ HOLD_S_MAX: Final[Seconds] = 10.0
 
 class Admission:
     """The checks that a queue makes before it passes a request to the scheduler: whether endpoints
-    have room for it, and whether a plugin lets it wait. A check changes no state, except that the
-    gate records the room that it found, and the time since which there is none.
+    have room for it, and whether a plugin lets it wait. A check changes no state, except that
+    failures of plugins are counted, and that the gate records the room that it found and the time
+    since which there is none.
     """
 
     def __init__(self, state: PoolState) -> None:
@@ -57,8 +58,9 @@ class Admission:
         """Return whether `request` need not wait, because an endpoint has room for it and no plugin
         holds it. `schedule` does not check this.
 
-        Return True if no endpoint of the pool may serve it, because `schedule` then refuses it at
-        once.
+        With flow control, return False while the whole pool has no ready endpoint. Return True if
+        there are ready endpoints and none of them may serve the request, because `schedule` then
+        refuses it at once.
         """
         gate = self._state.gate
         if gate is not None and not gate.certainly_open(request):
@@ -73,6 +75,9 @@ class Admission:
         """Return how long `request` should wait for an endpoint that has no room but more of its
         prompt cached: `HOLD_FACTOR` times the additional prefill time at an endpoint with room, at
         most `HOLD_S_MAX`.
+
+        Return 0 if all endpoints have room or none has, if no other request would pass this one,
+        with a detector or ceiling of the configuration, or with more than one profile.
         """
         state = self._state
         gate = state.gate
@@ -106,7 +111,9 @@ class Admission:
         return max(loads, default=1.0)
 
     def why_full(self, request: InferenceRequest, now: Seconds) -> str:
-        """Return a phrase about the endpoints that have no room for `request`."""
+        """Return a phrase about the endpoints that have no room for `request`, or about another
+        reason why it waits.
+        """
         gate, pool = self._state.gate, self._state.pool
         if gate is None:
             return "a plugin held it"
@@ -123,8 +130,9 @@ class Admission:
     def of_stages(
         self, request: InferenceRequest, now: Seconds
     ) -> list[tuple[Stage | None, Candidates]]:
-        """Return the candidates of each stage that `request` may need, by their roles, before any
-        other filter. The stage is None if there is only one.
+        """Return the candidates of the configured stages decode and prefill for `request`, by their
+        roles, before any other filter. If one profile decides alone, return its candidates with the
+        stage None.
         """
         candidates, stages = self._candidates(request, now), self._state.settings.stages
         if self._alone:
@@ -140,7 +148,7 @@ class Admission:
         self, gate: Gate, offered: Available, request: InferenceRequest, now: Seconds
     ) -> Available:
         """Return `offered` with room only where `gate` sees some, or unchanged if that is nowhere
-        or if the stages of a request have different endpoints.
+        or if more than one profile takes part in decisions (`Stages.alone` is False).
         """
         if not self._alone:
             return offered

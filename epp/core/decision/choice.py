@@ -25,7 +25,7 @@ class ProfileState(Struct):
     random: Random
     """Random generator that the picker plugin of the profile uses."""
     failures: PluginFailures
-    """Failures of the profile's plugins so far."""
+    """Failures so far of the profile's plugins, and of other plugins that share this object."""
     kept_scores: KeptScores | None = None
     """Cache of the scores of the profile's scorers. None if no score can be cached, or borrowed
     from the acting profile.
@@ -61,8 +61,8 @@ class Choice(Struct, frozen=True, gc=False):
     ranked: Candidates
     """Candidates that the filters of the profile left, which were then scored."""
     dropped: dict[str, Ints]
-    """Slots of the endpoints that were not scored, by the name of the filter that dropped them,
-    "stale-metrics" or "unreachable".
+    """Slots of the endpoints that were not scored, by reason: the name of the filter that dropped
+    them, "stale-metrics", "unreachable", or why they were no candidates, such as "full".
     """
     scored: Scored
     """Scores of the candidates in `ranked`, and their weighted sums."""

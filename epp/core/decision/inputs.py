@@ -4,7 +4,7 @@ Inputs are values, so they can be logged and replayed in a loop. Both shells, th
 configuration and the re-enactment of captured traffic create them. The capture records each of
 them.
 
-A new input needs its struct, its row of `_HANDLERS` in `scheduler` and a test.
+A new input needs its struct, its row in `Scheduler._handlers_by_input` and a test.
 """
 
 from collections.abc import Sequence
@@ -199,13 +199,14 @@ class Effects(Struct, frozen=True):
     requests until its next successful scrape.
     """
     restarted: tuple[str, ...] = ()
-    """Names of the affinity indexes that start empty, because they cannot adopt the new settings.
+    """Names of the affinity indexes that start empty, because they are new or cannot adopt the new
+    settings.
     """
     moved: bool = False
     """True if the request that this input is about now counts for another endpoint, or for none."""
     heard: EventResult | None = None
-    """Result of applying KV-cache events in the first index that receives them. None for other
-    inputs, if no index receives events, or if all that do failed.
+    """Result of applying KV-cache events in the first index that receives them and does not fail.
+    None for other inputs, if no index receives events, or if all that do failed.
     """
 
 

@@ -59,14 +59,14 @@ class _Set:
         """
         self.version = _OUTDATED
         """Version of all columns at which every row with declared reads was found up to date; -1 if
-        none was.
+        this is not known of any version.
         """
         self.model = ""
         """Name of the model for which the current scores of scorers that read the model are valid.
         """
         self.by_model: OrderedDict[tuple[int, str], tuple[int, Floats | float]] = OrderedDict()
         """Scores of scorers that read the model, with the version of the columns for which they
-        were computed. They are stored by (row, model), least recently used first.
+        were computed. They are stored by (row, model), those that were computed longest ago first.
         """
 
 
@@ -171,7 +171,7 @@ class KeptScores:
         scores: Floats,
     ) -> None:
         """Cache the `rows` of `scores` that may be cached. `scores` is the completed array of the
-        last `recall`.
+        last `recall`. Do nothing if that found every cached row up to date.
         """
         kept = self._set
         if kept.version != _OUTDATED:

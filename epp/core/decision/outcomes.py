@@ -1,4 +1,4 @@
-"""What the responses and ends of requests say about the endpoints that served them."""
+"""The judgement of endpoints by the responses and the ends of the requests that they served."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,9 @@ class Outcomes:
             self._end_prefill(given.lease, now)
 
     def output_started(self, given: OutputStarted, now: Seconds) -> None:
-        """Learn from the first output of a request, which ends its prefill."""
+        """Record the first output of a request: it ends the prefill, closes the leases of prefill
+        and encode endpoints, and corrects the predicted latency.
+        """
         state, lease = self._state, given.lease
         if lease.earlier:
             self._end_prefill(lease, now)
@@ -40,7 +42,12 @@ class Outcomes:
         state.ledger.first_output(lease, now)
 
     def ended(self, given: RequestEnded, now: Seconds) -> Effects:
-        """Close the leases of a request, and judge its endpoints by its outcome."""
+        """Close the leases of a request, and judge its endpoints by its outcome. Do nothing if its
+        lease is closed.
+
+        If the gateway did not show the response, the leases close when the request has probably
+        ended. If the prompt was not computed, undo what the indexes recorded of it.
+        """
         state, lease, outcome = self._state, given.lease, given.outcome
         slot = lease.slot
         if slot < 0:
@@ -65,8 +72,8 @@ class Outcomes:
         return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
 
     def tick(self, now: Seconds) -> None:
-        """Close leases whose time is over, and judge refusals for which pages now tell which endpoint
-        was full.
+        """Close leases whose time is over. Judge the responses 503 of requests that several endpoints
+        served: pages now tell which endpoint was full, or else one of them failed.
         """
         state = self._state
         state.ledger.close_due(now)
@@ -107,7 +114,9 @@ class Outcomes:
             state.latency.first_output(lease.slot, placed, now - lease.opened_at_s)
 
     def _learn_end(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
-        """Compare the predicted time per output token with a complete answer."""
+        """Compare the predicted time per output token with a complete, streamed answer. Do nothing
+        if the answer has fewer than two tokens, or if these are not counted.
+        """
         latency = self._state.latency
         placed, first_s, tokens = lease.latency, lease.first_output_at_s, outcome.output_tokens
         if placed is None or first_s is None or tokens is None or tokens < 2:
@@ -154,6 +163,9 @@ class Outcomes:
         """Find the endpoint that explains the failure of the request of `lease`, and eject it.
         `present` are the leases of the request whose endpoints are in the pool. Return the endpoint
         that is set aside, or None.
+
+        A status 503 waits for the next pages first, if any of the endpoints counts refusals.
+        Nothing is blamed if an endpoint of the request has left.
         """
         state = self._state
         for one in present:
@@ -180,7 +192,8 @@ class Outcomes:
 
     def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
         """Record the HTTP status of a response. Return whether it makes the pool exclude the
-        endpoint until its next good scrape.
+        endpoint until its next good scrape. A refusal for lack of capacity makes the endpoint full
+        instead.
         """
         state = self._state
         if status in MAY_BE_FULL and outcome.full:

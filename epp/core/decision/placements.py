@@ -105,7 +105,7 @@ class Placements:
 
         `ready` is the number of ready endpoints. `prefills` is True if the chosen endpoint computes
         the prompt. Indexes named in `left_out` do not record the choice. Return the leg at the
-        chosen endpoint.
+        chosen endpoint, whose lease has the request without its prompts.
         """
         state = self._state
         settings, pool = state.settings, state.pool

@@ -73,8 +73,8 @@ class HoldsRequests(Protocol):
     def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
         """Return whether `request` must wait now. Never called with n = 0.
 
-        `candidates` are the ready endpoints that are neither ejected nor full, before filters and
-        without index lookups.
+        `candidates` are the ready endpoints that are neither ejected nor full, unless no other
+        endpoint is left, before filters and without index lookups.
         """
         ...
 

@@ -69,7 +69,9 @@ class PoolState:
         self.latency: LatencyModel | None = None
         """Predictions of latencies and their errors, or None if no latency is predicted."""
         self.shares = FlowShares()
-        """What this picker and its peers share of flow control."""
+        """The number of pickers and the charges of flows that this picker and its peers exchange
+        for flow control.
+        """
         self.gate: Gate | None = None
         """Estimate of the endpoints' room, or None without flow control."""
         self.replicas_unheard = 0
@@ -84,8 +86,10 @@ class PoolState:
         """
 
     def configure(self, settings: SchedulerSettings, now: Seconds = 0.0) -> tuple[str, ...]:
-        """Apply `settings`; what was learned stays. Return the names of the indexes that start
-        empty.
+        """Apply `settings`. Return the names of the indexes that start empty.
+
+        What was learned stays, except for latencies, whose estimator may change, and for parts that
+        `settings` turn off. Failures of plugins that are no longer configured are forgotten.
         """
         self.settings = settings
         self.failures.retain(settings.plugin_names)
@@ -133,7 +137,7 @@ class PoolState:
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> list[int]:
         """Make `endpoints` the endpoints of the pool. Return the slots whose endpoints left or
-        restarted.
+        restarted, after all knowledge about them was dropped.
         """
         left = self.pool.replace(endpoints, now)
         for slot in left:
@@ -142,7 +146,9 @@ class PoolState:
         return left
 
     def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> bool:
-        """Learn from a good page of the endpoint in `slot`. Return whether the endpoint restarted."""
+        """Learn from a good page of the endpoint in `slot`. Return whether the endpoint restarted;
+        all earlier knowledge about it is then dropped first.
+        """
         restarted = self.pool.observe(slot, metrics, now)
         if restarted:
             self._forget(slot)
@@ -179,7 +185,9 @@ class PoolState:
         return self.pool.endpoint_in(lease.slot) if self.ledger.is_live(lease) else None
 
     def tick(self, now: Seconds) -> None:
-        """Drop what is too old at `now`, and update what is derived from counts over time."""
+        """Do the housekeeping of about once a second: find overdue prefills and outliers, end the
+        full state of endpoints, compute the average answer length, and expire index entries.
+        """
         self.overdue_prefills.tick(self.ledger, self.settings.stages.prefill_deadline_s, now)
         self.outliers.tick(now)
         self.full.tick(now)

@@ -31,9 +31,13 @@ class ProbabilisticAdmitter(Parameters, frozen=True):
     queue_depth_threshold: Annotated[float, Meta(gt=0)] = 5.0
     kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
     power: Annotated[float, Meta(gt=0)] = 5.0
-    """Steepness of the share: with a higher one, fewer requests are refused at low load."""
+    """Exponent of the load in the refused share; with a higher one, fewer requests are refused at
+    low load.
+    """
     k: Annotated[float, Meta(gt=0)] = 300.0
-    """Factor of the share. All such requests are refused from a load of (1 / k) ^ (1 / power) on."""
+    """Factor of the refused share. All requests of priority below 0 are refused from a load of
+    (1 / k) ^ (1 / power) on.
+    """
 
     def load(self, candidates: Candidates) -> float:
         """Return the mean load of `candidates`, of which there is at least one."""

@@ -392,10 +392,11 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         acting: Floats | None = None,
     ) -> Scored:
         """Return the scores of `candidates` by all scorers, clamped to [0, 1], and their weighted
-        sums. A score of NaN is replaced by the median of the scorer's other scores.
+        sums. A score of NaN is replaced by the median of the scorer's other scores, or by `UNKNOWN`
+        if all are NaN.
 
-        If a scorer fails, all its scores are unknown. `kept` is this profile's cache: its valid
-        scores are not computed again. `acting` are scores of another profile for the same request
+        If a scorer fails, all its scores are `UNKNOWN`, and the failure is counted in `failures`.
+        `kept` is this profile's cache: its valid scores are not computed again. `acting` are scores of another profile for the same request
         and candidates, and the cache may borrow from them.
         """
         n = len(candidates)

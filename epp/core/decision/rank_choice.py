@@ -78,7 +78,7 @@ class RankChooser(Struct, frozen=True):
         now: Seconds,
     ) -> int | None:
         """Choose the rank that must serve the request of `lease`. Count the request at that rank,
-        and the outcome in `outcomes`.
+        and the outcome in `outcomes`. Do neither if the endpoint has one rank or reports no events.
 
         Return the rank, or None if the engine chooses. `fallbacks` are the slots of the fallback
         endpoints. They receive the same headers as the chosen endpoint.

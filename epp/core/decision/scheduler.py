@@ -110,8 +110,8 @@ class Scheduler:
         self._outcomes = Outcomes(state)
         self._staged = StagedScheduler(state, self.placements)
         self.decisions = 0
-        """Number of decisions that this scheduler has made, which is also the number of the last
-        decision.
+        """Number of requests that this scheduler has placed, which is also the number of the last
+        decision. Refusals do not count.
         """
         self.changed: Callable[[], None] | None = None
         """Function that is called after each input, set by a queue while requests wait in it."""
@@ -144,7 +144,7 @@ class Scheduler:
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         """Choose an endpoint for `request` and count the request there as running from now on.
-        Return a refusal if no endpoint may serve it.
+        Return a refusal if no endpoint may serve it, or if it is shed because of its priority.
         """
         if self.witness is None:
             return self._schedule(request, now)
@@ -240,8 +240,8 @@ class Scheduler:
         )
 
     def _shed(self, request: InferenceRequest, candidates: Candidates) -> Refusal | None:
-        """Return the refusal of `request`, whose priority is negative, if the pool is saturated or
-        no candidate is predicted to meet its SLO; else None.
+        """Return the refusal of `request`, whose priority is negative, if the pool is saturated and
+        has no flow control, or if no candidate is predicted to meet its SLO; else None.
         """
         state, priority = self.state, request.priority
         if state.gate is None and self.settings.saturation.saturation(candidates) >= 1.0:
@@ -269,8 +269,9 @@ class Scheduler:
     def _at_this_moment(
         self, request: InferenceRequest, affinities: dict[str, Affinity]
     ) -> InferenceRequest:
-        """Return `request` with its moment, the picker's state that plugins may read. Store the
-        joint match of the prefix indexes in `affinities`.
+        """Return `request` with its moment, the picker's state that plugins may read, and with the
+        prompt length by its token ids if the prefix index counts these. Store the joint match of
+        the prefix indexes in `affinities`.
         """
         name, tokens = self.settings.prefix, request.prompt_tokens
         if self._counts_ids:

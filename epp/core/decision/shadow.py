@@ -91,7 +91,9 @@ class ShadowTotals:
     def __init__(self) -> None:
         self.verdicts: Counter[str] = Counter({AGREED: 0, DIFFERED: 0, NOBODY: 0, FAILED: 0})
         self.picks: Counter[int] = Counter()
-        """Number of times that the shadow profile chose the endpoint in each slot, by slot."""
+        """Number of times that the shadow profile chose the endpoint in each slot, by slot. The
+        scheduler drops the number when the endpoint leaves or restarts.
+        """
         self.uncached_tokens = 0.0
         self.live_uncached_tokens = 0.0
         self.inflight_requests = 0
@@ -118,7 +120,9 @@ class Shadow:
     def of(
         cls, settings: SchedulerSettings, seed: int, totals: ShadowTotals, failures: PluginFailures
     ) -> "Shadow | None":
-        """Return a `Shadow` for the shadow profile of `settings`, or None if they have none."""
+        """Return a `Shadow` for the shadow profile of `settings`, or None if they have none. Drop
+        the failures of plugins that are not in this profile from `failures`.
+        """
         profile = settings.shadow
         failures.retain(() if profile is None else profile.plugin_names)
         if profile is None:
@@ -181,8 +185,9 @@ class Shadow:
         """Return the shadow profile's verdict on one decision, or None if the random share does not
         include this decision.
 
-        It never raises, and changes only its own totals and random state. `acted` is the choice of
-        the acting profile. `endpoint_in` returns the endpoint of a slot.
+        It raises no error of a plugin. It changes only the shadow's totals, failures, cached scores
+        and random state. `acted` is the choice of the acting profile. `endpoint_in` returns the
+        endpoint of a slot.
         """
         if self._share < 1.0 and self._state.random.random() >= self._share:
             return None

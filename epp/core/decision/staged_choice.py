@@ -75,7 +75,7 @@ def decode_first(
     cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
     """Choose the endpoints of a request: decode, then encode, then prefill near the decode
-    endpoint. Return the refusal of the first stage that has none.
+    endpoint. Return the refusal of the first stage that must run and has none.
     """
     decode = choose(Stage.DECODE, -1)
     if isinstance(decode, Refusal):
@@ -105,7 +105,7 @@ def prefill_first(
     cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
     """Choose the endpoints of a request: prefill, then encode, then decode near the prefill
-    endpoint. Return the refusal of the first stage that has none.
+    endpoint. Return the refusal of the first stage that must run and has none.
     """
     prefill = None
     if stages.prefill is not None and may_prefill_elsewhere(request):
@@ -137,7 +137,7 @@ def _prefill(stages: Stages, choose: StageChoice, peer: int) -> Choice | Refusal
 
 def _within_time(chosen: StagedChoice, stages: Stages, request: InferenceRequest) -> StagedChoice:
     """Return `chosen` without its prefill endpoint if the rule is by time and a remote prefill
-    saves none.
+    saves no time; else `chosen`.
     """
     rule, prefill = stages.prefill_if, chosen.prefill
     if prefill is None or not isinstance(rule, ByTime):
@@ -177,7 +177,8 @@ def one_request(
     sends one request for each stage, or wants a cached prompt only. Split any other request.
 
     A profile with the name of a stage does the work of that stage. A request that asks for decode
-    was prefilled by an earlier one, unless the client wants a cached prompt only.
+    was prefilled by an earlier one, unless the client wants a cached prompt only. Return a refusal
+    if the header names no profile, or if too little of the prompt is cached for such a client.
     """
     name = stages.named_by(request) if stages.named else ""
     if isinstance(name, Refusal):

@@ -101,7 +101,7 @@ class StagedScheduler:
         self, request: InferenceRequest, offer: Offer, shadow: Shadow | None
     ) -> Decision | Refusal:
         """Choose an endpoint of `offer` for each stage of `request`, and count the request there.
-        Return a refusal if a stage that must run has no endpoint.
+        Return a refusal if a stage that must run has no endpoint, or if the request is shed.
         """
         state, stages = self._state, self._state.settings.stages
         if stages.screen is not None:
@@ -198,7 +198,10 @@ class StagedScheduler:
     def _choose_for(
         self, request: InferenceRequest, offer: Offer, stage: Stage, peer: int, named: str
     ) -> Choice | Refusal:
-        """Return the choice of an endpoint for `stage`: see `StageChoice`."""
+        """Return the choice of an endpoint for `stage` (see `StageChoice`), also among full
+        endpoints if filters dropped all others. With a fallback profile, return a refusal instead
+        of an unreachable prefill or encode endpoint.
+        """
         state, available, staleness = self._state, offer.available, offer.staleness
         profile, profile_state = self._profiles[named or stage]
         turn = rotation_of(stage, offer.rotation)
@@ -230,8 +233,8 @@ class StagedScheduler:
     def _stages_of(
         self, chosen: StagedChoice, decode: SchedulingProfile
     ) -> list[tuple[Stage, SchedulingProfile, Choice]]:
-        """Return (stage, profile, choice) for each stage that runs, in the order of the work: decode
-        last.
+        """Return (stage, profile, choice) for each stage that runs, in the order prefill, encode,
+        decode.
         """
         stages = self._state.settings.stages
         named = (

@@ -288,7 +288,9 @@ class Stages(Struct, frozen=True, kw_only=True):
     uses the profiles of the stages. `decode` is the profile of requests without the header.
     """
     header: str = ""
-    """Lower-case name of the request header that names one of `named`."""
+    """Lower-case name of the request header that names the profile, one of `named`; "" if no header
+    does.
+    """
 
     @property
     def alone(self) -> bool:
@@ -364,8 +366,8 @@ def may_encode_elsewhere(request: InferenceRequest) -> bool:
 def _may_be_remote(
     request: InferenceRequest, paths: tuple[str, ...], apis: frozenset[ApiKind]
 ) -> bool:
-    """Return whether the path of `request` ends with one of `paths`. If the gateway does not report
-    the path, return whether the API of `request` is one of `apis`.
+    """Return whether the method of `request` is POST and its path ends with one of `paths`. If the
+    gateway does not report the path, return whether the API of `request` is one of `apis`.
     """
     headers = request.headers
     path = headers.get(":path", "")

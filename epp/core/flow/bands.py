@@ -25,7 +25,8 @@ from epp.core.types import Seconds
 
 FLOWS_MAX: Final = 1_024
 """Maximum number of flows of a band with a queue of their own. Later flows share `SHARED_FLOWS`
-queues, so that a client that invents a flow for each request gains nothing.
+queues, so that a client that invents a flow for each request gains nothing. Agent sessions always
+have queues of their own.
 """
 SHARED_FLOWS: Final = 64
 LOUDEST_OF: Final = 64
@@ -35,7 +36,9 @@ tickets. They are those that have had waiting tickets for the longest time.
 
 
 class State(StrEnum):
-    """State of a ticket. All but `NEW` and `WAITING` are final."""
+    """State of a ticket, that is, of a request in flow control. All but `NEW` and `WAITING` are
+    final.
+    """
 
     NEW = "new"
     WAITING = "waiting"
@@ -80,7 +83,9 @@ class Ticket(Struct, kw_only=True, eq=False):
     queue: str = ""
     """Name of the queue in which the ticket waits; set by `Band.add`."""
     charged_tokens: float = 0.0
-    """Tokens that the flow was charged when the request was placed."""
+    """Tokens that the request costs its flow: an estimate when it was placed, later corrected to the
+    tokens that it used.
+    """
 
 
 class _Flow:
@@ -134,7 +139,9 @@ class Band:
         self.bytes = 0
         """Number of body bytes of the band's waiting tickets."""
         self.counter = 0.0
-        """Tokens that the band was charged while bands shared room, divided by its weight."""
+        """Tokens that the band was charged while bands shared room, divided by its weight. When the
+        band begins to wait, the counter is at least the lowest one of the waiting bands.
+        """
         self._flows: dict[str, _Flow] = {}
         self._waiting: dict[str, _Flow] = {}
         """Flows of the band that have a waiting ticket, by name of the flow's queue."""
@@ -231,12 +238,16 @@ class Band:
             self._loudest_most = counts.get(self._loudest, 0)
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
-        """Charge the flow of `ticket`, which was placed, with `tokens` or with one request."""
+        """Charge the flow of `ticket`, which was placed, with `tokens`, or with one request under
+        `Fairness.REQUESTS`, and record the charge for peers.
+        """
         ticket.charged_tokens = tokens
         self._add(ticket, 1.0 if self.settings.fairness is Fairness.REQUESTS else tokens, now)
 
     def correct(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
-        """Correct the charge of `ticket` to the `tokens` that it used."""
+        """Correct the charge of `ticket` to the `tokens` that it used, and record the correction for
+        peers. A charge of one request stays (`Fairness.REQUESTS`).
+        """
         if self.settings.fairness is not Fairness.REQUESTS:
             self._add(ticket, tokens - ticket.charged_tokens, now)
         ticket.charged_tokens = tokens
@@ -296,7 +307,7 @@ class Band:
         return reversed(self._tickets.values())
 
     def forget_idle(self) -> None:
-        """Forget the counters of flows once no ticket waits at all, unless charges decay."""
+        """Forget the counters of the band's flows if no ticket waits in it, unless charges decay."""
         if not self.requests and self.settings.fairness is not Fairness.DECAYING_TOKENS:
             self._flows.clear()
 

@@ -123,7 +123,9 @@ class FlowControl:
         self.evictions = Evictions()
         self._pool = pool
         self._bands: dict[int, Band] = {}
-        """Bands that have or had waiting tickets, by priority, highest first."""
+        """Bands of all priorities that tickets had since the last `configure`, by priority, highest
+        first.
+        """
         self._numbers = 0
         self._limited: list[tuple[Seconds, int, Ticket]] = []
         """Heap of (time of the end, number, ticket) of tickets that have a limit of their own;
@@ -147,8 +149,8 @@ class FlowControl:
         return f"<FlowControl [{self.requests} requests wait, {self.bytes} bytes]>"
 
     def bands(self) -> Iterator[tuple[int, Band]]:
-        """Yield the priority and the band of all bands that have or had a waiting ticket, highest
-        priority first.
+        """Yield the priority and the band of each priority that a ticket had since the last
+        `configure`, whether or not it waited, highest priority first.
         """
         return iter(self._bands.items())
 
@@ -240,7 +242,9 @@ class FlowControl:
         return verdicts
 
     def expire(self, now: Seconds) -> Verdicts:
-        """Place what has room now, then refuse the tickets that have waited too long."""
+        """Place what has room now, then refuse the tickets that have waited too long, at most
+        `PLACED_MAX` in one call. Return their verdicts.
+        """
         verdicts = self.pump(now)
         late: list[Ticket] = []
         for _, band in self._in_order():
@@ -285,7 +289,7 @@ class FlowControl:
 
     def configure(self, settings: FlowSettings, now: Seconds) -> None:
         """Apply `settings`. Waiting tickets move to their new bands and keep the time since which
-        they wait, also above a lowered limit.
+        they wait, also above a lowered limit. All charges of flows are forgotten.
         """
         waiting = [ticket for _, band in self._in_order() for ticket in band.tickets()]
         self.settings = settings
@@ -308,8 +312,8 @@ class FlowControl:
         return verdicts
 
     def release(self, now: Seconds) -> Verdicts:
-        """Place waiting tickets whether there is room or not, oldest first in each band, because
-        flow control is switched off. Call it again while any waits.
+        """Place at most `PLACED_MAX` waiting tickets whether there is room or not, oldest first in
+        each band, because flow control is switched off. Call it again while any waits.
         """
         verdicts: Verdicts = []
         for _, band in self._in_order():
@@ -377,7 +381,7 @@ class FlowControl:
 
     def _is_held(self, ticket: Ticket, now: Seconds) -> bool:
         """Return whether `ticket` leaves the room to others, because it waits for an endpoint that
-        has more of its prompt cached.
+        has more of its prompt cached. Note since when it does, and until when at most.
         """
         hold_s = self._pool.hold_s(ticket.request, now)
         if not hold_s:

@@ -27,7 +27,9 @@ BLIND_REQUESTS_MAX: Final = 100
 
 
 class Detector(Protocol):
-    """A measure of load. Plugin types of the field that implement it keep their parameters."""
+    """A measure of the load of endpoints. Plugin types of llm-d-router that implement it keep their
+    parameters.
+    """
 
     @property
     def headroom(self) -> float:
@@ -72,8 +74,8 @@ class ConcurrencyMode(StrEnum):
 
 
 class ConcurrencyDetector(Parameters, frozen=True):
-    """Drop endpoints at which as many requests or tokens of the picker are in flight as a fixed
-    capacity allows, or more; it may drop all.
+    """Drop endpoints at which as many requests or tokens of this picker and its peers are in flight
+    as a fixed capacity allows, or more; it may drop all.
 
     The capacity is (1 + `headroom`) times `max_concurrency` requests or `max_token_concurrency`
     prompt tokens, or both (`hybrid`). Names and defaults are those of llm-d-router.
@@ -85,7 +87,7 @@ class ConcurrencyDetector(Parameters, frozen=True):
     )
 
     concurrency_mode: ConcurrencyMode = ConcurrencyMode.REQUESTS
-    """The quantity that counts: requests, tokens or both."""
+    """Quantity whose capacity limits an endpoint: requests, tokens or both."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 100
     max_token_concurrency: Annotated[int, Meta(ge=1)] = 1_000_000
     headroom: Annotated[float, Meta(ge=0)] = 0.0
@@ -122,7 +124,7 @@ class Utilization(Struct, frozen=True, kw_only=True):
 
     The queue of an engine is the one on its last page, plus the requests that were sent to it since
     and whose prompts are still pending. An endpoint without fresh metrics is judged by the requests
-    in flight alone.
+    in flight alone. An endpoint that refused a request since its last page counts as full.
     """
 
     type_name: ClassVar[str] = UtilizationDetector.type_name
@@ -170,9 +172,11 @@ class MaxSaturation(Struct, frozen=True, kw_only=True):
     abilities: ClassVar[Abilities] = Abilities(reads=())
 
     detectors: tuple[Any, ...]
-    """The `Detector`s, at least one."""
+    """Detectors whose loads are compared, at least one."""
     stages: Mapping[int, frozenset[Stage]] = field(default_factory=dict)
-    """Stages that a detector judges, by its position; all if it has no entry."""
+    """Stages that a detector judges, by the position of the detector in `detectors`. A detector
+    without an entry judges all stages.
+    """
 
     @property
     def headroom(self) -> float:

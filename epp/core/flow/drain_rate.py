@@ -32,9 +32,8 @@ class DrainRate:
         self._times_s.append(now)
 
     def retry_after_s(self, requests: int, now: Seconds) -> int:
-        """Return the seconds after which `requests` waiting requests are expected to be placed, in
-        whole seconds within the bounds.
-
+        """Return the seconds after which `requests` waiting requests are expected to be placed: a
+        whole number, clamped to `RETRY_AFTER_S_MIN` and `RETRY_AFTER_S_MAX`.
         Each takes the mean time between two placements. If there was none yet, each takes at least
         the time since the first request began to wait.
         """

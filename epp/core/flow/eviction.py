@@ -39,7 +39,9 @@ class Evictions:
         self.evicted: Counter[int] = Counter()
         """Number of evicted requests by priority."""
         self._running: dict[int, dict[Running, None]] = {}
-        """Requests by priority, oldest first. The number of open streams bounds them."""
+        """Running requests that may be evicted, by priority, oldest first. The number of open streams
+        bounds them.
+        """
         self.paused_until_s: Seconds = 0.0
 
     def __len__(self) -> int:
@@ -76,7 +78,7 @@ class Evictions:
         return None
 
     def end(self, victim: Running, refusal: Refusal) -> None:
-        """Evict `victim` with `refusal` for its client."""
+        """Evict the running request `victim` with `refusal` for its client, and count it."""
         self.remove(victim)
         self.evicted[victim.priority] += 1
         victim.evict(refusal)

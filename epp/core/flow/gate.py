@@ -57,7 +57,9 @@ class Gate:
         were subtracted from `_endpoints`.
         """
         self._requests = self._tokens = 0.0
-        """Numbers of requests and of tokens of the KV cache that each open endpoint has room for."""
+        """Numbers of requests and of tokens of the KV cache that each open endpoint has room for at
+        least.
+        """
         self.rivalry = Rivalry(settings)
         self.configure(settings)
 
@@ -95,6 +97,10 @@ class Gate:
 
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
+
+        If the room is learned (`RoomDetector`), the gate records the room that it saw, and the time
+        since which there is none. The limit of prefill tokens does not close the gate until that
+        has lasted for `STANDING_S` or requests wait in the queue.
         """
         offered = [(stage, candidates) for stage, candidates in stages if len(candidates)]
         if self.restricts:
@@ -123,7 +129,9 @@ class Gate:
     def _is_open(
         self, offered: list[tuple[Stage | None, Candidates]], request: InferenceRequest, lead: Lead
     ) -> bool:
-        """Return whether each stage has an endpoint with room by `lead`."""
+        """Return whether each stage has an endpoint with room by `lead`. Record the room of a pool
+        without stages for `certainly_open`, unless the request has a subset hint.
+        """
         for stage, candidates in offered:
             spare, any_open = self.rooms.spare(candidates, lead)
             if stage is None and request.subset is None:
@@ -186,7 +194,9 @@ class Gate:
             self._subtract(slot)
 
     def sent(self, lease: Lease) -> None:
-        """Count the request of `lease`, which was placed."""
+        """Count the request of `lease`, which was placed, and subtract it from the room that the gate
+        knows. Each peer is assumed to have placed as much.
+        """
         rooms, spare = self.rooms, self._spare
         rooms.sent(lease)
         tokens = lease.uncached_tokens + rooms.answer_tokens

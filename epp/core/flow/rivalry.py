@@ -1,5 +1,4 @@
-"""Whether requests gain anything by waiting in the picker instead of in an engine.
-
+"""The rule by which a request waits in the picker only if requests gain by that.
 A request waits in the picker so that requests of other flows and priorities can pass it. It gains
 nothing if none of them came within the last minute, and nothing in a short burst that the engines
 compute anyway.
@@ -34,7 +33,7 @@ class Rivalry:
         self._last: tuple[str, int] | None = None
         """Flow and priority of the last request, or None before the first one."""
         self._highest = 0
-        """Highest priority of the requests that came before `_highest_until_s`."""
+        """Highest priority of recent requests, which counts until `_highest_until_s`."""
         self._highest_until_s: Seconds = -math.inf
         self._until_s: Seconds = -math.inf
         """Time until which flows or priorities compete."""
@@ -66,12 +65,14 @@ class Rivalry:
         return outranked and now < min(self._highest_until_s, self._until_s)
 
     def found_room(self) -> None:
-        """Note that a request found room."""
+        """Note that a request found room. This has no effect while requests wait in the queue."""
         if not self.holding:
             self._full_since_s = math.inf
 
     def must_wait(self, now: Seconds) -> bool:
-        """Return whether a request that competes and found no room must wait."""
+        """Note that a request that competes found no room. Return whether it must wait, because
+        others wait already or because none found room for `STANDING_S`.
+        """
         self._full_since_s = min(self._full_since_s, now)
         return self.holding or now - self._full_since_s >= STANDING_S
 

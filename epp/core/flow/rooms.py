@@ -88,7 +88,9 @@ class RoomOf(Struct, frozen=True, kw_only=True):
 
     @property
     def more(self) -> int:
-        """Return the number of further requests for which the slots suffice."""
+        """Return the number of further requests for which the engine's slots and its queue suffice,
+        at least 0.
+        """
         return max(0, math.floor(self.slots + self.queue - self.requests))
 
     def sentence(self, name: str) -> str:
@@ -152,9 +154,11 @@ class Spare(Struct, frozen=True):
     per_request: float
     per_token: float
     requests: float
-    """Number of requests that each of these endpoints has slots for."""
+    """Number of further requests for which each of the endpoints with room has slots at least."""
     tokens: float
-    """Number of tokens that the KV cache of each has room for; inf if unknown."""
+    """Number of further tokens for which the KV cache of each of the endpoints with room has space
+    at least; inf if unknown.
+    """
     slots: frozenset[int]
     """Slots of the endpoints with room."""
 
@@ -182,8 +186,9 @@ class Rooms:
         return f"<Rooms [{self._rows.shape[1]} slots]>"
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> tuple[float, float]:
-        """Learn from a good page of the endpoint in `slot`. Return the requests and the tokens of the
-        KV cache for which it has room.
+        """Learn from a good page of the endpoint in `slot`, and count what is sent to it anew. Return
+        the number of further requests and of tokens of the KV cache for which it has room; the
+        tokens are inf if unknown.
         """
         if slot >= self._rows.shape[1]:
             self._grow()

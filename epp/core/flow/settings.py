@@ -1,6 +1,6 @@
 """Settings of flow control: limits, waits, fairness and order of the queue, and when it opens.
 
-The defaults are those of llm-d-router. A setting that the field has no name for says so.
+The defaults are those of llm-d-router.
 """
 
 from collections.abc import Mapping

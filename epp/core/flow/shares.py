@@ -1,4 +1,5 @@
-"""What the pickers of one pool share of flow control: their number, and what each charged to flows.
+"""The data of flow control that the pickers of one pool exchange: their number, and the charges of
+flows.
 
 Every picker has a queue of its own. Three things make several queues behave like one:
 
@@ -57,11 +58,13 @@ class FlowShares:
         self.fresh: dict[Key, float] = {}
         """Charges by peers that the queue has not added to its flows yet, by key."""
         self._own: OrderedDict[Key, float] = OrderedDict()
-        """Totals of this picker by key; the flow that was charged last comes last."""
+        """Total that this picker charged to each flow, by key; the flow that was charged last comes
+        last.
+        """
         self._unsent: set[Key] = set()
         self._waiting_peers: set[Origin] = set()
         self._peers: dict[Origin, dict[Key, float]] = {}
-        """Totals that each peer reported last."""
+        """Total charged to each flow by each peer, as the peer reported it last."""
 
     def __repr__(self) -> str:
         return f"<FlowShares [{self.pickers} pickers, {len(self._own)} flows]>"
@@ -88,7 +91,9 @@ class FlowShares:
         return used + more > (self.share_of(limit) if used else limit)
 
     def charge(self, key: Key, amount: float) -> None:
-        """Add `amount`, which is negative for a correction, to the total of a flow."""
+        """Add `amount`, which may be negative for a correction, to this picker's total of a flow. Do
+        nothing while there are no peers.
+        """
         if self.pickers == 1:
             return
         own = self._own
@@ -100,7 +105,9 @@ class FlowShares:
             self._unsent.discard(dropped)
 
     def outgoing(self, *, whole: bool) -> list[tuple[Key, float]]:
-        """Return the totals to report: those that changed since the last call, or all."""
+        """Return the totals of this picker to report to peers: those that changed since the last
+        call, or all of them if `whole`. No total is below 0.
+        """
         keys: Iterable[Key] = self._own if whole else self._unsent
         found = [(key, max(0.0, self._own[key])) for key in keys]
         self._unsent.clear()
@@ -112,7 +119,7 @@ class FlowShares:
         """Note the totals that the peer `origin` reports. If `whole`, it has no others.
 
         The first report of a peer is the basis of later ones: what a flow was charged before does
-        not count.
+        not count. It is ignored if it is not `whole`, or above `ORIGINS_MAX` peers.
         """
         known = self._peers.get(origin)
         if known is None:

@@ -40,7 +40,7 @@ class FlowUses:
         self, priority: int, flow: str, *, tokens: float, waited_s: Seconds, now: Seconds
     ) -> None:
         """Note that a request of `flow` left the queue after `waited_s`, charged with `tokens`; 0 if
-        it was not placed.
+        it was not placed. Flows above `FLOWS_MAX` of a band are ignored.
         """
         self._turn(now)
         uses = self._bands.setdefault(priority, {})

@@ -456,7 +456,9 @@ Note: TypeAlias = Event | Seen | Decided | Heard
 
 
 def shape_of(asked: Asked, salt: Salt) -> Shape:
-    """Return the recorded parts of a request, with keyed hashes in place of all text."""
+    """Return the recorded parts of a request, with keyed hashes in place of all text. Token counts
+    are clamped to the bounds of the capture format.
+    """
     known = 0 if asked.known_tokens == asked.prompt_tokens else asked.known_tokens
     return Shape(
         model=salt.name(asked.model),

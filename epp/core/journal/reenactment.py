@@ -105,14 +105,16 @@ class Reenacted(Struct, kw_only=True):
     capture.
     """
     lost: int = 0
-    """Number of events that the capture should contain but does not."""
+    """Number of events that the capture should contain but does not, and of those that come before
+    its first configuration.
+    """
     gaps: int = 0
     """Number of segments of the capture that are missing between other segments."""
     learnt: int = 0
     """Number of records that peers shared with the live picker; their content is not captured."""
     begins_late: bool = False
     """True if the live picker had events before the first segment, so that the indexes of the
-    re-enactment start empty.
+    re-enactment start empty, or between two segments of which others are missing.
     """
     share: float = 1.0
     coarse: bool = False
@@ -398,7 +400,9 @@ def _of_engine(event: Told | Streamed | Voided, slot: int) -> Input:
 
 
 def _block_sizes(settings: SchedulerSettings) -> list[int]:
-    """Return the block sizes, in tokens, of all indexes that count blocks, without repetition."""
+    """Return `settings.block_tokens` and the block sizes, in tokens, of all indexes that count
+    blocks, without repetition.
+    """
     indexes: list[Any] = [*settings.indexes.values()]
     sizes = [index.block_tokens for index in indexes if index.abilities.counts_blocks]
     return list(dict.fromkeys([settings.block_tokens, *sizes]))

@@ -116,7 +116,8 @@ class _Lines:
 
 def request_line(shape: Shape, time_s: Seconds, block_tokens: int) -> CaptureLine:
     """Return the line of a request that arrived at `time_s` (Unix time) and has not been answered.
-    `block_tokens` is the number of tokens in a block of `shape`.
+    `block_tokens` is the number of tokens in a block of `shape`. The prompt length of the line is at
+    least that of its blocks.
     """
     first, *others = shape.chains or (b"",)
     line = CaptureLine(

@@ -140,7 +140,9 @@ class CaptureWitness:
         self._sessions_named = _sessions_named(scheduler.settings)
 
     def asked(self, request: InferenceRequest) -> None:
-        """Determine whether `request` is recorded, while it still has its prompt."""
+        """Determine whether `request` is recorded, while it still has its prompt. Hash the prompt of
+        a recorded request if no index does.
+        """
         self._session = self._taken(request)
 
     def decided(

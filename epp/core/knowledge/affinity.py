@@ -175,8 +175,8 @@ class SessionIndex:
         return len(self._sessions)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return a match of 1 at the slot to which the session of `request` was last sent, and 0 at
-        all others.
+        """Return a match of 1 at the slot to which the session of `request` was last sent within the
+        TTL, and 0 at all others. Count the look-up of a request with a session.
         """
         matched = np.zeros(slots, dtype=np.int64)
         session = self._key_of(request)
@@ -226,8 +226,8 @@ class SessionIndex:
         return (session,) if session else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """Record that a peer sent the sessions `keys` to `slot` at `stamp`, unless a later
-        assignment is known.
+        """Record that a peer sent the sessions `keys` to `slot` at `stamp`. Ignore a session with a
+        known assignment that is not earlier, a stamp older than the TTL and an invalid key.
         """
         for session in keys:
             known_at = self._sessions.get(session, (-1, -math.inf))[1]
@@ -244,8 +244,9 @@ class SessionIndex:
             yield slot, sent_at, (session,)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo the assignment of the session of `request` to `slot`. The session stays there if
-        `slot` was its previous assignment as well.
+        """Undo the assignment of the session of `request` to `slot`, unless it was assigned again
+        since. The session stays there if `slot` was its previous assignment as well; else the index
+        forgets it.
         """
         session = self._key_of(request)
         if recorded is None or self._sessions.get(session) is not recorded[0]:
@@ -376,7 +377,7 @@ class NoHitLru:
         return _COLD if request.moment.cold else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """Record that a peer sent a cold prompt to `slot` at `stamp`."""
+        """Record that a peer sent a cold prompt to `slot` at `stamp`, unless a later one is known."""
         if not keys or stamp <= self._slots.get(slot, -math.inf):
             return
         newer = [at for at, used in takewhile(_used_after(stamp), reversed(self._slots.items()))]
@@ -395,8 +396,8 @@ class NoHitLru:
                 yield slot, used_at, _COLD
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Make `slot` the least recently used slot, because `request`, which no endpoint had
-        cached, was not served there after all.
+        """Make `slot` the least recently used slot if `request` is cold, because the request was not
+        served there after all.
         """
         if request.moment.cold and slot in self._slots:
             self._slots[slot] = -math.inf

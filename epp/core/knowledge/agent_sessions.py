@@ -115,7 +115,7 @@ class AgentSessionSettings(Parameters, frozen=True):
 
 
 class SessionCounts(Struct, frozen=True, kw_only=True):
-    """The agent sessions of one picker."""
+    """Counts of the agent sessions of one picker."""
 
     admitted: int
     """Number of admitted sessions."""
@@ -159,7 +159,7 @@ class AgentSessions:
         """Number of sessions admitted at each endpoint, by slot."""
         self._admissions = 0
         self.paused = 0
-        """Number of times that a session gave up its room."""
+        """Number of times that an idle session gave up its room to others."""
         self.configure(settings)
 
     def __repr__(self) -> str:
@@ -206,7 +206,9 @@ class AgentSessions:
         return self._needed.item(slot) if slot < len(self._needed) else 0.0
 
     def counts(self) -> SessionCounts:
-        """Return the number and the tokens of the admitted sessions at all endpoints."""
+        """Return the number and the tokens of the admitted sessions at all endpoints, and the
+        numbers of admissions and pauses so far.
+        """
         return SessionCounts(
             admitted=int(self._admitted.sum()),
             tokens=float(self._needed.sum()),
@@ -259,8 +261,8 @@ class AgentSessions:
         return key
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Note that a request of the session `recorded` has ended; the session is idle after its
-        last one.
+        """Note that a request of the session `recorded` has ended. After its last one the session is
+        idle, and idle sessions at its endpoint are paused if all together do not fit.
         """
         session = None if recorded is None else self._sessions.get(recorded)
         if session is None or not session.running:
@@ -273,7 +275,9 @@ class AgentSessions:
                 self._pause(session.slot)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Note that the request of the session `recorded` is not served in `slot`."""
+        """Note that the request of the session `recorded` is not served in `slot`, as if it had
+        ended; the session stays admitted there.
+        """
         self.release(request, slot, recorded, now)
 
     def forget(self, slot: int) -> None:

@@ -184,8 +184,8 @@ class Columns:
         endpoints are ready.
         """
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
-        """True for each endpoint whose engine itself refused a request (503) since its last good
-        scrape.
+        """True for each endpoint whose engine itself refused a request, with 503 and without
+        `retry-after`, since its last good scrape. A scrape without an answer resets it.
         """
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
         """True for each endpoint whose last scrapes, several in a row, got no response."""
@@ -720,7 +720,9 @@ class Candidates:
 
     @property
     def saturated(self) -> Bools:
-        """Return bool[n]: whether each engine refused a request (503) since its last good scrape."""
+        """Return bool[n]: whether each engine refused a request, with 503 and without
+        `retry-after`, since its last good scrape.
+        """
         return self._columns.saturated[self._slot]
 
     @property

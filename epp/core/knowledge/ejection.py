@@ -83,7 +83,7 @@ class OutlierEjection(Parameters, frozen=True):
     """Longest duration of one ejection."""
     max_ejection_percent: Annotated[float, Meta(ge=0, le=50)] = 10.0
     """Largest percentage of the endpoints, rounded down, that may be ejected although they serve
-    some requests; at least one endpoint if there are three or more.
+    some requests; at least one endpoint if there are three or more, and none if it is 0.
     """
     max_failing_percent: Annotated[float, Meta(ge=0, le=90)] = 75.0
     """Largest percentage of the endpoints, rounded down, that may be ejected if they return nothing
@@ -176,9 +176,9 @@ class Ejection:
                 self._end(slot)
 
     def eject(self, slot: int, cause: Cause, now: Seconds, *, serving_some: bool) -> bool:
-        """Eject the endpoint in `slot`, for longer than last time. Return False if ejection is
-        disabled, if too many other endpoints are ejected, or if this endpoint is ejected and not
-        being probed.
+        """Eject the endpoint in `slot`, for longer than last time, at most `max_ejection_time`.
+        Return False if ejection is disabled, if too many other endpoints are ejected, or if this
+        endpoint is ejected and not being probed.
         """
         known = self.away.get(slot)
         if not self._settings.enabled or (known is not None and not known.probed):

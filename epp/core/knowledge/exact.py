@@ -248,8 +248,9 @@ class ExactIndex:
     # Look-ups.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the number of leading full blocks that each slot has cached, weighted by tier and
-        summed over the prompts of `request`.
+        """Return the number of leading full blocks that each slot has cached, as reported or by
+        recent decisions, weighted by tier and summed over the prompts of `request`. Count the
+        look-up.
         """
         chains = self._chains(request)
         self._look_for_awaited(now)
@@ -324,7 +325,8 @@ class ExactIndex:
         self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0
     ) -> EventResult:
         """Apply KV-cache events of rank `rank` of the engine in `slot`. Return the block keys that
-        were stored or removed, and whether the events contradict each other.
+        were stored or removed, and whether the events contradict each other. If they do, drop all
+        blocks that the rank reported.
         """
         told_rank = self._rank(slot, rank)
         known = self._slots[slot]
@@ -403,7 +405,8 @@ class ExactIndex:
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int = 0) -> None:
         """Set the state of the event stream of `rank` at `slot`. `complete` is True if the rank
-        reported all blocks that it has cached.
+        reported all blocks that it has cached. Drop the last ranks of the endpoint while they have
+        neither a stream nor blocks, except the first rank.
         """
         known = self._rank(slot, rank)
         known.state = state
@@ -454,7 +457,7 @@ class ExactIndex:
 
     def silence(self, slot: int, *, rank: int = 0) -> None:
         """Drop the blocks that `rank` at `slot` reported. Blocks that are assumed from decisions
-        stay.
+        stay. Stop waiting for events of the endpoint, and make earlier answers of `held` void.
         """
         known = self._rank(slot, rank)
         self._await_nothing(slot)
@@ -556,8 +559,8 @@ class ExactIndex:
         self.clear(slot)
 
     def expire(self, now: Seconds) -> None:
-        """Remove a bounded number of blocks: those of endpoints that left or restarted, and those
-        above the memory limit.
+        """Remove a bounded number of blocks: those of endpoints that left or restarted, those above
+        the memory limit, and those of old decisions. Check for KV-cache events that are awaited.
         """
         self._look_for_awaited(now)
         left = SWEPT_MAX

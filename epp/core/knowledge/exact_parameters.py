@@ -294,8 +294,8 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
         return self.token_processor_config.block_tokens
 
     def warnings(self) -> list[str]:
-        """Return one sentence for each given parameter that has less effect than its documentation
-        says.
+        """Return one sentence for each parameter that is deprecated, has no effect, uses much memory
+        or keeps all KV-cache events away.
         """
         found: list[str] = []
         processor, events = self.token_processor_config, self.kv_events_config

@@ -58,8 +58,8 @@ class FirstOutputs:
     """The engine's counter of first outputs at one endpoint, since the endpoint started."""
 
     __slots__ = (
-        *("_all", "_count", "_doubted", "_known", "_late", "_ours", "_rest", "_silent"),
-        *("_uncounted", "counted", "rose", "to_come_max"),
+        *("_all", "_answers", "_count", "_doubted", "_known", "_late", "_ours", "_rest"),
+        *("_silent", "_uncounted", "counted", "stepped", "to_come_max"),
     )
 
     def __init__(self) -> None:
@@ -67,8 +67,12 @@ class FirstOutputs:
         """True if the counter of first outputs is usable to determine which prompts have been
         computed.
         """
-        self.rose = False
-        """True if the last metrics page counts more first outputs than the page before it."""
+        self.stepped = False
+        """True if the last metrics page counts more first outputs or answers than the page before it,
+        so the engine ended a step in between.
+        """
+        self._answers = math.nan
+        """Number of answers on the last metrics page."""
         self.to_come_max = math.inf
         """Upper bound of the number of requests at the endpoint, of all pickers, that had no first
         output when the last metrics page was read.
@@ -119,7 +123,8 @@ class FirstOutputs:
         # it is ours.
         new = since_s == math.inf and isnan(before) and 0.0 < count <= inflight_requests
         rise = count if new else count - before
-        self.rose = rise > 0.0
+        self.stepped = rise > 0.0 or metrics.answers_total > self._answers
+        self._answers = metrics.answers_total
         self._bound(metrics)
         if not new and (isnan(rise) or since_s > PAGE_S_MAX):
             self.counted = False

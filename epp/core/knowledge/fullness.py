@@ -21,7 +21,7 @@ from epp.core.types import Seconds
 
 PAUSE_S_MIN: Final = 1.0
 """Pause in seconds after the first refusal without `retry-after`; it doubles with each further
-refusal.
+refusal, up to `PAUSE_S_MAX`.
 """
 PAUSE_S_MAX: Final = 30.0
 RETRY_AFTER_S_MAX: Final = 60.0

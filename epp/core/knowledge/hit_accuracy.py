@@ -37,8 +37,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics, Seconds
 
 WINDOW_REQUESTS_MIN: Final = 32
-"""Number of this picker's requests to an endpoint after which a window of the comparison may end
-before `WINDOW_S_MAX`.
+"""Number of this picker's requests to an endpoint, each prompt of a request counted, after which a
+window of the comparison may end before `WINDOW_S_MAX`.
 """
 WINDOW_S_MIN: Final[Seconds] = 20.0
 """Shortest duration in seconds of a window in which predicted and counted cache hits are compared.
@@ -194,8 +194,8 @@ class HitComparison(Struct, frozen=True, kw_only=True):
 
 
 class Correction(Struct, frozen=True, kw_only=True):
-    """The error of the predictions of one index for one endpoint, measured in one window, for the
-    index to correct itself.
+    """The error of the predictions of cache hits for one endpoint over its last windows, with which
+    the index that predicts them corrects itself.
     """
 
     slot: int
@@ -204,7 +204,7 @@ class Correction(Struct, frozen=True, kw_only=True):
     `HitComparison.error` defines it.
     """
     bytes_per_token: float
-    """Average bytes per token of all prompts sent to the pool."""
+    """Average bytes per token of all prompts sent to the pool, or `BYTES_PER_TOKEN` if unknown."""
 
 
 class ErrorHistogram:
@@ -297,8 +297,8 @@ class _Slot:
 
 
 class _TokenSize(Struct):
-    """Sums of the bytes and of the tokens of the prompts for one model. Sums of older windows weigh
-    less.
+    """Sums of the bytes and of the tokens of the prompts for one model, or for all models of the
+    pool. Sums of older windows weigh less.
     """
 
     prompt_bytes: float = 0.0
@@ -377,9 +377,9 @@ class HitAccuracy:
             window.peer_requests += 1
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> Correction | None:
-        """Read the engine's counters of cache hits on a metrics page. Return the error of the
-        predictions in the window that ends with this scrape, or None if none ends or it does not
-        count.
+        """Read the engine's counters of cache hits on a metrics page. If a window ends with this
+        scrape, set the verdict and count the error. Return the error of the predictions over the
+        last windows, or None if no window ends or if it does not count.
         """
         window = self._slot(slot)
         base = window.base

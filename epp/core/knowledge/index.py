@@ -165,8 +165,8 @@ class EventResult(Struct, frozen=True, kw_only=True):
     faults: Sequence[Fault] = ()
     """Reasons why events of the engine could not be applied."""
     unbalanced: bool = False
-    """True if the events contradict each other. They are dropped, and the engine must report all
-    its cached blocks again.
+    """True if the events contradict each other. The blocks that the rank reported are dropped, and
+    the engine must report all its cached blocks again.
     """
 
 

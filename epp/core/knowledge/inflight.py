@@ -155,7 +155,8 @@ class Lease(Struct, eq=False, gc=False):
     prefill_tokens: float = 0.0
     """Estimate of how many of this request's uncached prompt tokens are still to be computed."""
     uncached_tokens: float = 0.0
-    """Number of this request's prompt tokens that were estimated not to be cached when it was sent.
+    """Number of this request's prompt tokens that the endpoint had to compute when the request was
+    sent, because they were estimated not to be cached; 0 if another endpoint computes the prompt.
     """
     prefilled: bool = False
     """True once the prompt of this request is known to be computed at the endpoint, or known never
@@ -180,7 +181,7 @@ class Lease(Struct, eq=False, gc=False):
     `slot` does everything, and for these leases themselves.
     """
     latency: PlacedPrediction | None = None
-    """Predicted latency at the endpoint in `slot`, or None if nothing is predicted."""
+    """Predicted latency at the endpoint in `slot`, or None if nothing was predicted for it."""
     counted: bool = True
     """False if another lease of the same request counts the request at the endpoint in `slot`."""
     moved_tokens: float = 0.0
@@ -190,8 +191,8 @@ class Lease(Struct, eq=False, gc=False):
     transfer_tokens: float = 0.0
     """Estimate of how many of `moved_tokens` have not arrived."""
     sender: tuple[int, int] = (-1, 0)
-    """Slot and generation of the endpoint that sends these KV blocks; the slot is -1 if it is
-    unknown.
+    """Slot and generation of the endpoint that computes the prompt and sends its KV blocks to the
+    endpoint in `slot`; the sender's slot is -1 if it is unknown or if nothing is sent.
     """
 
     def undrain(self) -> float:
@@ -212,7 +213,7 @@ class _Backlog:
 
     __slots__ = (
         *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
-        *("received_total", "receiving", "rises_s", "scraped_at_s", "seen_tokens"),
+        *("received_total", "receiving", "steps_s", "scraped_at_s", "seen_tokens"),
         *("seen_at_s", "seen_transfer_tokens", "shown_at_s", "speed"),
         *("unhindered_at_s", "unhindered_tokens"),
     )
@@ -232,14 +233,17 @@ class _Backlog:
         last metrics page; NaN if not reported.
         """
         self.seen_transfer_tokens = 0.0
-        """Number of these tokens of requests whose first output the picker saw after that page."""
+        """Number of prompt tokens whose KV blocks the engine received for requests whose first
+        output the picker saw after the last metrics page.
+        """
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
         """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
         self.seen_at_s: Seconds = -math.inf
-        """Time at which the picker last saw itself that the endpoint had computed the prompt of a
-        request that goes on elsewhere or is streamed.
+        """Time at which the gateway last showed that the endpoint had computed a prompt: by the first
+        chunk of a streamed answer, or because the request went on elsewhere. The end of an answer
+        shows it too late.
         """
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
@@ -258,9 +262,9 @@ class _Backlog:
         """Number of prompt tokens of the requests whose first output the picker saw after the last
         metrics page. The next page counts these outputs, and the tokens count as computed then.
         """
-        self.rises_s = (-math.inf, -math.inf)
-        """Times of the last two metrics pages on which the counter of first outputs had increased,
-        the earlier one first.
+        self.steps_s = (-math.inf, -math.inf)
+        """Times of the last two metrics pages that showed the end of an engine step, the earlier one
+        first.
         """
         self.unhindered_tokens = 0.0
         """Number of prefill tokens that would be left at `unhindered_at_s` if the endpoint had its
@@ -366,14 +370,14 @@ class _Backlog:
         """Return the number of oldest requests in `queue` whose first output was attributed to
         another request.
 
-        A metrics page may be of an engine step that began before a request arrived. After two
-        increases of the counter of first outputs, the page includes the request.
+        A metrics page may be of an engine step that began before a request arrived. After two pages
+        that show the end of a step, the next one includes the request.
         """
         first_outputs = self.first_outputs
-        if not first_outputs.rose:
+        if not first_outputs.stepped:
             return 0
-        before_s, last_s = self.rises_s
-        self.rises_s = last_s, now
+        before_s, last_s = self.steps_s
+        self.steps_s = last_s, now
         if len(self.queue) <= first_outputs.to_come_max:
             return 0
         there = 0
@@ -527,8 +531,8 @@ class InflightLedger:
             self._count_transfer(lease, -lease.transfer_tokens)
 
     def join(self, lease: Lease) -> None:
-        """Stop counting the request of `lease` at its endpoint, because another lease of the same
-        request counts it there.
+        """Stop counting the request of `lease` and its prompt length at its endpoint, because
+        another lease of the same request counts them there. Its uncached tokens stay counted.
         """
         self._uncount(lease)
         lease.counted = False
@@ -551,7 +555,7 @@ class InflightLedger:
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
         """Record the first output of the request of `lease`, which shows that its prompt is
-        prefilled.
+        prefilled. Close the leases of its prefill and encode stages.
         """
         if lease.first_output_at_s is None:
             lease.first_output_at_s = now
@@ -562,6 +566,8 @@ class InflightLedger:
         if lease.moved_tokens:
             self._see_transfer(lease)
         backlog = self._backlogs[lease.slot]
+        if lease.request.stream:
+            backlog.seen_at_s = now
         adapters_reported = self._columns.adapter_generation.item(lease.slot)
         if backlog.first_outputs.counted or adapters_reported or not lease.request.stream:
             self._release_prefill(lease, now, computed=True)
@@ -602,7 +608,7 @@ class InflightLedger:
             queued.begun_tokens -= lease.uncached_tokens
             return
         queued.seen_tokens += lease.uncached_tokens
-        if _shown(lease):
+        if lease.stage is not DECODE:
             queued.seen_at_s = now
         if not lease.assumed:
             queued.first_outputs.known()
@@ -689,9 +695,8 @@ class InflightLedger:
         columns.prefill_backlog_tokens[slot] = left if busy else 0.0
 
     def close(self, lease: Lease, now: Seconds, *, answered: bool = False) -> bool:
-        """Close the lease: stop counting its request and tokens at the endpoint. Return False if it
-        was closed before.
-
+        """Close the lease and those of its prefill and encode stages: stop counting the request and
+        its tokens at their endpoints. Return False if it was closed before.
         `answered` is True if an answer showed that the prompt was computed.
         """
         if lease.slot < 0:
@@ -714,7 +719,7 @@ class InflightLedger:
 
     def close_earlier(self, lease: Lease, now: Seconds, *, answered: bool = True) -> None:
         """Close the leases of the prefill and encode stages of `lease`, because these stages have
-        ended.
+        ended. The transfer of the KV blocks to its endpoint then counts as begun.
         """
         for earlier in lease.earlier:
             self.close(earlier, now, answered=answered)
@@ -758,7 +763,7 @@ class InflightLedger:
 
     def set_speed(self, slot: int, prefill_tokens_per_s: float, now: Seconds) -> None:
         """Set the configured prefill speed of the endpoint in `slot`, in tokens per second, from
-        `now` on.
+        `now` on. If it changes, forget the measured speed.
         """
         columns = self._columns
         if columns.prefill_tokens_per_s.item(slot) != prefill_tokens_per_s:

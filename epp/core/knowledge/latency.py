@@ -90,7 +90,9 @@ _MS_DIGITS: Final = 6
 
 
 class ExpectedLatency(Struct, frozen=True, eq=False):
-    """The estimate for each of n candidates, in parts: float64[n] in seconds each."""
+    """The estimated latency of a request at each of n candidates, in parts: float64[n] in seconds
+    each.
+    """
 
     queue_s: Floats
     """Time until prompts that were sent before are prefilled."""
@@ -121,15 +123,17 @@ class LatencyPrediction(Struct, frozen=True, kw_only=True):
 
 
 class Slo(Struct, frozen=True):
-    """The latency that a client asks for; None for no limit."""
+    """The maximum latencies in seconds that a client asks for, of the first token and of each later
+    one; None for no limit.
+    """
 
     ttft_s: Seconds | None = None
     tpot_s: Seconds | None = None
 
     @classmethod
     def of(cls, request: InferenceRequest) -> "Slo":
-        """Return the SLO in the headers of `request`. A header that is not a positive finite
-        number of milliseconds is ignored.
+        """Return the SLO in the headers of `request`. The newer spelling of a header takes
+        precedence; a value that is no positive finite number of milliseconds means no limit.
         """
         return cls.in_headers(request.headers)
 
@@ -183,11 +187,11 @@ class LatencyErrors(Struct, frozen=True):
     used: str
     """The source of the predictions: "estimate", "learned" or "none"."""
     predicted_s: Seconds = math.nan
-    """Median of the last predictions from the source `used`, or from the better source if it is
-    "none".
+    """Median in seconds of the last predictions from the source `used`, or from the better source if
+    it is "none".
     """
     observed_s: Seconds = math.nan
-    """Median of the latencies that were observed of the same requests."""
+    """Median of the latencies that were observed of the requests of `predicted_s`, in seconds."""
 
     @property
     def error(self) -> float:
@@ -222,7 +226,9 @@ class _Regression:
         self._errors: dict[int, tuple[deque[float], deque[float]]] = {}
         """Errors of the estimate and of the regression, by slot."""
         self._seen: dict[int, deque[tuple[Seconds, Seconds, Seconds]]] = {}
-        """Estimates, predictions of the regression and observations, by slot, one for each error."""
+        """Estimates, predictions of the regression and observations in seconds, by slot, one of each
+        for each error in `_errors`.
+        """
         self._observed: dict[int, int] = {}
 
     def grow(self, slots: int) -> None:
@@ -236,19 +242,25 @@ class _Regression:
         self.unusable = np.append(self.unusable, np.zeros(more, dtype=np.bool_))
 
     def learned(self, features: Floats, slot: Ints) -> Floats:
-        """Return float64[n]: the predictions by the regression."""
+        """Return float64[n]: the predictions in seconds by the regression, within the bounds, for
+        endpoints in `slot` with these features.
+        """
         found: Floats = (features * self.coefficients[slot]).sum(axis=1)
         return np.clip(found, SECONDS_MIN, SECONDS_MAX)
 
     def used(self, features: Floats, learned: Floats, slot: Ints) -> Floats:
-        """Return float64[n]: the predictions to act on; NaN where there is none."""
+        """Return float64[n]: the predictions in seconds to act on, each from the source with the
+        smaller error; NaN where both errors are too large.
+        """
         estimate = np.clip(features @ self.prior, SECONDS_MIN, SECONDS_MAX)
         found: Floats = np.where(self.uses_learned[slot], learned, estimate)
         found[self.unusable[slot]] = math.nan
         return found
 
     def observe(self, slot: int, features: Floats, predicted_s: Seconds, seen_s: Seconds) -> None:
-        """Learn that a request took `seen_s`, for which `predicted_s` was predicted."""
+        """Learn that a request at the endpoint in `slot` took `seen_s`, for which `predicted_s` was
+        predicted. Ignore a time outside the bounds.
+        """
         if not SECONDS_MIN <= seen_s <= SECONDS_MAX:
             return
         estimate = estimate_of(features)
@@ -438,7 +450,7 @@ class LatencyModel:
 
 
 _COLD_USAGE: Final = 0.02
-"""KV-cache usage below which an endpoint is not refused requests."""
+"""KV-cache usage of an endpoint below which it counts as able to meet any SLO."""
 
 
 def _late(predicted: Floats, error: Floats, limit_s: Seconds) -> Bools:
@@ -447,7 +459,9 @@ def _late(predicted: Floats, error: Floats, limit_s: Seconds) -> Bools:
 
 
 def _features(*columns: Floats) -> Floats:
-    """Return float64[n, features] of finite numbers from 0 on."""
+    """Return the features of the regressions, float64[n, features], each from 0 to `_FEATURE_MAX`.
+    An unknown value is 0.
+    """
     found = np.stack(columns, axis=1)
     np.nan_to_num(found, copy=False, nan=0.0, posinf=_FEATURE_MAX, neginf=0.0)
     return np.clip(found, 0.0, _FEATURE_MAX)

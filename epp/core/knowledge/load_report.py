@@ -26,12 +26,14 @@ _PREFIX: Final = "named_metrics."
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """The values of one load report of an engine; NaN if a value is not reported."""
+    """The values of one load report of an engine. A value that is missing, negative or too large is
+    NaN.
+    """
 
     waiting_requests: float = math.nan
     running_requests: float = math.nan
     kv_cache_usage: float = math.nan
-    """Share of the KV cache in use, from 0 to 1."""
+    """Share of the engine's KV cache in use, from 0 to 1; a larger reported value becomes 1."""
 
 
 class _Document(Struct):
@@ -43,7 +45,7 @@ _JSON: Final = msgspec.json.Decoder(_Document)
 
 def read_load_report(text: str) -> LoadReport | None:
     """Return the load report in the value of a response header. Return None if the value is
-    malformed, too long, or has no load values.
+    malformed, too long, or has no valid load value.
     """
     if len(text) > LENGTH_MAX:
         return None
@@ -68,8 +70,8 @@ def read_load_report(text: str) -> LoadReport | None:
 
 
 def _pairs(text: str) -> Iterable[tuple[str, float]]:
-    """Yield (name, value) pairs of a report in the TEXT format. Raises `ValueError` for a malformed
-    number.
+    """Yield (name without the prefix `named_metrics.`, value) of each entry of a load report in the
+    TEXT format that has this prefix. Raises `ValueError` for a malformed number.
     """
     for part in text.split(","):
         name, _, number = part.strip().partition("=")

@@ -15,14 +15,16 @@ from epp.core.types import Seconds
 
 ADAPTERS_MAX: Final = 8_192
 NAMES_MAX: Final = 256
-"""Maximum number of stored names of the base model, and of watched unknown names; clients choose
-these names.
+"""Maximum number of stored names of the base model, and of watched unknown model names; clients
+choose these names.
 """
 AWAITED_S: Final[Seconds] = 10.0
-"""Time in seconds within which at most `AWAITED_MAX` requests of one unknown name are watched."""
+"""Time in seconds within which at most `AWAITED_MAX` requests for one unknown model name are
+watched.
+"""
 AWAITED_MAX: Final = 8
-"""Maximum number of watched requests for one unknown name. Some leave no event, and some blocks are
-evicted early.
+"""Maximum number of watched requests for one unknown model name. Some leave no event, and some
+blocks are evicted early.
 """
 
 _Kept = TypeVar("_Kept")
@@ -37,28 +39,31 @@ class ModelNames:
         self._own: OrderedDict[str, None] = OrderedDict()
         """Names of the base model, in the order in which they were found."""
         self._awaited: OrderedDict[str, deque[tuple[int, Seconds]]] = OrderedDict()
-        """Keys of recent prompts under each unknown name, with the times of the requests. If an
-        engine caches one of the keys, the name is one of the base model.
+        """Keys of recent prompts under each unknown model name, with the times of the requests. If
+        an engine caches one of the keys, the name is one of the base model.
         """
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Record that engines serve LoRA adapters with these names, so that other names need not be
-        the base model.
+        """Record that engines serve LoRA adapters with these names, so that other names may be
+        adapters too.
         """
         self._adapters_served = True
         self.adapters_named(names)
 
     def adapters_named(self, names: Collection[str]) -> None:
-        """Record that these names are LoRA adapters, without a conclusion about other names."""
+        """Record that these names are LoRA adapters, without a conclusion about other names. Do
+        nothing once `ADAPTERS_MAX` names are known.
+        """
         adapters = self._adapters
         if len(adapters) < ADAPTERS_MAX:
             adapters.update(names)
 
     def adapter_of(self, name: str, held: Container[int]) -> str | None:
-        """Return `name` if it is an adapter, "" if it is the base model, or None if that is
-        unknown.
+        """Return the model name `name` if it is a LoRA adapter, "" if it is empty, is the base
+        model, or no adapters are served, or None if that is unknown.
 
-        `held` are the keys that any engine has cached for the base model.
+        `held` are the keys that any engine has cached for the base model. If one of them is a
+        watched key of `name`, the name is recorded as one of the base model.
         """
         if name in self._adapters:
             return name
@@ -82,7 +87,8 @@ class ModelNames:
 
     def asked(self, name: str, key: int, held: Container[int], now: Seconds) -> None:
         """Watch for `key`, which an engine will cache if `name` is the base model: the last key of
-        a prompt requested under that name.
+        a prompt requested under that name. Do nothing if `key` is in `held`, that is, already
+        cached.
         """
         if key not in held:
             awaited = self._awaited.get(name) or deque(maxlen=AWAITED_MAX)

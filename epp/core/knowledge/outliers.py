@@ -56,8 +56,8 @@ at most a hundred times too slow or too fast.
 FRESH_S: Final = 300.0
 """Time in seconds without an answer after which the speed of an endpoint is not compared."""
 KIND_SHARE: Final = 3
-"""Divisor of the number of compared endpoints. If more than the quotient are slow, none counts as
-slow, because they are a kind of endpoint of their own.
+"""Divisor of the number of compared endpoints. If more than the quotient, and more than one, are
+slow, none counts as slow, because they are a kind of endpoint of their own.
 """
 BACK_SHARE: Final = 2 / 3
 """Share of the slowness factor below which a slow endpoint recovers. It is below 1 to avoid
@@ -73,8 +73,8 @@ PAGES_TO_CONTRADICT: Final = 2
 error. The first page may have been on its way.
 """
 OTHERS_SHARE: Final = 4
-"""Divisor of the number of other endpoints. The largest error rate in the best quarter of them
-counts as the error rate of the others.
+"""Divisor of the number of other endpoints: the quarter of them with the lowest error rates is left
+out, and the lowest error rate of the remaining ones counts as that of the others.
 """
 CHANCE: Final = 1e-4
 """Probability above which a row of errors counts as chance, given the error rate of the other
@@ -107,8 +107,8 @@ class Outlier(Struct, frozen=True, kw_only=True):
     probed: bool = False
     """True if the endpoint is ejected and being probed with single requests."""
     failure_share: float = math.nan
-    """Share of errors among the endpoint's answers in the last `window` of the outlier settings, 0
-    to 1; NaN if there were too few answers.
+    """Share of errors among the endpoint's answers in about the last `window` of the outlier
+    settings, 0 to 1; NaN if there were too few answers.
     """
     since_s: Seconds = -math.inf
     """Time since which the endpoint has been an outlier or, if it is ejected, the time of its
@@ -117,7 +117,9 @@ class Outlier(Struct, frozen=True, kw_only=True):
 
 
 class _Average:
-    """A running average of the logarithms of request times divided by expected times."""
+    """A running average of logarithms: of request times divided by expected times, or of the
+    seconds that answers take.
+    """
 
     __slots__ = ("_samples_max", "last_at_s", "log", "samples")
 
@@ -152,8 +154,9 @@ class _Recent:
         self._failures[1] += failed
 
     def share(self, now: Seconds, window_s: Seconds, answers_min: int) -> float:
-        """Return the share of errors among the endpoint's answers in the last `window_s` seconds,
-        or NaN if there were fewer than `answers_min` answers.
+        """Return the share of errors among the endpoint's latest answers, or NaN if there were
+        fewer than `answers_min`. Answers of at least the last half of `window_s` seconds count, and
+        of at most all of it.
         """
         self._turn(now, window_s)
         answers = sum(self._answers)
@@ -242,8 +245,11 @@ class Outliers:
         self.ejection.configure(settings)
 
     def ended(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
-        """Record the end of the request of `lease`, its time and whether it failed. Called once,
-        while the lease is live.
+        """Record the end of the request of `lease`, its time and whether it failed. This may eject
+        the endpoint, or end its ejection if the request was a probe.
+
+        Called once, while the lease is live. A request that was sent before the endpoint's record
+        was started anew is ignored.
         """
         slot = lease.slot
         record = self._record(slot)
@@ -276,8 +282,8 @@ class Outliers:
             self._probed(lease, record, now, passed=True, failed=False)
 
     def blame(self, slot: int, now: Seconds) -> None:
-        """Eject the endpoint in `slot`, because it explains the failures of requests that several
-        endpoints served.
+        """Eject the endpoint in `slot`, if the limits of ejection allow it, because it explains the
+        failures of requests that several endpoints served.
         """
         self.ejection.eject(slot, Cause.FAILING, now, serving_some=False)
 
@@ -289,8 +295,9 @@ class Outliers:
             self.ejection.probe_ended(lease, passed=False)
 
     def observed(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Read a metrics page of the endpoint in `slot`, whose counter of refusals may explain
-        earlier responses 503.
+        """Read a metrics page of the endpoint in `slot`. If its counter of refusals has increased,
+        earlier responses 503 were refusals. If later pages contradict that, they count as errors,
+        and the endpoint may be ejected.
         """
         record = self._records.get(slot)
         if record is None:
@@ -317,8 +324,8 @@ class Outliers:
         return None if record is None else record.rejections
 
     def tick(self, now: Seconds) -> None:
-        """Start probes of endpoints that were ejected long enough, and compare the speed of all
-        endpoints every `EVALUATE_EVERY_S`.
+        """Start probes of endpoints that were ejected long enough. Every `EVALUATE_EVERY_S`,
+        compare the speed of all endpoints and eject the slow ones.
         """
         for slot in self.ejection.due(now):
             self._start_anew(slot, now)
@@ -380,7 +387,8 @@ class Outliers:
 
     def _failed(self, slot: int, record: _Record, outcome: Outcome, now: Seconds) -> bool:
         """Record how a request of the endpoint ended. Return whether that was an error of the
-        endpoint. A refusal because the endpoint is full is no error.
+        endpoint. A refusal because the endpoint is full is no error, and a 503 of the engine is
+        none as long as its next metrics pages may explain it.
         """
         if outcome.full:
             return False
@@ -420,7 +428,9 @@ class Outliers:
         )
 
     def _judge(self, slot: int, record: _Record, now: Seconds) -> None:
-        """Eject the endpoint in `slot` if it fails and the other endpoints fail less."""
+        """Eject the endpoint in `slot` if it fails and the other endpoints fail less. If all the
+        others fail too, end the ejections for failing.
+        """
         share = self._failure_share(record, now)
         if not self._fails(record, share):
             return
@@ -445,8 +455,8 @@ class Outliers:
         self._look_again_s = now + LOOK_AGAIN_S
 
     def _loss(self, record: _Record | None, now: Seconds) -> float:
-        """Return the share of errors among an endpoint's answers in the last `window` of the
-        settings, 0 to 1. It is 0 if unknown, and 1 after several errors in a row.
+        """Return the share of errors among an endpoint's answers in about the last `window` of the
+        settings, 0 to 1. It is 0 if unknown, and 1 after `consecutive_failures` errors in a row.
         """
         if record is None:
             return 0.0
@@ -496,7 +506,8 @@ class Outliers:
 
     def _took(self, lease: Lease, record: _Record, ending: Ending, now: Seconds) -> None:
         """Record the time of a finished request relative to the time that was expected at its
-        endpoint.
+        endpoint. A request whose client left counts only if its time is above the endpoint's
+        average.
         """
         speed = self._columns.prefill_tokens_per_s.item(lease.slot)
         prefill_s = lease.ahead_tokens / speed

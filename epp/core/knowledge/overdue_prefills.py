@@ -20,23 +20,28 @@ COUNTED_MAX: Final = 8_192
 
 
 class OverduePrefills:
-    """The requests whose prefill runs elsewhere, and the number of overdue ones by pair of slots."""
+    """The requests whose prefill and decode run on different endpoints, and the number of overdue
+    prefills by pair of slots.
+    """
 
     def __init__(self) -> None:
         self.by_pair: dict[tuple[int, int], int] = {}
-        """Number of overdue prefills, by slot of the prefill and of the decode endpoint."""
+        """Number of overdue prefills since both endpoints joined or restarted, by slot of the
+        prefill and of the decode endpoint.
+        """
         self.total = 0
         """Number of overdue prefills of all pairs, also of endpoints that left."""
         self._watched: deque[tuple[Lease, Lease]] = deque(maxlen=WATCHED_MAX)
         """Lease of the prefill and of the decode endpoint of each request, oldest first."""
 
     def watch(self, prefill: Lease, decode: Lease) -> None:
-        """Watch the request that the endpoints of both leases serve."""
+        """Watch the request that the endpoints of the leases `prefill` and `decode` serve together."""
         self._watched.append((prefill, decode))
 
     def tick(self, ledger: InflightLedger, deadline_s: Seconds, now: Seconds) -> None:
-        """Count the prefills that began `deadline_s` ago or earlier and have not ended. Forget the
-        oldest prefills up to the first one that still runs and is not overdue.
+        """Count the prefills that began `deadline_s` ago or earlier, if neither they nor the
+        requests at their decode endpoints have ended. No longer watch these prefills, nor the
+        oldest ones that have ended.
         """
         watched = self._watched
         while watched and not ledger.is_live(watched[0][0]):
@@ -59,17 +64,21 @@ class OverduePrefills:
         )
 
     def of(self, slot: int) -> dict[tuple[int, int], int]:
-        """Return the number of overdue prefills in which the endpoint in `slot` takes part, as the
-        prefill or as the decode endpoint.
+        """Return the numbers of overdue prefills, by slot of the prefill and of the decode
+        endpoint, of the pairs in which `slot` is one of both.
         """
         return {pair: count for pair, count in self.by_pair.items() if slot in pair}
 
     def forget(self, slot: int) -> None:
-        """Drop the pairs of `slot`, because its endpoint left or restarted."""
+        """Drop the counts of the pairs with `slot`, because its endpoint left or restarted. `total`
+        still includes them.
+        """
         for pair in self.of(slot):
             del self.by_pair[pair]
 
 
 def prefill_of(lease: Lease) -> Lease | None:
-    """Return the lease of the endpoint that prefills for the request of `lease`, or None."""
+    """Return the lease of the endpoint that prefills for the request of `lease`, or None if no
+    other endpoint does.
+    """
     return next((one for one in lease.earlier if one.stage is Stage.PREFILL), None)

@@ -21,7 +21,8 @@ class PairFailures:
     def failed(self, slots: Sequence[int]) -> list[int]:
         """Record that a request failed that the endpoints in `slots` served together.
 
-        Return the slots of the endpoints that are to blame.
+        Return the slots of the endpoints that are to blame. Their failures, and those of other
+        endpoints that they explain, are dropped.
         """
         blamed: list[int] = []
         for slot in slots:

@@ -30,8 +30,8 @@ class _Load:
         self.prefill_tokens: _Floats = np.zeros(0)
         self.reported_at_s: _Floats = np.zeros(0)
         self.held_tokens: _Floats = np.zeros((3, 0))
-        """Prompt tokens at each endpoint: all of them, those whose KV blocks it still has to receive,
-        and those whose KV blocks it still has to send.
+        """Prompt tokens of the peer's requests at each endpoint: all of them, those whose KV blocks
+        the endpoint still has to receive, and those whose KV blocks it still has to send.
         """
 
     def fit(self, slots: int) -> None:
@@ -66,7 +66,8 @@ class PeerLoads:
         size: int,
     ) -> None:
         """Store the load that the peer `origin` reports for its requests at `slots`, each of which
-        is below `size`.
+        is below `size`. Numbers above `REQUESTS_MAX` and `TOKENS_MAX`, or below 0, are replaced by
+        these limits.
 
         If `whole` is True, the peer has no load at other slots.
         """
@@ -143,7 +144,7 @@ class PeerLoads:
 
     def prefill_tokens(self, slots: _Ints, now: Seconds, tokens_per_s: _Floats) -> _Floats:
         """Return float64[n]: uncached prompt tokens that all peers together have pending at each of
-        `slots`, less those prefilled since the reports.
+        `slots`, less those that the endpoint can have prefilled since each report.
 
         `tokens_per_s`, float64[n], is the prefill speed of each of `slots`.
         """

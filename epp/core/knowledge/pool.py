@@ -43,7 +43,9 @@ class Standing(StrEnum):
 
     READY = "ready"
     UNREACHABLE = "unreachable"
-    """Scrapes of the endpoint get no answer."""
+    """The last scrapes of the endpoint got no answer, or the last one did not and its metrics are
+    too old or missing.
+    """
     STALE = "stale"
     """The endpoint's metrics are too old, although its scrapes get an answer."""
     ASLEEP = "asleep"
@@ -55,7 +57,7 @@ class Standing(StrEnum):
 
 
 class _Member:
-    """The state of one endpoint of the pool that is not in the columns."""
+    """The part of the state of one endpoint of the pool that is not in the columns."""
 
     __slots__ = (
         "answered",
@@ -94,8 +96,8 @@ class EndpointPool:
     without a good scrape in between, it receives no requests until its next good scrape, or for 10
     s if it serves no metrics. At most half the pool is set aside at a time.
 
-    A pod can have several ports, of which some have no server. A port whose scrapes never got an
-    answer is not ready while any other endpoint of the pool answers.
+    A pod can have several ports, of which some have no server. In such a pod, a port whose scrapes
+    never got an answer is not ready if any endpoint of the pool has answered.
 
     An endpoint stays ready if its scrapes get no answer or its metrics are stale, because there may
     be no other one. It ranks below the others, and its *standing* gives the reason.
@@ -184,8 +186,9 @@ class EndpointPool:
         return forgotten
 
     def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> bool:
-        """Store the values of a good scrape of `slot`. Return True if they show that the engine
-        restarted.
+        """Store the values of a good scrape of `slot`, which also ends the state of being set
+        aside, unreachable or saturated. Return True if the values show that the engine restarted;
+        all earlier values are then dropped.
 
         A changed process start time or a counter that fell shows a restart. The container may have
         restarted inside its pod, which keeps the pod's UID (design D5).
@@ -227,16 +230,19 @@ class EndpointPool:
         return restarted
 
     def transfers(self, slot: int) -> KvTransfers | None:
-        """Return the KV-cache transfers that the engine in `slot` reported last, or None."""
+        """Return the KV-cache transfers that the engine in `slot` reported last, or None if it
+        reported none.
+        """
         return self._member(slot).transfers
 
     def report(self, slot: int, report: LoadReport) -> bool:
         """Store the load that the engine in `slot` reported in a response. Return False, without a
         change, if the endpoint was never scraped.
 
-        Only the reported values become newer. The age stays that of the last good scrape, because
-        all other values are of that age. Marks that a good scrape would clear stay too, because an
-        endpoint that answers one request may fail the next.
+        Only the reported values become newer, and a reported number of waiting requests resets the
+        count of requests that no report includes. The age stays that of the last good scrape,
+        because all other values are of that age. Marks that a good scrape would clear stay too,
+        because an endpoint that answers one request may fail the next.
         """
         columns = self.columns
         if columns.observed_at_s[slot] == -math.inf:
@@ -255,7 +261,9 @@ class EndpointPool:
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
         """Record a failed scrape of the endpoint in `slot`. `answered` is False if there was no
-        connection, or no response in time.
+        connection, or no response in time. `UNANSWERED_BEFORE_UNREACHABLE` of these in a row mark
+        the endpoint as unreachable; an answer removes the mark. Without an answer, the endpoint no
+        longer counts as saturated.
         """
         member = self._member(slot)
         if answered:
@@ -281,6 +289,10 @@ class EndpointPool:
         """Record the HTTP status of a response of `slot`. Return True if this failure makes the
         pool set the endpoint aside.
 
+        Only 502, 503 and 504 count as failures; another status ends a row of them. A 503 of the
+        engine also marks the endpoint as saturated until its next scrape that succeeds or gets no
+        answer.
+
         `by_gateway` is True if the response is the gateway's own, because it could not reach the
         endpoint.
         """
@@ -298,8 +310,9 @@ class EndpointPool:
         return self._set_aside(member, now)
 
     def set_aside(self, slot: int, now: Seconds) -> bool:
-        """Set the endpoint in `slot` aside until its next good scrape. Return False if it is
-        already set aside, or if one more would be more than half of the pool.
+        """Set the endpoint in `slot` aside until its next good scrape, or for
+        `SET_ASIDE_UNSCRAPED_S` if it serves no metrics. Return False if it is already set aside, or
+        if one more would be more than half of the pool.
         """
         return self._set_aside(self._member(slot), now)
 
@@ -369,8 +382,8 @@ class EndpointPool:
         return self._ready[np.isin(self._ready, allowed)]
 
     def all_observed_since(self, cutoff_s: Seconds) -> bool:
-        """Return whether all ready endpoints are reachable and have a good scrape of `cutoff_s` or
-        later.
+        """Return whether no endpoint of the pool is unreachable and all ready ones have a good
+        scrape of `cutoff_s` or later.
         """
         if self._unreachable:
             return False
@@ -390,7 +403,8 @@ class EndpointPool:
 
     def _find_ready(self, now: Seconds) -> None:
         """Determine the ready endpoints, and the time until which this result stays valid if no
-        scrape comes.
+        scrape comes. Endpoints without metrics are no longer set aside after
+        `SET_ASIDE_UNSCRAPED_S`.
         """
         ready: list[int] = []
         until_s = math.inf
@@ -448,8 +462,8 @@ class EndpointPool:
         return slot
 
     def _restart(self, slot: int, now: Seconds) -> None:
-        """Drop the scraped values and the requests in flight of an endpoint whose process
-        restarted.
+        """Reset the state of an endpoint whose process restarted, with its scraped values and its
+        requests in flight.
         """
         endpoint = self.columns.endpoints[slot]
         self._unreachable.discard(slot)

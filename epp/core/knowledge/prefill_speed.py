@@ -85,7 +85,7 @@ class LearntSpeed:
 
     def worked(self, tokens: float, busy_s: Seconds) -> None:
         """Update the measured speed: the endpoint computed `tokens` in `busy_s` seconds without
-        being idle.
+        being idle. The result is at most `FACTOR_MAX` times above or below the configured speed.
         """
         if self._busy_s > BUSY_REMEMBERED_S:
             self._busy_s /= 2.0

@@ -91,7 +91,8 @@ capacity never exceeds the cache size that the engine reported.
 """
 CORRECTION_STEP_MAX: Final = 0.2
 """Largest relative change of an endpoint's capacity and TTL by one correction, which follows from
-one window of the comparison of cache hits.
+one window of the comparison of cache hits. A reduction of the capacity starts from the current
+content if that is less.
 """
 ERROR_TOLERATED: Final = 0.02
 """Error of the predicted cache hits, as a share of the prompt tokens, up to which capacity and TTL
@@ -182,7 +183,7 @@ class PrefixIndexSettings(
 
     def adopt(self, index: AffinityIndex) -> bool:
         """Apply these settings to `index`, which keeps its content. Return False, without a change,
-        if the block size differs.
+        if it is an index of another kind or its block size differs.
         """
         return isinstance(index, PrefixIndex) and index.configure(self)
 
@@ -229,12 +230,12 @@ class _Node(Struct, gc=False, eq=False):
     The slots are among those of the parent.
     """
     mask: int
-    """Bit mask of the slots that have this node cached, which are the keys of `holders`."""
+    """Bit mask of the slots that have this tree node cached, which are the keys of `holders`."""
     oldest: Seconds
     """Lower bound of the stamps in `holders`. Lower stamps are older."""
     children: int = 0
     learnt: int = 0
-    """Bit mask of the slots for which only a peer has recorded this node."""
+    """Bit mask of the slots for which only a peer has recorded this tree node."""
 
 
 class _Slot:
@@ -273,7 +274,9 @@ class _Slot:
         in `stamps`.
         """
         self.live = 0
-        """Number of entries of the queue that were left when outdated entries were last removed."""
+        """Number of entries of the endpoint's queue of prompts that were left when outdated entries
+        were last removed.
+        """
         self.queued = False
         """True if this slot is in the heap that orders slots by their oldest stamp."""
 
@@ -355,7 +358,7 @@ class PrefixIndex:
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return the number of leading full blocks that each slot is estimated to have cached,
-        summed over the prompts of the request.
+        summed over the prompts of the request. Count the look-up in `statistics`.
         """
         chains = self._chains(request)
         size = max(slots, len(self._slots), 1)
@@ -455,7 +458,8 @@ class PrefixIndex:
     # Changes.
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Assume from `now` on that `slot` has every full block of `request` cached.
+        """Assume from `now` on that `slot` has every full block of `request` cached, up to its
+        capacity. Older content is evicted if a limit is exceeded.
 
         Return (last stamp before this call, last stamp after it, number of blocks of each prompt
         that the slot had before).
@@ -543,7 +547,8 @@ class PrefixIndex:
 
     def expire(self, now: Seconds) -> None:
         """Remove content that was last sent to its endpoint longer ago than the TTL, oldest first,
-        at most `sweep_holdings_max` (node, slot) pairs.
+        then content above the memory limit. Each step removes at most `sweep_holdings_max` (node,
+        slot) pairs.
         """
         floor = self._holdings - self._sweep_holdings_max
         if self._ttls_alike:
@@ -559,7 +564,8 @@ class PrefixIndex:
 
     def correct(self, correction: Correction) -> None:
         """Adapt the capacity and the TTL of an endpoint to the error of its predicted cache hits,
-        if `correctByEngine` is set.
+        if `correctByEngine` is set. Evict at most `CORRECTED_BLOCKS_MAX` blocks above the new
+        capacity.
         """
         if not self._settings.correct_by_engine:
             return
@@ -589,7 +595,9 @@ class PrefixIndex:
         slot.capacity_bound = False
 
     def stretch(self, slot: int, factor: float) -> None:
-        """Use `factor` times the configured TTL for the content of `slot` from now on."""
+        """Use `factor` times the configured TTL for the content of `slot` from now on, instead of
+        an earlier factor or correction.
+        """
         stretched = self._slot(slot)
         if stretched.ttl_factor != factor:
             stretched.ttl_factor = factor
@@ -633,7 +641,10 @@ class PrefixIndex:
         self.statistics.evicted_ttl += self._evict_oldest_of(slot, slot.blocks)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Set the capacity of `slot` to the tokens of its engine's KV cache, if `autoTune` is set."""
+        """Set the capacity of `slot` to the tokens of its engine's KV cache, times its correction
+        of at most 1, and evict the excess. Do nothing if `autoTune` is off or a number is not above
+        0.
+        """
         if not self._settings.auto_tune or blocks_total <= 0 or block_size_tokens <= 0:
             return
         tuned = self._slot(slot)

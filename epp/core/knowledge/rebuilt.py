@@ -22,7 +22,8 @@ def numbers_before(
     """Return `numbers`, the `NUMBERS` of the chosen endpoint after a decision, as the scorers saw
     them before it: without the placed request.
 
-    The request has `prompt_tokens`, of which `prefill_tokens` were to be computed.
+    The request has `prompt_tokens`, of which `prefill_tokens` were to be computed; `matched_blocks`
+    of its blocks were cached.
     """
     before = [*numbers]
     before[_INFLIGHT_REQUESTS] -= 1

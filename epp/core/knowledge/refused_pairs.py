@@ -34,21 +34,23 @@ class _Refused(Struct, frozen=True):
 
 
 class Judged(Struct, frozen=True):
-    """The result of examining a response 503 from several endpoints, once their next metrics pages
-    came.
+    """The result of examining a response 503 of a request that several endpoints served, `WAIT_S`
+    after the response.
     """
 
     slots: tuple[int, ...]
     """Slots of the endpoints that served the refused request together."""
     full: tuple[int, ...]
-    """Slots of those that refused requests meanwhile; () if one of the endpoints failed."""
+    """Slots of the endpoints whose counters of refusals have increased since the response; () if
+    none has, so that one of the endpoints failed.
+    """
     sent_at_s: Seconds
     """Time at which the refused request was sent to its endpoints."""
 
 
 class RefusedPairs:
-    """The responses 503 of requests that several endpoints served, oldest first, each until the
-    next metrics pages of its endpoints come.
+    """The responses 503 of requests that several endpoints served, oldest first. Each waits
+    `WAIT_S` for the next metrics pages of its endpoints.
     """
 
     def __init__(self) -> None:
@@ -57,8 +59,8 @@ class RefusedPairs:
     def wait(
         self, slots: Sequence[int], count_of: Counter, sent_at_s: Seconds, now: Seconds
     ) -> bool:
-        """Let a response 503 of the endpoints in `slots` wait. Return False if none of them counts
-        refusals, so that no page can explain it.
+        """Let a response 503 of the endpoints in `slots` wait for their next metrics pages. Return
+        False, without waiting, if none of them counts refusals, so that no page can explain it.
         """
         counts = tuple(map(count_of, slots))
         if all(count is None for count in counts):
@@ -67,7 +69,7 @@ class RefusedPairs:
         return True
 
     def due(self, count_of: Counter, now: Seconds) -> list[Judged]:
-        """Return the responses that waited long enough."""
+        """Remove the responses that waited `WAIT_S`, and return which of their endpoints were full."""
         judged: list[Judged] = []
         while self._waiting and self._waiting[0].at_s + WAIT_S <= now:
             refused = self._waiting.popleft()
@@ -80,7 +82,9 @@ class RefusedPairs:
         return judged
 
     def forget(self, slot: int) -> None:
-        """Drop the responses of `slot`, because its endpoint left or restarted."""
+        """Drop the waiting responses of requests that `slot` helped to serve, because its endpoint
+        left or restarted.
+        """
         kept = [one for one in self._waiting if slot not in one.slots]
         if len(kept) < len(self._waiting):
             self._waiting = deque(kept, maxlen=WAITING_MAX)

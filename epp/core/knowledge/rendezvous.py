@@ -1,4 +1,5 @@
-"""Rendezvous hashing: an order of endpoints for a key, which is equal for all that know both.
+"""Rendezvous hashing: an order of endpoints for a key, which is equal in every process that has the
+same key and endpoints.
 
 Each endpoint's weight is a hash of the key and of its identity, and the highest wins. The scheme is
 by Thaler and Ravishankar ("Using name-based mappings to increase hit rates", 1998). It needs no

@@ -42,27 +42,36 @@ class RequestLoad:
         waits: bool,
     ) -> None:
         """Compute the arrays from the requests that engines report, the part of them that waits,
-        the requests in flight, and their prompt tokens. `kv_used_tokens` are the tokens in memory.
-        `waits` is True if any request waits.
+        the requests in flight, and their prompt tokens. `kv_used_tokens` are the tokens in the KV
+        cache of each candidate. `waits` is True if any request waits.
         """
         self._reported, self._waiting = reported, waiting
         self._kv_used_tokens = kv_used_tokens
         self._scaled: tuple[_Floats, _Floats, _Floats] | None = None
         self.context_tokens = context_tokens
         self.requests: _Floats = np.fmax(reported, inflight)
-        """Number of reported requests, or of requests in flight if that is greater."""
+        """Number of requests at each candidate that its engine reports, or of those in flight if
+        that is greater.
+        """
         self.unseen: _Floats = self.requests - inflight
         """Number of requests at each candidate that other clients of the engine sent, not this
         picker.
         """
         self.waiting_share: _Floats | None = None
-        """Share of the requests that wait, or None if none waits at any candidate."""
+        """Share of the requests at each candidate that wait, or None if none waits at any
+        candidate.
+        """
         self.unseen_waiting: _Floats | None = None
-        """Product of `unseen` and `waiting_share`, or None if none waits."""
+        """Product of `unseen` and `waiting_share` at each candidate, or None if no request waits.
+        """
         self.waiting_kv_tokens: _Floats | None = None
-        """Product of the tokens in memory and `waiting_share`, or None if none waits."""
+        """Product of the tokens in the KV cache and `waiting_share` at each candidate, or None if
+        no request waits.
+        """
         self.held_up: _Floats | None = None
-        """Number of waiting requests, at most `HELD_UP_MAX`, or None if none waits."""
+        """Number of waiting requests at each candidate, at most `HELD_UP_MAX`, or None if none
+        waits.
+        """
         if waits:
             self.waiting_share = waiting / np.fmax(self.requests, _ONE)
             self.unseen_waiting = self.unseen * self.waiting_share
@@ -71,7 +80,7 @@ class RequestLoad:
 
     def scaled(self, factor: _Floats, offset: _Floats) -> _Floats:
         """Return `requests` times `factor` plus `offset`, both of shape (). The result is kept for
-        the same two objects.
+        the same two objects, and `recount` updates it.
         """
         kept = self._scaled
         if kept is None or kept[0] is not factor or kept[1] is not offset:
@@ -81,7 +90,9 @@ class RequestLoad:
         return kept[2]
 
     def recount(self, at: int, inflight: int, context_tokens: int) -> None:
-        """Set the requests in flight and their prompt tokens of the candidate at position `at`."""
+        """Set the requests in flight and their prompt tokens of the candidate at position `at`, and
+        compute what follows from them there.
+        """
         reported = self._reported.item(at)
         requests = reported if reported > inflight else float(inflight)
         self.context_tokens[at] = context_tokens

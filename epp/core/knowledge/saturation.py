@@ -50,7 +50,8 @@ class UtilizationDetector(
 
     def utilization(self, candidates: Candidates) -> Floats:
         """Return float64[n]: the utilization of each candidate, 1.0 if its queue or its KV cache is
-        at the threshold, more above it.
+        at the threshold, more above it. It is at least 1.0 for stale metrics and for a saturated
+        engine, and otherwise 0.0 if both values are unknown.
         """
         queue = candidates.waiting_requests / self.queue_depth_threshold
         cache = candidates.kv_cache_usage / self.kv_cache_util_threshold

@@ -83,7 +83,9 @@ class MirrorCounts(Struct):
     unknown: int = 0
     """Number of removed blocks that the mirror did not know as stored."""
     skipped: int = 0
-    """Number of ignored blocks: not local, hashes without tokens, or above the memory limit."""
+    """Number of blocks that were not stored: not local, hashes without tokens, above the memory
+    limit, or in a tier beyond `TIERS_MAX`.
+    """
 
 
 class _Start(Struct, frozen=True, gc=False):
@@ -253,7 +255,8 @@ class Mirror:
 
     def unbalanced(self, blocks_total: int) -> bool:
         """Return whether the events stored more blocks than fit into the device's `blocks_total`,
-        so that its stores and removals contradict each other.
+        so that its stores and removals contradict each other. Return False once copies are no
+        longer counted.
         """
         return self.counting and self.copies > max(0, blocks_total - 1)
 
@@ -375,8 +378,8 @@ class Mirror:
                     tier.blocks.pop(key, None)
 
     def give_up(self, blocks: int, changes: list[Changed]) -> int:
-        """Drop at least `blocks` blocks, as counted by `len`: blocks with tails first, and the last
-        stored first. Return how many were dropped.
+        """Drop at least `blocks` blocks, as counted by `len`, or all if there are fewer: blocks
+        with tails first, and the last stored first. Set `cut`, and return how many were dropped.
 
         Removed keys are added to `changes`.
         """
@@ -406,7 +409,8 @@ class Mirror:
 
     def supported(self, steps: Sequence[int], blocks: int) -> int:
         """Return how many of `blocks` cached blocks of the index a prompt can use, because every
-        group has what it needs there.
+        group has what it needs there. Return 0 if there are groups and the engine's blocks do not
+        consist of whole steps.
 
         `steps` are the hashes of the prompt's steps.
         """

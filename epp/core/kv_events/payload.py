@@ -289,7 +289,9 @@ def rank_in(payload: bytes) -> int | None:
 
 
 def read_payload(payload: bytes) -> Batch:
-    """Return the events of `payload`, in order, and the faults of its unreadable parts."""
+    """Return the events of `payload`, in order, and the faults of its unreadable parts. If the
+    payload exceeds a limit or cannot be read at all, there are faults and no events.
+    """
     if len(payload) > PAYLOAD_BYTES_MAX:
         return Batch(faults=(Fault.TOO_LARGE,))
     try:
@@ -421,7 +423,9 @@ def _one_by_one(raw: Raw, faults: list[Fault]) -> list[Any]:
 
 
 def _why(event: memoryview) -> Fault:
-    """Return the kind of fault of a KV-cache event that cannot be decoded, by its type."""
+    """Return the kind of fault of a KV-cache event that cannot be decoded, by its type; `REMOVAL`
+    if its type is unreadable too.
+    """
     try:
         found: Any = msgspec.msgpack.decode(event)
     except _UNREADABLE:

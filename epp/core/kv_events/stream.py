@@ -120,7 +120,9 @@ class StreamCounts(Struct):
     duplicates: int = 0
     gaps: int = 0
     lost: int = 0
-    """Number of frames of the stream that never came although it was subscribed."""
+    """Number of frames of the stream that never came although it was subscribed. A gap of more than
+    `GAP_FRAMES_MAX` frames does not count.
+    """
     implausible: int = 0
     """Number of frames whose number was more than `GAP_FRAMES_MAX` above that of the previous
     frame, so that it is implausible.
@@ -128,7 +130,8 @@ class StreamCounts(Struct):
     restarts: int = 0
     """Number of times that the stream's state was reset because the engine restarted or was assumed
     to have restarted: its process changed, a frame that is no duplicate had an earlier number, two
-    frames in a row had implausible numbers, or no scrape confirmed a reconnection in time.
+    frames in a row had implausible numbers, or no scrape showed the same process in time after a
+    gap or a reconnection.
     """
     replays: int = 0
     replays_vain: int = 0
@@ -166,8 +169,8 @@ class KVEventStream:
         self._connected = False
         self._disconnected_at_s: Seconds = now
         self._last: int | None = None
-        """Number of the last frame of the stream whose events were applied, or None if there is
-        none.
+        """Number of the frame of the stream after which the next one is expected: the last one that
+        was applied or that a snapshot includes, or -1 before frame 0. None if it is unknown.
         """
         self._newest: int | None = None
         """Number of the last live frame that came, even if it is only buffered; None if there is
@@ -224,8 +227,9 @@ class KVEventStream:
 
     @property
     def last(self) -> int | None:
-        """Return the number of the last frame of the stream whose events were applied, or None if
-        there is none.
+        """Return the number of the frame of the stream after which the next one is expected: the
+        last one that was applied or that a snapshot includes, or -1 before frame 0. Return None if
+        it is unknown.
         """
         return self._last
 
@@ -245,7 +249,7 @@ class KVEventStream:
 
     def connected(self, now: Seconds) -> None:
         """Record that the source of the stream is connected and sends frames from now on. Request
-        the frames that may be missing.
+        the frames that may be missing, or drop all blocks if frames cannot be requested now.
         """
         self._connected = True
         self._heard(now)
@@ -260,7 +264,7 @@ class KVEventStream:
 
     def disconnected(self, now: Seconds) -> None:
         """Record that the source of the stream is disconnected, so that no frame or answer comes
-        any longer.
+        any longer. Buffered frames are dropped.
         """
         if self._connected:
             self._connected = False
@@ -269,7 +273,8 @@ class KVEventStream:
 
     def received(self, sequence: int, payload: bytes, now: Seconds) -> None:
         """Process a live frame with number `sequence`: apply it, buffer it, or request the frames
-        before it.
+        before it. A single frame with an implausible number is ignored; after two in a row,
+        everything is reset.
         """
         self._heard(now)
         if self._newest is not None and sequence - self._newest > GAP_FRAMES_MAX:
@@ -288,8 +293,8 @@ class KVEventStream:
             self._take(frame, now)
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Store a replayed frame with number `sequence` until its replay ends; do nothing if no
-        replay is running.
+        """Store a replayed frame with number `sequence` until its replay ends, or end the replay if
+        it is too large. Do nothing if no replay is running.
         """
         if self._asked is None or self._replay_ended:
             return
@@ -330,8 +335,8 @@ class KVEventStream:
         self._take_all(held, now)
 
     def heartbeat(self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds) -> None:
-        """Process a heartbeat of the source. Request a snapshot if its `epoch` is a new one, or if
-        `sequence`, the number of the source's last frame, shows a gap.
+        """Process a heartbeat of the source. Request a snapshot, unless one is awaited, if its
+        `epoch` is a new one, or if `sequence`, the number of the source's last frame, shows a gap.
         """
         self._heard(now)
         self._heartbeat_s = interval_s
@@ -349,7 +354,9 @@ class KVEventStream:
         self.complete = False
 
     def unbalanced(self, now: Seconds) -> None:
-        """Drop all blocks and request all frames again, because the events contradict each other."""
+        """Drop all blocks, because the events contradict each other. If the source is connected,
+        request all frames or a snapshot, as far as that is possible now.
+        """
         self._reset(now)
 
     # Knowledge of the pool.
@@ -358,7 +365,8 @@ class KVEventStream:
         self, lives: int, observed_at_s: Seconds, computed_tokens: float, now: Seconds
     ) -> None:
         """Compare the stream with what the pool knows of the engine's process; `lives` changes with
-        every new process.
+        every new process. This may drop all blocks, apply replayed frames, request frames, or make
+        the stream stale.
 
         `observed_at_s` is the time of the last scrape. `computed_tokens` is the number of prompt
         tokens that the engine computed since it started, without cached ones; NaN if not reported.
@@ -422,7 +430,8 @@ class KVEventStream:
 
     def _take(self, frame: _Frame, now: Seconds) -> None:
         """Process a live frame while no replay is running: apply it, or request the frames before
-        it.
+        it. A repeated frame is only counted; any other frame with an earlier number resets the
+        stream.
         """
         sequence, last = frame.sequence, self._last
         if last is not None and sequence == last + 1:
@@ -548,8 +557,9 @@ class KVEventStream:
         self._confirmed = True
 
     def _reset(self, now: Seconds) -> None:
-        """Drop all blocks and request all frames again, after a new process or a contradiction. The
-        buffered frames belong to the old state and are dropped.
+        """Drop all blocks, after a new process or a contradiction. If the source is connected,
+        request all frames or a snapshot, as far as that is possible now. The buffered frames belong
+        to the old state and are dropped.
         """
         connected = self._connected
         self._stop_asking()
@@ -564,7 +574,10 @@ class KVEventStream:
         self._actions.append(Forget())
 
     def _graft(self, now: Seconds) -> None:
-        """Apply the replayed frames up to the first gap, then the live frames that came meanwhile."""
+        """Apply the replayed frames up to the first gap, then the live frames that came meanwhile,
+        once the replay has ended and the process is confirmed. If frames are still missing, request
+        them, or drop all blocks and continue without them.
+        """
         first = self._asked
         if first is None or not self._replay_ended or not self._confirmed:
             return
@@ -612,7 +625,7 @@ class KVEventStream:
 
     def _reset_with(self, held: list[_Frame], now: Seconds) -> None:
         """Drop all blocks and request all frames again, but keep the buffered frames `held`, which
-        are from the same process.
+        are from the same process. If no replay may start now, continue with `held`.
         """
         self._stop_asking()
         self._forget()

@@ -85,8 +85,9 @@ class ZmtpConnection:
             self._frame(part, _MORE if number < last else 0)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Process received bytes and return the messages that they complete. Raises `ZmtpError` if
-        the other end of the connection violates the protocol.
+        """Process received bytes and return the messages that they complete. Answers of the
+        protocol are added to the bytes that `to_send` returns. Raises `ZmtpError` if the other end
+        of the connection violates the protocol.
         """
         rest = self._rest
         # Most data consists of whole messages, which are read in place.
@@ -109,7 +110,8 @@ class ZmtpConnection:
 
     def _read_messages(self, wire: bytes | bytearray, at: int, found: list[Message]) -> int:
         """Add the messages that are complete in `wire` from position `at` on to `found`. Return the
-        position after the last whole ZMTP frame.
+        position after the last whole ZMTP frame. Raises `ZmtpError` for a frame or message that
+        breaks the protocol or a limit.
         """
         end = len(wire)
         parts, parts_bytes = self._parts, self._parts_bytes
@@ -151,8 +153,8 @@ class ZmtpConnection:
         return at
 
     def _read_greeting(self, wire: bytes | bytearray) -> int:
-        """Return the size in bytes of the greeting of the other end, or 0 if it is incomplete.
-        Raises `ZmtpError` for another protocol.
+        """Read the greeting of the other end, and answer a complete one with READY. Return its size
+        in bytes, or 0 if it is incomplete. Raises `ZmtpError` for another protocol.
         """
         if wire[:1] != b"\xff"[: len(wire)] or (len(wire) > 9 and not wire[9] & 1):
             raise ZmtpError("sent a greeting that is not ZMTP 3")

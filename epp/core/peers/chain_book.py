@@ -38,7 +38,9 @@ class ChainBook:
         return len(self._young) + len(self._old)
 
     def known(self, chain: bytes) -> int:
-        """Return the length in bytes of the longest beginning of `chain` that this book contains."""
+        """Return the length in bytes of the longest beginning of `chain` that this book contains:
+        all of `chain`, or a multiple of `STEP_BYTES`.
+        """
         at = len(chain)
         while at >= STEP_BYTES:
             entry = self._find(chain[at - HASH_BYTES : at])
@@ -60,7 +62,9 @@ class ChainBook:
         return entry[0][: entry[1]]
 
     def note(self, chain: bytes, known: int = 0) -> None:
-        """Add `chain` to the book. The book already contains the first `known` bytes of the chain."""
+        """Add `chain` to the book, and begin a new generation if this one is then full. The book
+        already contains the first `known` bytes of the chain.
+        """
         length = len(chain)
         if length > known:
             young = self._young

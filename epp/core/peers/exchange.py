@@ -122,7 +122,7 @@ class Peer(Struct):
     frames: int = 0
     lost: int = 0
     """Number of frames of the peer that did not come in time, by the gaps in the numbers of its
-    frames.
+    frames. Each gap counts as at most `FRAMES_LOST_MAX`.
     """
     claims_cut: int = 0
     """Number of the peer's load reports for one endpoint that exceeded the limits of
@@ -334,9 +334,10 @@ class PeerExchange:
     def receive(self, message: bytes, now: Seconds, origin: bytes) -> Taken:
         """Process a frame of a peer, and return whether it was accepted, or why not.
 
-        A live frame replaces the peer's load, and its records are queued for `apply`. A goodbye
-        removes the peer. A snapshot frame has no effect here. `origin` is the origin that may use the
-        connection by which the frame came.
+        A live frame updates the peer's load and queue reports, and its records are queued for
+        `apply`; an unknown sender becomes a peer. Of a live frame that comes late, only the records
+        count. A goodbye removes the peer. A snapshot frame has no effect here. `origin` is the
+        origin that may use the connection by which the frame came.
         """
         frame = _read(message)
         if isinstance(frame, Taken):
@@ -433,9 +434,9 @@ class PeerExchange:
         return inbox.apply(records_max, self._scheduler, self._slots, self._by_hash, now)
 
     def tick(self, now: Seconds) -> None:
-        """Remove peers that sent nothing for `SILENT_S_MAX`, with their load and queue reports, and
-        forget them after `KEPT_S_MAX`. Forget old chains that were sent to peers. Call this about
-        once a second.
+        """Remove peers that sent nothing for `SILENT_S_MAX`, with their load and queue reports.
+        Forget them after `KEPT_S_MAX`, or if more than `ORIGINS_MAX` are silent. Forget old chains
+        that were sent to peers. Call this about once a second.
         """
         for peer in tuple(self.peers.values()):
             if now - peer.heard_at_s > SILENT_S_MAX:
@@ -565,8 +566,8 @@ class PeerExchange:
         )
 
     def _records(self, now: Seconds) -> Iterator[bytes]:
-        """Yield the encoded records of the decisions since the last call, at most
-        `RECORDS_PER_OUTGOING_MAX`.
+        """Yield the encoded records of the decisions that were not sent yet, at most
+        `RECORDS_PER_OUTGOING_MAX`. Decisions are dropped while no peer is present or may return.
         """
         sent = self._scheduler.placements.sent
         if not sent:
@@ -648,8 +649,8 @@ class PeerExchange:
         return tuple(found)
 
     def _unread(self) -> tuple[bytes, ...]:
-        """Return the origins of peers that sent a part of an unknown chain since the last
-        heartbeat.
+        """Return the origins of peers that sent a part of an unknown chain since the last call,
+        which is that of the last heartbeat.
         """
         lost = [peer for peer in self.peers.values() if peer.inbox.chain_lost]
         for peer in lost:
@@ -695,8 +696,9 @@ def _age_s(frame: Frame) -> Seconds:
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:
-    """Return `keys` as they are sent to peers: without the beginnings of hash chains that `book`
-    contains. The new parts are cut to `bytes_max` in total.
+    """Return the first `KEYS_MAX` of `keys` as they are sent to peers: without the beginnings of
+    hash chains that `book` contains. The new parts are cut to `bytes_max` in total, and added to
+    `book`.
     """
     found: list[Key] = []
     for key in islice(keys, KEYS_MAX):

@@ -46,8 +46,8 @@ the receiver knows and the hashes that follow it.
 _HEAD: Final = MAGIC + bytes([VERSION])
 _LENGTH: Final = struct.Struct("<I")
 LOAD: Final = np.dtype([("endpoint", "<u8"), ("requests", "<u4"), ("prefill_tokens", "<f4")])
-"""Format of the load that the sender has in flight at one endpoint: its hash, its requests and its
-uncached tokens.
+"""Format of the load that the sender has in flight at one endpoint: the endpoint's hash, and the
+number of the sender's requests there and of their uncached tokens.
 """
 
 TOKENS: Final = np.dtype(
@@ -58,8 +58,9 @@ TOKENS: Final = np.dtype(
         ("sending_tokens", "<f4"),
     ]
 )
-"""Format of the tokens of the sender's requests at one endpoint: its hash, their prompt tokens, and
-the tokens whose KV blocks it still has to receive and to send for them.
+"""Format of the tokens of the sender's requests at one endpoint: the endpoint's hash, the requests'
+prompt tokens, and the tokens whose KV blocks the endpoint still has to receive and to send for
+them.
 """
 
 CHARGE: Final = np.dtype([("flow", "<u8"), ("total", "<f8")])
@@ -117,12 +118,15 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     waits: bool = False
     """True if requests wait in the queue of the sender."""
     tokens: bytes = b""
-    """Tokens of the sender's requests as an array of `TOKENS`. If `whole`, it has no others."""
+    """Tokens of the sender's requests as an array of `TOKENS`. If `whole`, its requests have no
+    others.
+    """
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
-    """A decision of the sender: at `age_ms` milliseconds before the frame, a request was sent to
-    `endpoint`.
+    """A decision of the sender: `age_ms` milliseconds before the frame, a request was sent to
+    `endpoint`. In a snapshot, it is an entry of a shared index, which another picker may have
+    decided.
     """
 
     endpoint: int
@@ -208,8 +212,8 @@ def tokens_of(blob: bytes) -> "npt.NDArray[np.void]":
 
 
 def charges_of(blob: bytes) -> dict[int, float]:
-    """Return the totals in `blob` by flow. An incomplete last entry and impossible totals are
-    ignored.
+    """Return the totals in `blob`, an array of `CHARGE`, by hash of the flow. An incomplete last
+    entry and impossible totals are ignored.
     """
     found = np.frombuffer(blob, dtype=CHARGE, count=len(blob) // CHARGE.itemsize)
     possible = (found["total"] >= 0.0) & (found["total"] <= TOTAL_MAX)

@@ -151,8 +151,8 @@ class Inbox:
             counts.applied += 1
 
     def _whole(self, key: Key) -> bytes:
-        """Return the whole chain that `key` stands for, or b"" if the book does not contain its
-        beginning.
+        """Return the whole chain that `key` stands for, and add it to the book. Return b"" if the
+        book does not contain its beginning, or if the chain is malformed or too long.
         """
         book = self._book
         if isinstance(key, bytes):

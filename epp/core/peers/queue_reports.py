@@ -7,7 +7,7 @@ from epp.core.peers.frames import Frame, charges_bytes, charges_of
 
 
 class QueueReports:
-    """The part of frames that is about queues, for the `FlowShares` of one picker."""
+    """The reports on queues in the frames between pickers, for the `FlowShares` of one picker."""
 
     def __init__(self, shares: FlowShares) -> None:
         self._shares = shares
@@ -17,7 +17,8 @@ class QueueReports:
 
     def collect(self, *, whole: bool) -> bool:
         """Collect the charges that the next frame reports: all if `whole`, else those that changed.
-        Return whether there are any, or whether requests began or ceased to wait.
+        Return whether there are any, or whether requests began or ceased to wait since the last
+        frame. Count the report in the shares.
         """
         shares = self._shares
         # Peers learn the load of this picker from the same frames.
@@ -33,7 +34,10 @@ class QueueReports:
         return structs.replace(frame, charges=self._charges, waits=self._waited)
 
     def take(self, frame: Frame) -> bool:
-        """Note what the `frame` of a peer reports. Return whether it may make room."""
+        """Record the charges and the waiting requests that the `frame` of a peer reports. Return
+        whether requests in this picker's queue may have room now, because the peer's load may have
+        changed, or it began or ceased to wait.
+        """
         shares = self._shares
         if frame.charges or frame.whole:
             shares.hear(frame.origin, charges_of(frame.charges), whole=frame.whole)

@@ -1,5 +1,5 @@
-"""Repetition of missed frames: the frames that a sender stores for it, and a receiver's list of
-gaps.
+"""Repetition of missed frames: the frames that a sender stores to repeat them, and a receiver's
+list of gaps.
 
 Both are bounded. A sender stores only records, because a past load is useless. A receiver that
 requested a frame `ASKS_MAX` times in vain stops, and requests a snapshot instead.
@@ -55,7 +55,8 @@ class SentFrames:
 
     def keep(self, frame: Frame, now: Seconds) -> None:
         """Store the records of `frame`, which is sent now. If its number does not follow that of
-        the last one, drop all earlier frames.
+        the last one, drop all earlier frames; above a limit of age, number or size, drop the
+        oldest.
         """
         if self._kept and frame.number != self._kept[-1].frame.number + 1:
             self._kept.clear()
@@ -82,7 +83,8 @@ class SentFrames:
 
     def again(self, now: Seconds) -> list[Frame]:
         """Return the next of the queued frames to repeat to peers, with their ages, and remove them
-        from the queue.
+        from the queue. There are at most `AGAIN_PER_OUTGOING_MAX`; frames that are no longer stored
+        are left out.
         """
         found: list[Frame] = []
         left = AGAIN_BYTES_PER_OUTGOING
@@ -114,8 +116,8 @@ class MissedFrames:
         return bool(self._gaps)
 
     def add(self, first: int, last: int) -> None:
-        """Add the frame numbers from `first` to `last` to those missed, because the peer's frames
-        skipped them.
+        """Add the frame numbers from `first` to `last`, or the last `RANGE_FRAMES_MAX` of them, to
+        those missed, because the peer's frames skipped them.
         """
         self._gaps.append(_Gap(max(first, last - RANGE_FRAMES_MAX + 1), last))
         del self._gaps[:-RANGES_MAX]

@@ -19,7 +19,9 @@ _CHANGE_TOKENS: Final = 1.0
 
 
 class TokenReports:
-    """The part of frames that is about context and KV transfers, for the columns of one picker."""
+    """The reports on tokens of contexts and KV transfers in the frames between pickers, for the
+    columns of one picker.
+    """
 
     def __init__(self) -> None:
         self._sent: Floats = np.zeros((len(MEMBERS), 0))
@@ -27,7 +29,8 @@ class TokenReports:
 
     def collect(self, columns: Columns, hashes: Mapping[int, int], *, whole: bool) -> bytes:
         """Return what the next frame reports as an array of `TOKENS`: each endpoint whose tokens
-        changed or, if `whole`, each that has any. `hashes` are the hashes of endpoints by slot.
+        changed or, if `whole`, each that has any, up to `LOADS_MAX`. These then count as reported.
+        `hashes` are the hashes of endpoints by slot.
         """
         n = len(columns)
         own = columns.inflight_context_tokens, columns.receiving_tokens, columns.sending_tokens

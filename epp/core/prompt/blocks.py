@@ -30,10 +30,10 @@ SEGMENTS_MAX: Final = 8_192
 """Maximum number of segments whose hashes are cached: 128 MB of prompts in about 7 MB."""
 
 SEEDS_MAX: Final = 256
-"""Maximum number of seeds that are kept by the texts from which they are computed."""
+"""Maximum number of seeds that are cached, by the texts from which they are computed."""
 SEED_CHARACTERS_MAX: Final = 512
-"""Number of characters of a model and a cache salt up to which their seed is kept, because a client
-may send any text.
+"""Number of characters of a model and a cache salt up to which their seed is cached, because a
+client may send any text.
 """
 
 _LENGTH: Final = Struct("<Q").pack
@@ -103,7 +103,8 @@ class KnownSegments:
 
     def hash_blocks(self, prompt: bytes, *, seed: int, block_bytes: int, blocks_max: int) -> bytes:
         """Return the same hashes as the function `hash_blocks` of this module, taking those of
-        known segments from the cache.
+        known segments from the cache and adding those of new ones. A prompt below
+        `SEGMENTED_BYTES_MIN` does not use the cache.
         """
         if len(prompt) < SEGMENTED_BYTES_MIN:
             return hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)

@@ -289,7 +289,9 @@ def write_item(fields: list[bytes], item: Item) -> None:
 
 
 def write_content(fields: list[bytes], content: Content) -> None:
-    """Append the canonical fields of `content`, which is a text or a list of parts, to `fields`."""
+    """Append the canonical fields of `content`, a text or a list of parts, to `fields`; None has no
+    fields.
+    """
     if isinstance(content, str):
         fields += (content.encode(), TEXT)
         return
@@ -378,8 +380,8 @@ def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item)
 
 
 def _digest(fields: list[bytes], digest: xxhash.xxh3_128, value: Any) -> None:
-    """Add `value` to the digest of a media item without building its JSON, because an image has
-    megabytes of base64 text.
+    """Add `value` to the digest of a media item. Texts and objects are added without building their
+    JSON, because an image has megabytes of base64 text.
     """
     if isinstance(value, str):
         digest.update(value.encode())

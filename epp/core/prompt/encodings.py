@@ -370,7 +370,9 @@ class EncodedBody:
             self._stop(Unparsed.CORRUPT)
 
     def _step(self, decoder: _Decoder) -> int:
-        """Call the decoder once with the next input; return the number of decoded bytes."""
+        """Call the decoder once with the next input; return the number of decoded bytes. Set
+        `too_large` above `bytes_max`, and raise `_UnreadableError` above `FRAMES_MAX` frames.
+        """
         data = b""
         if self._input and not decoder.pending:
             data = self._input[0][self._at : self._at + INPUT_BYTES_MAX]

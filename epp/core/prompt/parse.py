@@ -267,7 +267,8 @@ def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[
     prompt, or those of several.
 
     The result is the API kind, the prompts to record, and the approximate number of tokens of the
-    others. `where` is the place of `value` for errors.
+    others. `where` is the place of `value` for errors. Raises `ValidationError` for mixed types,
+    and `TooMuchError` for more than `PROMPTS_MAX` prompts.
     """
     if isinstance(value, str):
         return text_api, (text_prompt(value),), 0

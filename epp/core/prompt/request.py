@@ -72,8 +72,9 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
     """State of the picker at the time of the decision, for plugins."""
 
     def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
-        """Return the chained hashes of the full blocks of each prompt, 8 bytes per block; computed
-        once.
+        """Return the chained hashes of the first `blocks_max` full blocks of each prompt, 8 bytes
+        per block. They are computed once; a later call returns them, even with another
+        `blocks_max`.
         """
         known = self.chains.get(block_bytes)
         if known is None:
@@ -89,8 +90,9 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
     def token_chains_of(
         self, block_tokens: int, blocks_max: int, *, adapter: str = ""
     ) -> tuple[bytes, ...]:
-        """Return the chained hashes of the full blocks of the token ids of each prompt; computed
-        once.
+        """Return the chained hashes of the first `blocks_max` full blocks of the token ids of each
+        prompt. They are computed once; a later call returns them, even with another `blocks_max` or
+        `adapter`.
 
         `adapter` is the LoRA adapter that must serve the request, or "" for the base model. Return
         () if the ids are unknown.
@@ -131,7 +133,7 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
 
     def media_items(self) -> tuple[bytes, ...]:
         """Return a digest of up to 16 bytes of each distinct image, audio or video in the prompts;
-        computed once.
+        computed once. Return () if the prompts are token ids.
         """
         if not self.media:
             by_ids = self.api is ApiKind.TOKENS
@@ -143,7 +145,8 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         of everything up to the end of that message.
 
         Both are the same at each turn. The hash has 64 bits, and depends on the model, the salt and
-        the API kind. Return None if the request is not a conversation or has no prompt.
+        the API kind. Return None if the request is not a conversation, or has no prompt or no
+        message of the user.
         """
         if self.api not in _CONVERSATIONS or not self.prompts:
             return None

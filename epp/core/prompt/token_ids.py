@@ -69,7 +69,9 @@ class ComparedModel(Struct):
 
     @property
     def exact(self) -> bool:
-        """Return whether the computed ids of this model may be used as the engine's."""
+        """Return whether the computed ids of this model may be used as the engine's, as they may
+        until `COMPARED_MIN` prompts were compared.
+        """
         lately = self.lately_compared
         return lately < COMPARED_MIN or self.lately_agreed >= AGREEMENT_MIN * lately
 
@@ -82,7 +84,8 @@ class Agreement:
 
     def note(self, model: str, same_tokens: int | None) -> Disagreement | None:
         """Record the comparison of one prompt: `same_tokens` is None if its ids are the engine's,
-        else the number of equal ids at the beginning.
+        else the number of equal ids at the beginning. A new model is ignored if `MODELS_MAX` are
+        recorded.
 
         Return a warning once per model: if fewer than `AGREEMENT_MIN` of at least `COMPARED_MIN`
         recent prompts had the engine's ids.
@@ -106,15 +109,17 @@ class Agreement:
         return Disagreement(model, known.compared, known.agreed, same_tokens)
 
     def exact(self, model: str) -> bool:
-        """Return whether the computed ids of `model` may be used as the engine's."""
+        """Return whether the computed ids of `model` may be used as the engine's, as they may until
+        `COMPARED_MIN` of its prompts were compared.
+        """
         known = self._by_model.get(model)
         return known is None or known.exact
 
     def asks(self, model: str) -> bool:
         """Return whether the token ids of the next prompt of `model` are to be computed.
 
-        If its ids differ from the engine's, only one of `TRIED_EACH` prompts is computed and
-        compared.
+        If its ids differ from the engine's, the call is counted, and only one of `TRIED_EACH`
+        prompts is computed and compared.
         """
         known = self._by_model.get(model)
         if known is None or known.exact:

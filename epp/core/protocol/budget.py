@@ -1,10 +1,10 @@
 """A limit of the memory that all streams together use for bodies that are not answered yet.
 
 A limit of a single body does not limit many clients: 66 clients with 31 MB each held 2 GB. Each
-stream therefore takes what it stores from one budget. It returns it when the gateway has accepted
-the answer or the stream has ended. If the budget is used up, a new body is refused, and stored
-bodies are not affected. An eighth of the budget is reserved for streams that store little, so that
-a few large bodies cannot block many small ones.
+stream therefore takes the bytes that it stores from one budget, and returns them when the gateway
+has accepted the answer or the stream has ended. If the budget is used up, a new body is refused,
+and stored bodies are not affected. An eighth of the budget is reserved for streams that store
+little, so that a few large bodies cannot block many small ones.
 """
 
 from typing import Final
@@ -39,7 +39,8 @@ class BodyBudget:
         """Count `count_bytes` more against the budget, for a stream that already stores
         `holding_bytes`.
 
-        Return False, and count nothing, if that would exceed the budget.
+        Return False, and count nothing, if that would exceed the budget, or its part without the
+        reserve for a stream that would store more than `SMALL_BYTES`.
         """
         most = self.bytes_max
         if holding_bytes + count_bytes > SMALL_BYTES:

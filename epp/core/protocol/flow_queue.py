@@ -66,9 +66,13 @@ class FlowTotals(Struct):
     outcomes: Counter[tuple[State, int]]
     """Number of requests that left the queue or did not have to wait, by state and priority."""
     waits: Counter[tuple[State, int]]
-    """Number of requests that waited, by state and priority."""
+    """Number of requests that waited until they were placed or refused, by state and priority;
+    cancelled ones do not count.
+    """
     waited_s: dict[tuple[State, int], Seconds]
-    """Sum of the waits of the requests that waited, in seconds, by state and priority."""
+    """Sum of the waits, in seconds, of the requests that are counted in `waits`, by state and
+    priority.
+    """
 
 
 class WaitingFlow(Struct, frozen=True):
@@ -136,8 +140,8 @@ class FlowQueue:
     def __init__(
         self, scheduler: Scheduler, waker: Waker, now: Seconds, *, bytes_max: int = 0
     ) -> None:
-        """Create the queue. `bytes_max` is the memory in bytes for the bodies of waiting requests,
-        above which the settings have no effect; 0 for no limit.
+        """Create the queue. `bytes_max` is the maximum size in bytes of the bodies of all waiting
+        requests, beside the limits in the settings; 0 for no limit.
         """
         self._bytes_max = bytes_max
         self._scheduler = scheduler
@@ -149,7 +153,7 @@ class FlowQueue:
         self.totals = FlowTotals(Counter(), Counter(), {})
         self._uses = FlowUses(now)
         self._at_once: defaultdict[int, int] = defaultdict(int)
-        """Number of requests that did not wait, by priority."""
+        """Number of requests that had room at once and did not enter the queue, by priority."""
         self._places: dict[int, Place] = {}
         """Places of the waiting tickets by their numbers."""
         self._owed: list[tuple[Place, Refusal]] = []
@@ -231,7 +235,10 @@ class FlowQueue:
         return place
 
     def leave(self, place: Place) -> None:
-        """Remove the request at `place` from the queue; do nothing if it has a verdict."""
+        """Remove the request at `place` from the queue, and count it as cancelled. If it was
+        displaced and not resumed yet, its refusal is no longer delivered. Do nothing after another
+        verdict.
+        """
         ticket = place.ticket
         if self.control.cancel(ticket):
             del self._places[ticket.number]
@@ -241,7 +248,7 @@ class FlowQueue:
 
     def pump(self, now: Seconds) -> None:
         """Place waiting requests that have room, refuse those that have waited too long, and resume
-        the sessions of both.
+        the sessions of both and of requests that were displaced before.
         """
         # A request that is resumed may end another one, and the waker may be called from there.
         if self._pumping:
@@ -281,7 +288,9 @@ class FlowQueue:
         self._rest(now)
 
     def settled(self, place: Place, outcome: Outcome, now: Seconds) -> None:
-        """Correct the charge of the request at `place`, which was placed and has ended."""
+        """Correct the charge of the request at `place`, which was placed and has ended, by the
+        number of tokens in its answer. Do nothing if that is unknown.
+        """
         if outcome.output_tokens is None:
             return
         ticket = place.ticket
@@ -304,12 +313,14 @@ class FlowQueue:
         self.control.evictions.remove(running)
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
-        """Note the priorities that objectives give to requests."""
+        """Note the priorities that objectives give to requests, for the gate; do nothing without a
+        gate.
+        """
         if self._scheduler.state.gate is not None:
             self._scheduler.state.gate.know_priorities(priorities)
 
     def snapshot(self, now: Seconds) -> QueueSnapshot | None:
-        """Return the state of the queue, or None if requests do not wait."""
+        """Return the state of the queue, or None if the settings let no request wait."""
         if not self.active:
             return None
         gate = self._scheduler.state.gate
@@ -383,7 +394,7 @@ class FlowQueue:
         return first_of(request.headers, (*FLOW_HEADERS, *settings.identity_headers))
 
     def _deliver(self, verdicts: Verdicts, now: Seconds) -> None:
-        """Resume the sessions of tickets that have a verdict."""
+        """Resume the sessions of tickets that have a verdict, and count their waits."""
         for verdict in verdicts:
             ticket, result = verdict.ticket, verdict.result
             place = self._places.pop(ticket.number)
@@ -414,7 +425,9 @@ class FlowQueue:
         )
 
     def _rest(self, now: Seconds) -> None:
-        """Set the time at which the waker calls `pump` next, or none if no request waits."""
+        """Set the time at which the waker calls `pump` next. If no request waits, set none, and
+        stop the scheduler's reports of changes.
+        """
         if not self.control.requests:
             self._scheduler.changed = None
             if self._scheduler.state.gate is not None:

@@ -143,8 +143,8 @@ class Gateway:
         self._patience_s: Seconds | None = None
         self._patient_until_s: Seconds = -math.inf
         self.unseen = 0
-        """Number of streams that ended without a response, counted while the gateway has never sent
-        one.
+        """Number of streams with a placed request that ended without a response, counted while the
+        gateway has never sent one.
         """
 
     def patience_s(self, now: Seconds) -> Seconds | None:
@@ -156,7 +156,8 @@ class Gateway:
         return self._patience_s
 
     def cut(self, waited_s: Seconds, now: Seconds) -> None:
-        """Note that a stream ended while its timed answer had waited for `waited_s` seconds.
+        """Note that a stream ended while its timed answer had waited for `waited_s` seconds. After
+        `CUTS_ALIKE` equal waits in a row, `patience_s` is `PATIENCE_USED` times this wait.
 
         Clients leave after any time. A gateway's timeout is always the same.
         """
@@ -477,7 +478,10 @@ class Session:
         return f"<Session [{self._phase.value}, to {where}, {self._body_bytes} body bytes held]>"
 
     def receive(self, event: Event, now: Seconds) -> list[Answer]:
-        """Process the next message of the gateway and return the answers to send, in order."""
+        """Process the next message of the gateway and return the answers to send, in order. A
+        message that is not legal in the present phase sets `violated`, and once `finished` is true
+        every message is ignored.
+        """
         if self.finished:
             return []
         handler = _HANDLERS.get((self._phase, type(event)))
@@ -495,7 +499,8 @@ class Session:
     def half_closed(self, now: Seconds) -> list[Answer]:
         """Process the half-close of the stream, after which the gateway sends no more messages.
         Return the answers to send. Some gateways half-close the stream right after the body, and
-        still need answers.
+        still need answers. A body that is collected counts as complete then if the gateway
+        announced no body modes; otherwise return [].
         """
         if self._phase is Phase.COLLECTING and self._pieces and not self._announced:
             return self._route_full_duplex(now, trailers=False)
@@ -645,8 +650,8 @@ class Session:
         response.
 
         It can if the request is routed, has arrived completely if the picker passes it back, and
-        the response body bypasses the picker. In full duplex an early end may lose data in every
-        phase.
+        the gateway sends no response body, or only streams copies of it. In full duplex an early
+        end may lose data in every phase.
         """
         passed = self._request_ended or self._modes.request not in _HOLDING
         bypassed = self._modes.response in {BodyMode.NONE, BodyMode.STREAMED}
@@ -745,7 +750,7 @@ class Session:
 
     def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
         """Refuse a buffered request with trailers but without a body, because its headers were
-        already answered without a destination.
+        already answered without a destination. Return the answer to send.
         """
         return self._refuse(_bad_request("the request has trailers but no body", None))
 
@@ -961,7 +966,7 @@ class Session:
 
     def _wait_until_decoded(self, read: Callable[[Seconds], list[Answer]]) -> list[Answer]:
         """Let the request wait until `carry_on` has decoded the rest of its complete body; then
-        `read` is called.
+        `read` is called. Return [], because there is no answer yet.
         """
         self._phase = Phase.WAITING
         self._read = read
@@ -976,8 +981,8 @@ class Session:
         self.undecoded = False
 
     def _parse_encoded(self, encoded: EncodedBody, body: bytes) -> Parsed | Refusal:
-        """Return the request in a body with a content encoding. If the body cannot be decoded,
-        return a request without its prompt.
+        """Return the request in a body with a content encoding. If the body cannot be decoded, note
+        the reason in the exchange, and return a request without its prompt.
         """
         decoded = encoded.finish()
         self._count(encoded)
@@ -1000,7 +1005,7 @@ class Session:
 
     def _route_headers(self, now: Seconds, *, ends: bool = True) -> list[Answer]:
         """Schedule the request at its headers, because it has no body or the body would arrive too
-        late.
+        late. Return the answers to send.
 
         `ends` is True if nothing more of the request will arrive.
         """
@@ -1048,7 +1053,7 @@ class Session:
 
     def _route_unread(self, now: Seconds, *, ends: bool) -> list[Answer]:
         """Schedule the request without reading its body, and pass the body back: the stored part
-        now, the rest as it arrives.
+        now, the rest as it arrives. Return the answers to send now.
         """
         body = b"".join(self._body)
         self._body.clear()
@@ -1080,7 +1085,9 @@ class Session:
         return self._placed(pending, now)
 
     def _placed(self, pending: _Pending, now: Seconds) -> list[Answer]:
-        """Schedule a parsed request, or let it wait in the queue. Return the answers to send."""
+        """Schedule a parsed request, with the priority of its objective and the subset hint, or let
+        it wait in the queue. Return the answers to send.
+        """
         request = pending.request
         objective = first_of(self._headers, OBJECTIVE_HEADERS)
         priority = self._priority(objective) if objective else 0
@@ -1094,7 +1101,9 @@ class Session:
         return self._decided(pending, self._scheduler.schedule(request, now))
 
     def _decided(self, pending: _Pending, decision: Decision | Refusal) -> list[Answer]:
-        """Return the answers for the decision about the request of `pending`."""
+        """Record the decision about the request of `pending`, notify the observer, and return the
+        answers to send. From then on, a request of priority below 0 may be evicted.
+        """
         if isinstance(decision, Refusal):
             return self._refuse(decision)
         exchange, leg = self._exchange, decision.leg

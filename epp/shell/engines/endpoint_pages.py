@@ -1,8 +1,8 @@
 """Fetch pages of endpoints beside their metrics: the list of models and the utilization of GPUs.
 
 The pages are fetched by the same bounded client as metrics, but far less often. One task fetches
-each page of each endpoint. The content of a page is valid for some fetch intervals and then
-unknown.
+each page of each endpoint. The attributes on a page are valid for some fetch intervals and then
+unknown; a list of models is kept until the next one is fetched.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ itself samples GPUs less often.
 """
 BACKOFF_S_MAX: Final = 30.0
 KEPT_INTERVALS: Final = 5
-"""Number of fetch intervals for which the last fetched page stays valid while later fetches
-fail.
+"""Number of fetch intervals for which the attributes on the last fetched page stay valid while
+later fetches fail.
 """
 TIMEOUT_S: Final = 1.0
 PAGE_BYTES_MAX: Final = 1024 * 1024
@@ -108,8 +108,8 @@ def models_on(page: bytes) -> tuple[str, ...]:
 def gpu_utilization_on(page: bytes, pod: str) -> float:
     """Return the highest GPU utilization on a DCGM page, from 0 to 1.
 
-    Only samples without a pod label, or with the name `pod` in it, count. Raises `ExpositionError`
-    if no sample counts.
+    Only samples from 0 to 100 % without a pod label, or with the name `pod` in it, count. Raises
+    `ExpositionError` if no sample counts.
     """
     values = [
         value
@@ -242,8 +242,8 @@ class EndpointPages:
         self._group: asyncio.TaskGroup | None = None
 
     def configure(self, prepared: Prepared) -> None:
-        """Fetch the kinds of pages in `prepared` from now on, and discard all content if their
-        settings changed.
+        """Fetch the kinds of pages in `prepared` from now on, and discard all content. Do nothing
+        if their settings are unchanged.
         """
         kept = {source.name: source.settings for source in prepared.sources}
         if kept == {source.name: source.settings for source in self._sources}:
@@ -253,7 +253,10 @@ class EndpointPages:
         self.replace(self._endpoints)
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the set of endpoints from which model and GPU pages are fetched."""
+        """Replace the set of endpoints from which model and GPU pages are fetched; those without
+        metrics are left out. The content of an endpoint that left, restarted or has a new address
+        is dropped.
+        """
         self._endpoints = endpoints
         wanted: dict[tuple[str, str], tuple[Endpoint, _Source]] = {
             (endpoint.endpoint_id, source.name): (endpoint, source)

@@ -165,7 +165,8 @@ class MetricNames(Struct, frozen=True, kw_only=True):
 
 
 def selector(text: str) -> Selector:
-    """Parse the selector of a metric series, `name` or `name{label=value,other="value"}`.
+    """Return the selector of a metric series that `text` spells: `name` or
+    `name{label=value,other="value"}`.
 
     Raises `ValueError` with one sentence for any other text.
     """
@@ -191,8 +192,8 @@ def metric_names(
     block_size_tokens: str = "",
     blocks_total: str = "",
 ) -> MetricNames:
-    """Parse the names of an engine's metric series as they stand in a configuration; "" means that
-    the engine has no such series.
+    """Return the metric series of an engine from their names as they stand in a configuration; ""
+    means that the engine has no such series.
 
     Raises `ValueError` with one sentence if a name is malformed.
     """
@@ -387,7 +388,7 @@ class _Allowance:
         self.escaped_bytes = ESCAPED_BYTES_MAX
 
     def take(self, page: bytes, engine: _Engine) -> _Found:
-        """Find the wanted series of `engine` on `page`, and subtract them from what may still be
+        """Return the wanted series of `engine` on `page`, and subtract them from what may still be
         parsed. Raises `ExpositionError` if they exceed the limits of a page.
         """
         found: _Found = {}
@@ -430,7 +431,8 @@ class _Reading(Struct):
         """Return the metrics of the endpoint's next page, or None if that page must be parsed
         completely.
 
-        It must if it comes from a new process, has another layout, or lacks a gauge of load.
+        It must if it comes from a new process, has another layout, or lacks a gauge of load. Raises
+        `ExpositionError` if it is invalid.
         """
         changed = self.layout.changed(page)
         if changed is None or _PROCESS_STARTED in changed:
@@ -492,7 +494,8 @@ class PageMemory:
         metrics: EndpointMetrics,
     ) -> None:
         """Remember this page for parsing the next one, if it follows the rules of the exposition
-        format.
+        format. If it does not, or if the memory of an earlier page was of no use, the next
+        `PAGES_MAX` pages are not remembered.
         """
         if self._pages_until_layout:
             self._pages_until_layout -= 1
@@ -532,7 +535,7 @@ class PageReader:
     def read(
         self, page: bytes, labels: Mapping[str, str], memory: PageMemory | None = None
     ) -> EndpointMetrics:
-        """Parse the metrics page of an endpoint that has these labels.
+        """Return the metrics on `page`, a metrics page of an endpoint that has the labels `labels`.
 
         With the `memory` of the endpoint's last page, new series may be noticed some pages later,
         as `page_layout` explains; everything else is identical. A counter that is NaN, infinite,
@@ -757,7 +760,7 @@ def _carries(text: bytes, wanted: Sequence[tuple[bytes, bytes]]) -> bool:
 
 def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
     """Return the unparsed labels and the value of a metrics line, given its `name` and the text
-    after it.
+    after it. Raises `ExpositionError` if the line is malformed.
     """
     if b"\\" in text or b"#" in text:
         whole = _SAMPLE.fullmatch(text)
@@ -797,7 +800,7 @@ def _shown(name: bytes) -> str:
 
 
 def _number(name: bytes, line: bytes, text: bytes) -> float:
-    """Parse the value of a metrics line. Return NaN if it is NaN, negative or above `VALUE_MAX`.
+    """Return the value of a metrics line, or NaN if it is NaN, negative or above `VALUE_MAX`.
 
     Raises `ExpositionError` if it is not a number.
     """

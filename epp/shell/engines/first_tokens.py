@@ -62,8 +62,8 @@ class FirstTokensSeen:
             del self._engines[gone]
 
     def observe(self, endpoint_id: str, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Record the times to first token of a successful scrape. A decrease of a counter means
-        that the engine restarted.
+        """Record the times to first token of a successful scrape; do nothing if the page does not
+        report them. A decrease of a counter means that the engine restarted.
         """
         sum_s, count = metrics.ttft_sum_s, metrics.ttft_count
         if math.isnan(sum_s) or math.isnan(count):

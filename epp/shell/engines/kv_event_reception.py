@@ -35,15 +35,15 @@ _log = structlog.get_logger(__name__)
 
 class Reception:
     """The reception of all KV-cache events of a picker. Other objects open and close the
-    connections.
+    connections for live events; this one opens a connection for each replay.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], Seconds]) -> None:
         self.group: asyncio.TaskGroup | None = None
         """Owner of the tasks that request missed events, or None while no events are received."""
         self.gone: Counter[tuple[str, str]] = Counter()
-        """Counters of all subscriptions that were closed, added up by kind ("events", "faults",
-        "streams") and name of the counter.
+        """Counts of all closed subscriptions and the rejections of closed servers, added up by kind
+        ("events", "faults", "streams") and name of the counter.
         """
         self.turns = Turns(clock, self._do)
         self._scheduler = scheduler
@@ -53,7 +53,9 @@ class Reception:
     # Subscriptions.
 
     def open_subscription(self, source: Source, place: Place) -> Subscription:
-        """Replace the subscription of the rank `source` by a new one for events from `place`."""
+        """Close the subscription of the rank `source` if it has one, and return a new one for
+        events from `place`.
+        """
         self.end_subscription(source)
         source.subscription = Subscription(
             self._scheduler,
@@ -65,8 +67,9 @@ class Reception:
         return source.subscription
 
     def end_subscription(self, source: Source) -> None:
-        """Close the subscription of the rank `source`, if it has one, and add its counts to the
-        totals.
+        """End the subscription of the rank `source`, if it has one, and add its counts to the
+        totals. The blocks that it reported are dropped, unless the slot belongs to another endpoint
+        now.
         """
         subscription, source.subscription = source.subscription, None
         if subscription is None:
@@ -99,7 +102,10 @@ class Reception:
     # Connections.
 
     def connected(self, source: Source, place: Place) -> None:
-        """Start to receive events over the open connection of the rank `source`."""
+        """Start to receive events from `place` over the open connection of the rank `source`. The
+        rank gets a new subscription if it has none, or if the old one assumes replays and `place`
+        has none or the reverse.
+        """
         subscription = source.subscription
         if subscription is None or subscription.replays is not (place.replay_port is not None):
             subscription = self.open_subscription(source, place)
@@ -109,7 +115,9 @@ class Reception:
         self._do(source, subscription.connected(self._clock()))
 
     def message(self, source: Source, message: tuple[bytes, ...]) -> None:
-        """Process a message from a connection that the picker opened to an engine."""
+        """Process a message from a connection that the picker opened to an engine. A message
+        without live events is counted as unreadable.
+        """
         subscription = source.subscription
         if subscription is None:
             return
@@ -125,7 +133,9 @@ class Reception:
         self._do(source, source.subscription.received(sequence, payload, self._clock()))
 
     def parted(self, source: Source, lines: ZmtpLines) -> None:
-        """Record that the connection `lines` of the rank `source` has ended."""
+        """Record that the connection `lines` of the rank `source` has ended, and cancel a running
+        replay. Do nothing if the rank uses another connection.
+        """
         if source.lines is not lines:
             return
         source.lines = None
@@ -138,8 +148,8 @@ class Reception:
     # Requests of subscriptions.
 
     def _do(self, source: Source, asked: Sequence[Asked]) -> None:
-        """Start the replays that a subscription requests, and schedule the processing of received
-        data.
+        """Start the replays that a subscription requests, each instead of a running one, and
+        schedule the processing of received data.
         """
         place = source.heard_at
         for question in asked:
@@ -155,7 +165,9 @@ class Reception:
 
     async def _replay(self, source: Source, place: Place, first: int) -> None:
         """Request the missed events again, from the sequence number `first` on. They are stored as
-        they arrive and processed later, so that the engine need not wait.
+        they arrive and processed later, so that the engine need not wait. At most
+        `REPLAYS_AT_ONCE_MAX` replays run at a time. A failure is logged, and the subscription is
+        told whether the replay was complete.
         """
         subscription = source.subscription
         if subscription is None or place.replay_port is None:

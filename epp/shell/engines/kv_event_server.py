@@ -35,9 +35,12 @@ closed at once.
 UNKNOWN_MESSAGES_MAX: Final = 64
 """Maximum number of messages that the picker rejects from one connection before it closes the
 connection. For example, it rejects a message whose topic names an endpoint with another IP address.
+It is also the maximum number of topics that are remembered of one connection.
 """
 UNHEARD_S: Final[Seconds] = 30.0
-"""Time in seconds for which an IP address that sent events for other endpoints is ignored."""
+"""Time in seconds for which new connections from an IP address are ignored after it sent more than
+`UNKNOWN_MESSAGES_MAX` messages for other endpoints.
+"""
 LISTEN_AGAIN_S: Final[Seconds] = 5.0
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """TCP keep-alive options: seconds without traffic before a probe, seconds between probes, and
@@ -137,7 +140,7 @@ class KVEventServer:
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
         """Replace the endpoints whose engines may connect, and close connections from addresses
-        without endpoints.
+        without endpoints. The topics on the other connections are resolved again.
         """
         self._endpoints = {}
         for endpoint in endpoints:
@@ -154,7 +157,9 @@ class KVEventServer:
         }
 
     async def run(self) -> None:
-        """Accept connections of engines until cancelled."""
+        """Accept connections of engines until cancelled. If the port cannot be opened, log a
+        warning and try again every `LISTEN_AGAIN_S` seconds.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -40,10 +40,12 @@ class SourceRow(Struct, frozen=True, kw_only=True):
     be.
     """
     place: str = ""
-    """Address where the endpoint publishes its events, or "" if unknown."""
+    """Address where the endpoint publishes its events or from which its engine connected, or "" if
+    unknown.
+    """
     lag_s: Seconds | None = None
-    """Age in seconds of the last received frame of events, by the clocks of engine and picker; None
-    if unknown.
+    """Seconds since the engine sent the last frame of events that was decoded, by the clocks of
+    engine and picker; None if unknown.
     """
     sequence: int | None = None
     """The engine's sequence number up to which every frame of events was processed, or None if none
@@ -52,8 +54,8 @@ class SourceRow(Struct, frozen=True, kw_only=True):
 
 
 class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
-    """The reception of all endpoints' KV-cache events, for metrics. The counts are since the picker
-    started.
+    """The reception of all endpoints' KV-cache events, for metrics. `events`, `faults` and
+    `streams` count since the picker started; the other fields describe the present.
     """
 
     states: Mapping[str, int]
@@ -64,13 +66,15 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
     """
     silent: int = 0
     events: Mapping[str, int]
-    """Number of received KV-cache events by their type."""
+    """Number of KV-cache events that were applied to the indexes, by their type."""
     faults: Mapping[str, int]
-    """Number of events and payloads that were not understood, and of rejected messages, by
-    reason.
+    """Number of events and payloads that were not understood, and of rejected connections and
+    messages of engines, by reason.
     """
     streams: Mapping[str, int]
-    """Number of gaps, replays and similar incidents of the streams of KV-cache events, by kind."""
+    """Number of applied frames, gaps, replays and other incidents of the streams of KV-cache
+    events, by kind.
+    """
 
 
 class Source:
@@ -117,8 +121,8 @@ class Source:
 
     @property
     def ranks(self) -> tuple["Source", ...]:
-        """The sources of KV events of all data-parallel ranks of this endpoint, one per rank. Only
-        the source of the first rank has this property.
+        """The sources of KV events of all data-parallel ranks of this endpoint, one per rank. Use
+        it only on the source of the first rank.
         """
         return (self, *self.others)
 

@@ -25,16 +25,16 @@ takes less time.
 IDLE_PAUSE_S: Final[Seconds] = 0.016
 """Longest pause in seconds between two turns while no KV-cache events arrive."""
 AT_ONCE_MAX: Final = 32
-"""Number of endpoints from which one frame of events is decoded before any of these frames is
+"""Maximum number of ranks from which one frame of events is decoded before any of these frames is
 processed.
 """
 BLOCKS_MAX: Final = 256
-"""Maximum number of blocks of one endpoint whose events are processed before the next endpoint has
-its turn.
+"""Maximum number of blocks of one rank whose events are processed before the next rank has its
+turn.
 """
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Maximum number of unprocessed bytes of one endpoint's events. Above it the endpoint's connection
-is not read.
+"""Maximum number of unprocessed bytes of one rank's events. Above it the rank's connection is not
+read.
 """
 
 
@@ -62,7 +62,9 @@ class Turns:
             self._await_turn()
 
     def add(self, source: Source) -> None:
-        """Schedule a turn for the rank `source` if its subscription has unprocessed events."""
+        """Schedule a turn for the rank `source` if its subscription has unprocessed events. Stop
+        reading its connection if they have more than `WAITING_BYTES_MAX` bytes.
+        """
         subscription = source.subscription
         if subscription is None or not subscription.works:
             return
@@ -113,8 +115,8 @@ class Turns:
                     self._busy[source] = None
 
     def _process(self, source: Source) -> None:
-        """Process received events of one endpoint; if they concern many blocks, only a part of
-        them.
+        """Process received events of one rank, at most `BLOCKS_MAX` blocks at a time. Resume
+        reading its connection when half of `WAITING_BYTES_MAX` or less is left.
         """
         subscription = source.subscription
         if subscription is None:

@@ -136,8 +136,9 @@ class KVEventListener:
         self._start()
 
     def _configure(self) -> None:
-        """Read the event settings from the scheduler's configuration. If they changed, drop and
-        open all sources again.
+        """Read the event settings from the scheduler's configuration. If they changed, drop all
+        sources, which `_replace_sources` creates again, and replace the server to which engines
+        connect.
         """
         names = self._scheduler.indexes.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
@@ -289,7 +290,8 @@ class KVEventListener:
 
     def _rank_of_payload(self, first: Source, payload: bytes) -> Source | Rejection:
         """Return the source of the rank that `payload` names, or the reason why the payload is
-        rejected.
+        rejected. If one rank is configured and the engine sends a second one, ignore the endpoint
+        from now on, and end its connection and subscription.
         """
         rank = rank_in(payload)
         if first.refused:
@@ -315,9 +317,11 @@ class KVEventListener:
         return Rejection.RANK
 
     def _take_in(self, source: Source, lines: ZmtpLines) -> bool:
-        """Use the connection `lines`, which an engine opened, for the rank `source`.
+        """Use the connection `lines`, which an engine opened, for the rank `source`, and end an
+        earlier one.
 
-        Return False if another connection is in use for this rank.
+        Return False if another connection is in use for this rank, events are no longer wanted, or
+        the connection has ended.
         """
         if self._settings is None or lines.transport is None:
             return False
@@ -350,7 +354,9 @@ class KVEventListener:
 
     def _new_source(self, endpoint: Endpoint, slot: int, settings: KvEventsConfig) -> Source:
         """Return the event source of an endpoint's first rank. If engines connect and several ranks
-        are configured, it contains the sources of the other ranks.
+        are configured, it contains the sources of the other ranks, and each rank has a
+        subscription. If several ranks are unusable, it contains the reason instead, and messages of
+        the endpoint are ignored.
         """
         first = Source(endpoint, slot)
         ranks = _ranks_that_connect(settings)
@@ -561,7 +567,7 @@ class KVEventListener:
 
     async def _hear(self, source: Source, place: Place) -> bool:
         """Receive the events of the rank `source` from `place` until the connection ends. Return
-        True if the connection was established.
+        False if the connection or its handshake failed.
         """
         topic = b"" if self._settings is None else self._settings.topic_filter.encode()
         zmtp = ZmtpConnection(SocketType.SUB, topic=topic)

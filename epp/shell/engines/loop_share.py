@@ -87,8 +87,8 @@ class Account:
         self._spent_s += seconds
 
     def settle(self, interval_s: Seconds, patience_s: Seconds) -> Seconds:
-        """Charge the endpoint with the loop time of the page that was processed, and return the
-        minimum pause in seconds before its next fetch.
+        """Charge the endpoint with the loop time of the page that was processed, at most
+        `COST_S_MAX`, and return the minimum pause in seconds before its next fetch.
 
         `interval_s` is the pause between cheap pages. `patience_s` is the longest pause while there
         is credit.

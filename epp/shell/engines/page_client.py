@@ -88,7 +88,9 @@ class ResponseReader:
         return bool(self._wire)
 
     def feed(self, data: bytes) -> None:
-        """Add received data to the answer; `body` is set when the answer is complete."""
+        """Add received data to the answer; `body` is set when the answer is complete. Raises
+        `BadResponseError`.
+        """
         if not self._wire and self._is_usual(data):
             return
         self._pieces += 1
@@ -340,7 +342,8 @@ class PageClient:
     async def fetch(self, timeout_s: Seconds) -> bytes:
         """Fetch and return the page. Raises `BadResponseError` for an invalid answer,
         `TimeoutError` after `timeout_s` seconds, and another `OSError` without an answer. An error
-        or cancellation closes the connection.
+        or cancellation closes the connection. If a kept-alive connection has closed meanwhile, the
+        request is repeated once on a new one.
         """
         connection = self._connection
         if connection is not None and connection.transport is not None:

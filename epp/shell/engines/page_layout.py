@@ -92,8 +92,8 @@ class PageLayout:
         self._pages_left = PAGES_MAX
 
     def changed(self, page: bytes) -> dict[bytes, list[bytes]] | None:
-        """Return the lines, without the name, of each metric whose series changed since the last
-        page, by name.
+        """Return the lines, without the name, of each metric whose series changed since they were
+        last searched, by name.
 
         Return None if the page has another layout or its layout must be renewed.
         """
@@ -182,7 +182,7 @@ def layout_of(
 
 def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
     """Return the lines of the series `name`, wherever they stand on the page, or [] if one contains
-    a "#" or there are too many.
+    a "#" or has no end of its labels, or if there are too many.
     """
     found: list[_Line] = []
     opening = b"\n" + name

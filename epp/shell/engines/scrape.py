@@ -67,13 +67,16 @@ def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
 
 
 class ScrapeFailure(StrEnum):
+    """The kind of failure of one scrape of an endpoint's metrics page."""
+
     TIMEOUT = "timeout"
     REFUSED = "refused"
-    """The connection to the endpoint failed, or broke before an answer."""
+    """The connection to the endpoint failed, or broke with an error before the page was complete.
+    """
     STATUS = "status"
-    """The HTTP status of the answer was not 200; redirects are not followed."""
+    """The HTTP status of the endpoint's answer was not 200; redirects are not followed."""
     PAGE = "page"
-    """The answer was not a complete, readable metrics page within the limits."""
+    """The endpoint's answer was not a complete, readable metrics page within the limits."""
     INTERNAL = "internal"
     """A defect of the picker made one scrape fail."""
 
@@ -112,15 +115,17 @@ class _Target:
         scrape.
         """
         self.idle = False
-        """True if the endpoint was idle at its last scrape and got no work since."""
+        """True if scraping is adaptive, the endpoint was idle at its last scrape and it got no work
+        since.
+        """
         self.problem: tuple[ScrapeFailure, str] | None = None
         """Kind and sentence of the endpoint's last failure, or None if its last scrape succeeded or
         there was none.
         """
         self.due_s: Seconds = 0.0
         self.earliest_s: Seconds = 0.0
-        """Time at which the next scrape of this endpoint would be due without back-off for
-        failures.
+        """Time at which the next scrape of this endpoint would be due without back-off for failures
+        and without the longer pause of an idle endpoint.
         """
         self.resting: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
@@ -216,8 +221,8 @@ class Scraper:
                 target.trusted_otherwise = True
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the set of endpoints to scrape, and cancel the scrapes of endpoints that are no
-        longer in it.
+        """Replace the set of endpoints to scrape by those of `endpoints` that have a metrics
+        target, and cancel the scrapes of all others.
         """
         before, self._targets = self._targets, {}
         for endpoint in endpoints:
@@ -341,7 +346,8 @@ class Scraper:
 
     def _pause_s(self, target: _Target) -> Seconds:
         """Return the pause in seconds before the target's next scrape. Each consecutive failure
-        after the first doubles it, up to a maximum.
+        after the first doubles it, up to a maximum. The pause of an idle endpoint is longer if
+        scraping is adaptive.
         """
         interval_s = self.interval_s
         if target.idle and self._idle_oldest_s is not None:

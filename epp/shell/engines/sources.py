@@ -78,7 +78,8 @@ def scraped_from(endpoints: Iterable[Endpoint], source: MetricsDataSource) -> tu
     """Return `endpoints`, with the metrics target of the configured `source` for those without a
     target of their own.
 
-    A target is an endpoint's own if it differs from http, the serving port and /metrics.
+    A target is an endpoint's own if it differs from http, the serving port and /metrics. An
+    endpoint that serves no metrics stays without a target.
     """
     return tuple(_scraped_from(endpoint, source) for endpoint in endpoints)
 

@@ -34,7 +34,7 @@ class ZmtpLines(asyncio.Protocol):
         self.zmtp = connection
         self.ready: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()
-        """Future with the reason in words why the connection ended."""
+        """Future with the reason in words why the ZMTP connection ended."""
         self.transport: asyncio.Transport | None = None
         self._heard = heard
         self._made = made
@@ -94,7 +94,9 @@ class ZmtpLines(asyncio.Protocol):
         self.end("closed the connection" if exc is None else "lost the connection")
 
     def flush(self) -> None:
-        """Send the queued data of the ZMTP connection."""
+        """Send the queued data of the ZMTP connection. End the connection if more than
+        `UNSENT_BYTES_MAX` bytes remain unsent.
+        """
         if self.transport is None or self.transport.is_closing():
             return
         data = self.zmtp.to_send()

@@ -7,8 +7,8 @@
 
 The file is YAML or JSON. The default for an endpoint's metrics is `/metrics` of its serving port;
 `metrics: null` or `false` means that it serves none. Files of llm-d's `file-discovery` are accepted
-too: they contain ports as text, and a name is unique within its `namespace`. This module performs
-no I/O.
+too: they contain ports as text, and a name with its port is unique within its `namespace`. This
+module performs no I/O.
 """
 
 from ipaddress import ip_address
@@ -116,7 +116,9 @@ def _parse(text: bytes) -> Any:
 
 
 def _decode(kind: type[_Port], value: Any) -> _Port:
-    """Convert a value of the endpoints file to a type that msgspec does not know."""
+    """Convert a value of the endpoints file to a type that msgspec does not know. Raises
+    `ValueError`.
+    """
     try:
         return kind(msgspec.convert(value, _PORT, strict=False))
     except msgspec.ValidationError as problem:

@@ -62,8 +62,9 @@ class LastGood:
         self._problem: str | None = None
 
     def start(self, read: Callable[[], bytes], make: Callable[[bytes], T]) -> T:
-        """Return the result of `make` for the content that `read` returns, or for the last-good
-        copy if that fails.
+        """Return the result of `make` for the content that `read` returns, which becomes the
+        last-good copy. If that fails, return the result for the existing copy, which is then
+        `in_force`.
 
         Raises the `StartError` about the file if the copy is missing or invalid too.
         """
@@ -76,8 +77,8 @@ class LastGood:
         return made
 
     def keep(self, content: bytes) -> None:
-        """Schedule the file's `content`, which came into force, to be written to the last-good copy
-        by `run`.
+        """Note that the file's `content` came into force, so that the last-good copy no longer is.
+        `run` writes it to the last-good copy if copies are enabled.
         """
         self.in_force = False
         if self._path is not None:
@@ -86,7 +87,7 @@ class LastGood:
 
     async def run(self) -> None:
         """Write each new content of the watched file to its last-good copy until cancelled. Failed
-        writes are retried.
+        writes are counted and retried. Return at once if copies are disabled.
         """
         while self._path is not None:
             await self._due.wait()

@@ -57,7 +57,9 @@ class SegmentFolder:
         self.segment_bytes = 0
         """Size in bytes of the members that were completely written to the open segment."""
         self.total_bytes = 0
-        """Size in bytes of all segments in the folder, including those of other processes."""
+        """Size in bytes of all segments in the folder at the last `append`, including those of
+        other processes.
+        """
 
     @property
     def is_open(self) -> bool:
@@ -103,7 +105,9 @@ class SegmentFolder:
         self.segment_bytes += len(member)
 
     def _make_room(self) -> None:
-        """Remove the oldest segments until the rest is within the limits of total size and age."""
+        """Remove the oldest segments until the rest is within the limits of total size and age. The
+        open segment is never removed.
+        """
         found: dict[tuple[str, str], list[tuple[Path, os.stat_result]]] = {}
         ours: tuple[str, str] | None = None
         for entry in os.scandir(self._folder):

@@ -65,7 +65,9 @@ class FileWatcher:
             await asyncio.sleep(self._poll_s)
 
     def poll(self) -> None:
-        """Read the watched file once, and report a change or a problem."""
+        """Read the watched file once, and report a change or a new problem. Count a read that
+        failed.
+        """
         before = self._digest
         try:
             content = self.read()

@@ -32,8 +32,8 @@ class Code(IntEnum):
 
 
 class Cut(StrEnum):
-    """Reasons for which the picker closes a gateway's connection although the gateway would keep it
-    open.
+    """Reasons for which the picker closes or rejects a gateway's connection, or asks the gateway to
+    replace it, although the gateway would keep it open.
     """
 
     RESETS = "resets"
@@ -45,8 +45,8 @@ class Cut(StrEnum):
     flow-control window was left.
     """
     EVICTED = "evicted"
-    """The connection was the idlest one, and a newer connection needed its place within the
-    limits.
+    """A newer connection needed a place within the limits. This one was asked to leave: a
+    connection without streams if there was one, and the longest silent of these.
     """
     REFUSED = "refused"
     """The limits of the number of connections left no place for the new connection."""

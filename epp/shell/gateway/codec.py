@@ -78,7 +78,9 @@ _ERROR_TYPES: Final = {
 
 
 class MalformedMessageError(Exception):
-    """The received bytes are not a ProcessingRequest, or the ProcessingRequest is empty."""
+    """Raised if a received message is not a valid ProcessingRequest, contains no known phase, or
+    exceeds the limits of headers or of bytes beside its body.
+    """
 
 
 def decode(message: bytes) -> messages.Event:
@@ -224,7 +226,8 @@ def _beside_body(message: bytes) -> int:
 
 def _headers(message: Any) -> dict[str, str]:
     """Return the headers of an ext_proc message by lower-case name. A header's value is in
-    `raw_value` or, from some gateways, in `value`.
+    `raw_value` or, from some gateways, in `value`. Raises `MalformedMessageError` for more than
+    `HEADERS_MAX` headers.
     """
     if len(message.headers) > HEADERS_MAX:
         raise MalformedMessageError(f"the message has more than {HEADERS_MAX} headers")
@@ -249,8 +252,8 @@ def subset_of(request: Any) -> tuple[str, ...] | None:
     """Return the endpoints "ip:port" that the subset hint in the metadata allows, or None without
     such a hint.
 
-    The hint is a list of strings or one comma-separated string; a malformed hint allows no
-    endpoint.
+    The hint is a list of strings or one comma-separated string; a malformed or too long hint allows
+    no endpoint.
     """
     if not request.HasField("metadata_context"):
         return None

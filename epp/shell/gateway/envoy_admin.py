@@ -45,7 +45,9 @@ class EnvoyAdmin:
         self._busy_at_s = clock()
         self._silent = False
         self.active_requests = 0
-        """Number of open requests that Envoy reported at the last query."""
+        """Number of open requests that Envoy reported at the last query; 0 if it gave no valid
+        answer.
+        """
 
     async def send_away(self) -> None:
         """Make Envoy's clients connect elsewhere: Envoy closes the connection of every further
@@ -64,8 +66,8 @@ class EnvoyAdmin:
                 await self._exchange("POST", "/healthcheck/ok")
 
     async def idle_for_s(self) -> Seconds:
-        """Return for how many seconds Envoy has had no open request, or infinity if Envoy does not
-        answer.
+        """Return for how many seconds since `send_away` Envoy has had no open request, or infinity
+        if its last answer was missing or invalid.
 
         Envoy is queried at most every `LOOK_S`.
         """
@@ -84,7 +86,7 @@ class EnvoyAdmin:
 
     async def _ask(self, method: str, path: str) -> bytes | None:
         """Return the answer of Envoy's admin interface with its headers, or None if it did not
-        answer; the first failure is logged.
+        answer with status 200; the first of consecutive failures is logged.
         """
         try:
             async with asyncio.timeout(TIMEOUT_S):

@@ -111,7 +111,7 @@ class ExtProc:
         self._decoding = Turns(clock)
         self._opened_at_s = -math.inf
         self.shedding = 0
-        """Number of streams above the limit that wait for their first message to be refused."""
+        """Number of open streams above the limit, each of which is refused at its first message."""
         self.draining = False
 
     @property
@@ -158,7 +158,9 @@ class ExtProc:
                 call.wire.end(OK)
 
     def open(self, peer: str, wire: Wire) -> Call:
-        """Return the call that serves a new stream of the gateway `peer`. Never raises."""
+        """Return the call that serves a new stream of the gateway `peer` or, above the limit of
+        open streams, refuses it. Never raises.
+        """
         self._opened_at_s = self.clock()
         try:
             if len(self._calls) >= self._streams_max:
@@ -267,12 +269,13 @@ class _ExtProcCall:
         self._go_on(partial(self.session.resolved, resolution))
 
     def _evict(self, refusal: Refusal) -> None:
-        """End a request whose response has not begun with `refusal`."""
+        """Refuse, with `refusal`, a request whose response has not begun."""
         self._go_on(partial(self.session.evicted, refusal))
 
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
-        """Send the answers that `step` returns at the current time. `step` is a call of the session
-        that follows the end of a wait or of work in parts, and not a new message of the stream.
+        """Send the answers that `step` returns at the current time, and end the stream if its
+        session is over. `step` is a call of the session that follows the end of a wait or of work
+        in parts, and not a new message of the stream.
         """
         session, service = self.session, self._service
         try:

@@ -23,6 +23,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 
 class Field(NamedTuple):
+    """The declaration of one field of a protobuf message."""
+
     name: str
     number: int
     kind: str

@@ -96,7 +96,9 @@ class _GrpcioWire:
         """
         self.ended: Status | None = None
         self.call: Call | None = None
-        """The call that serves this stream, or None before it is opened."""
+        """The call that serves this stream, or None before it is opened and after the stream has
+        ended.
+        """
         self.over = asyncio.Event()
         self._pushed: list[bytes] = []
         self._pushing: asyncio.Task[None] | None = None

@@ -196,7 +196,9 @@ class _Watch:
         return ()
 
     def tell(self) -> None:
-        """Send the health status to the watcher if it has changed."""
+        """Send the health status to the watcher if it has changed, and end the call if the picker
+        drains.
+        """
         assert self._service is not None, "it asked for a service"
         status = _status(self._health.serving(self._service))
         if status != self._told:

@@ -157,6 +157,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Http2Settings(Struct, frozen=True, kw_only=True):
+    """The limits of an `Http2Server`: of messages, connections, ages, resets and pings."""
+
     message_bytes_max: int = 4 * 1024 * 1024
     connections_max: int = CONNECTIONS_MAX
     host_connections_max: int = HOST_CONNECTIONS_MAX
@@ -422,7 +424,7 @@ class _Connection(asyncio.Protocol):
 
     def turn(self) -> bool:
         """Process received data of the connection, as far as one turn allows, and return whether
-        more remains.
+        more remains. If not, resume reading the socket.
         """
         self._turn_due = False
         self._turn.begin()
@@ -489,8 +491,8 @@ class _Connection(asyncio.Protocol):
             self._defect(stream_id)
 
     def _defect(self, stream_id: int) -> None:
-        """End the stream whose processing raised the current exception, with a status that says
-        that the picker failed.
+        """Log the current exception, and end the stream whose processing raised it with a status
+        that says that the picker failed.
         """
         _log.exception("a gRPC stream failed because of a defect of the transport")
         stream = self._streams.get(stream_id)
@@ -581,7 +583,7 @@ class _Connection(asyncio.Protocol):
 
     def _data_past_end(self, stream_id: int, count: int) -> None:
         """Acknowledge `count` bytes that arrived for a stream after its end, because these bytes
-        are not processed.
+        are not processed. Reset the stream if more than its window arrived after its end.
         """
         self._acknowledge(stream_id, count)
         lingering = self._lingering.get(stream_id)
@@ -612,7 +614,8 @@ class _Connection(asyncio.Protocol):
 
     def carry_on(self, stream: _Stream) -> None:
         """Process the messages of `stream` and write answers, as far as the stream's window, its
-        data and the current turn allow.
+        data and the current turn allow. Refuse the stream if the memory budget has no room for its
+        unprocessed data.
         """
         call = stream.call
         while not stream.closing:
@@ -653,8 +656,8 @@ class _Connection(asyncio.Protocol):
                 self._wait_for_turn()
 
     def _answer(self, stream: _Stream, answers: Iterator[bytes]) -> bool:
-        """Write answers until `QUEUED_BYTES_MAX` wait for the stream's window. Return False if that
-        stopped it before the last answer.
+        """Write answers until `QUEUED_BYTES_MAX` wait for the stream's window. Return False once
+        that limit is reached, even after the last answer.
         """
         for answer in answers:
             self.write(stream, answer)
@@ -663,7 +666,9 @@ class _Connection(asyncio.Protocol):
         return True
 
     def write(self, stream: _Stream, message: bytes) -> None:
-        """Queue one gRPC message to be sent on `stream`."""
+        """Queue one gRPC message, and before the first one the response headers, to be sent on
+        `stream`, unless the stream was reset.
+        """
         try:
             if not stream.answered:
                 stream.answered = True
@@ -705,7 +710,7 @@ class _Connection(asyncio.Protocol):
 
     def flush(self) -> None:
         """Write the HTTP/2 engine's pending data to the socket, and continue the streams that
-        waited for that.
+        waited for that. Close the connection if HTTP/2 has ended it.
         """
         try:
             while self._transport is not None and not self._paused and not self._failed:
@@ -727,8 +732,8 @@ class _Connection(asyncio.Protocol):
     def _settle(self, out: bytes) -> None:
         """Continue the streams whose frames in `out` have just been sent.
 
-        A stream without queued data has sent all its answers. A stream with little queued data may
-        write further answers.
+        A stream whose trailers were sent is over. A stream without queued data has sent all its
+        answers. A stream with little queued data may write further answers.
         """
         for stream_id, ends in _sent(out).items():
             stream = self._streams.get(stream_id)
@@ -751,7 +756,9 @@ class _Connection(asyncio.Protocol):
     # The end of streams and connections.
 
     def _over(self, stream: _Stream, status: Status | None) -> None:
-        """Handle the end of `stream`. `status` is None if the gateway has reset the stream."""
+        """Handle the end of `stream`. `status` is None if the gateway has reset the stream; too
+        many consecutive resets before an answer close the connection.
+        """
         del self._streams[stream.stream_id]
         if stream.deadline is not None:
             stream.deadline.cancel()
@@ -785,10 +792,9 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def _fail(self, error: NGH2Error) -> None:
-        """Report an error of the HTTP/2 engine to the gateway, as HTTP/2 specifies, and close the
-        connection.
-
-        Data after the end of the connection is not an error, so nothing is reported.
+        """Report an error of the HTTP/2 engine to the gateway, as HTTP/2 specifies, count it and
+        close the connection. Data after the end of the connection is not an error, so it is neither
+        reported nor counted.
         """
         if self._failed:
             return
@@ -807,8 +813,8 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def look(self, now: Seconds) -> None:
-        """Do what is due at `now`: retire the connection if it is old, ping it, abort it if it does
-        not respond, and reset lingering streams.
+        """Do what is due at `now`: retire the connection if it is old or too little of its window
+        is left, ping it, abort it if it does not respond, and reset lingering streams.
         """
         if self._transport is None:
             return
@@ -866,8 +872,8 @@ class _Connection(asyncio.Protocol):
             self._engine.reset_stream(stream_id, _GRACEFUL)
 
     def retire(self, now: Seconds) -> None:
-        """Ask the gateway to use a new connection. Streams that are open or under way on this one
-        are still served.
+        """Ask the gateway to use a new connection, and count this one as leaving. Streams that are
+        open or under way on it are still served.
         """
         if self._retired_at_s is None and self._transport is not None and not self._failed:
             self._retired_at_s = now
@@ -904,8 +910,8 @@ class Http2Server:
     """A gRPC server of `methods`, given by their paths, on the ports given to `listen`.
 
     `budget` limits the bytes of unprocessed data, together with the other users of this budget.
-    `cut` is called when the server closes a connection because of its behaviour or for lack of
-    room. `lag` estimates how late the event loop reads.
+    `cut` is called when the server closes, retires or rejects a connection because of its behaviour
+    or for lack of room. `lag` estimates how late the event loop reads.
     """
 
     def __init__(
@@ -985,7 +991,9 @@ class Http2Server:
         return {"connections": self._look_after}
 
     async def _look_after(self) -> None:
-        """Examine all connections of gateways periodically, until cancelled."""
+        """Examine all connections of gateways periodically, and log how many were evicted or
+        rejected, until cancelled.
+        """
         while True:
             await asyncio.sleep(POLL_S)
             now = self.clock()
@@ -1022,7 +1030,7 @@ class Http2Server:
 
     def admit(self, connection: _Connection) -> bool:
         """Give `connection` one of the limited places, if necessary that of an idle connection,
-        which is evicted. Return False if there is none.
+        which is evicted. Return False if there is none. Evictions and rejections are counted.
         """
         admission = self.places.take(connection)
         if not admission.admitted:

@@ -104,7 +104,9 @@ class GatewayService:
         await self._opened.aclose()
 
     async def start(self) -> None:
-        """Begin to accept streams on the serving port and the health port."""
+        """Begin to accept streams on the serving port and the health port, and let an Envoy beside
+        the picker keep its clients again.
+        """
         for transport in self._transports():
             await transport.start()
         if self._envoy is not None:
@@ -117,7 +119,7 @@ class GatewayService:
 
     def stand_by(self, stands_by: bool) -> None:
         """Start or stop asking gateways to use the leading replica instead of this standby.
-        Gateways that connect here all the same are served.
+        Gateways that connect here all the same are served. Ignored during a drain.
         """
         if not self._draining:
             self._transports()[0].send_away(stands_by)
@@ -150,8 +152,9 @@ class GatewayService:
         when the gateway was notified. Streams are therefore served until no gateway opens one any
         more. By then every gateway has seen that this picker is not ready, was asked to connect
         elsewhere, or its connection reached the maximum age. An Envoy beside this picker stops
-        together with it: its clients are sent away, and its requests are awaited too. Setting the
-        event `hurry` ends the drain early.
+        together with it: its clients are sent away, and its requests are awaited too. The drain
+        ends after `drain_timeout`, or earlier if the event `hurry` is set; streams that are then
+        cut are counted and logged.
         """
         serving, _ = self._transports()
         flags = self._flags
@@ -254,8 +257,8 @@ def _certificate(flags: ServeFlags) -> ServerCertificate:
 def _connection_age_max_s(flags: ServeFlags) -> float | None:
     """Return the maximum age in seconds of gateways' connections, or None for no limit.
 
-    With a drain timeout it is at most half of that or `CONNECTION_AGE_MIN_S`, whichever is longer,
-    so that gateways reconnect elsewhere during the drain.
+    With a drain timeout it is at most half of that and at most `CLINGING_AGE_S`, but this limit is
+    never below `CONNECTION_AGE_MIN_S`. Gateways then reconnect elsewhere during the drain.
     """
     age_s = flags.connection_age_max or math.inf
     if flags.drain_timeout:

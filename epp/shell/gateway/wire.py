@@ -228,7 +228,7 @@ class Decoder:
 
     def _behind_trailers(self, message: bytes) -> Any:
         """Check the trailers at the beginning of `message`, whose content is not used, and return
-        the parsed part after them.
+        the parsed part after them. Raises `_UnusualError`.
         """
         _, ends, at = self._headers(message)
         if ends:
@@ -237,7 +237,7 @@ class Decoder:
 
     def _headers(self, message: bytes) -> tuple[dict[str, str], bool, int]:
         """Return the headers at the beginning of `message`, whether they end the stream, and the
-        position after them.
+        position after them. Raises `_UnusualError`.
         """
         if len(message) > BESIDE_BODY_BYTES_MAX:
             raise _UnusualError
@@ -264,8 +264,8 @@ class Decoder:
         raise _UnusualError
 
     def _header_map(self, message: bytes, at: int, stop: int) -> dict[str, str]:
-        """Parse the headers from `at` to `stop` of `message`. Repeated headers come from a cache,
-        because every message passes here.
+        """Parse the headers from `at` to `stop` of `message`. Raises `_UnusualError`. Repeated
+        headers come from a cache, because every message passes here.
         """
         kept, names = self._headers_kept, self._names_kept
         begin, opening = at, _NO_OPENING
@@ -361,7 +361,7 @@ def _body(message: bytes) -> tuple[int, int, bool, int]:
     """Find the request or response body at the beginning of `message`.
 
     Return the start and end of the body, whether it ends its stream, and the position after the
-    body's field.
+    body's field. Raises `_UnusualError`.
     """
     # Lengths of one and two bytes are read without a call, because every chunk of a response passes
     # here.
@@ -390,7 +390,9 @@ def _body(message: bytes) -> tuple[int, int, bool, int]:
 
 
 def _beside(message: bytes, at: int) -> Any:
-    """Parse and return the part of `message` after its phase, which ends at `at`."""
+    """Parse and return the part of `message` after its phase, which ends at `at`. Raises
+    `_UnusualError` if this part is too long or contains another phase.
+    """
     if len(message) - at > BESIDE_BODY_BYTES_MAX:
         raise _UnusualError
     beside = ProcessingRequest.FromString(message[at:])
@@ -404,8 +406,9 @@ def _long(message: bytes, at: int) -> tuple[int, int]:
     """Return the position after the protobuf integer that begins at `at` in `message`, and its
     value.
 
-    The integer has two to four bytes. The code has no loop, because each body has two such
-    integers. Four bytes allow lengths up to 256 MB, more than a server accepts.
+    The integer has two to four bytes; a longer one raises `_UnusualError`. The code has no loop,
+    because each body has two such integers. Four bytes allow lengths up to 256 MB, more than a
+    server accepts.
     """
     first, second = message[at], message[at + 1]
     length = first & 0x7F | (second & 0x7F) << 7

@@ -9,6 +9,8 @@ from epp.core.types import Seconds
 
 
 class ApiFailure(StrEnum):
+    """The kind of failure of a request to the API server."""
+
     GONE = "gone"
     """HTTP status 410: the resource version or page token is too old, so the list must be
     restarted.
@@ -31,11 +33,13 @@ class ApiFailure(StrEnum):
     UNREACHABLE = "unreachable"
     """The connection to the API server failed or broke."""
     SILENT = "silent"
-    """The API server sent no byte for too long."""
+    """The API server accepted no connection or sent no byte in time."""
     WATCH = "watch"
-    """The API server reported an error in the stream of a watch."""
+    """The API server reported an error other than 410 in the stream of a watch."""
     UNREADABLE = "unreadable"
-    """The API server's answer is not JSON, is too long, or has an object without a name."""
+    """The API server's answer is not JSON, is too long, or lacks a required member such as the name
+    of an object.
+    """
     INTERNAL = "internal"
     """A defect of the picker made one step of a list or watch fail."""
 

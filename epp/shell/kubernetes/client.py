@@ -136,7 +136,7 @@ class Credentials:
 class KubeClient:
     """An HTTP client for the API server and an async context manager.
 
-    Every failure is an `ApiError`.
+    After entering, every failure is an `ApiError`.
     """
 
     def __init__(

@@ -45,7 +45,8 @@ class Cluster:
 
     - `on_found(found)` is called when endpoints, objectives or rewrites changed.
     - `on_ready` is called when `ready` may have changed.
-    - `on_config(text, told_by)` is called when the ConfigMap or its mounted file changed.
+    - `on_config(text, told_by)` is called when the configuration that the ConfigMap or its mounted
+      file supplies changed.
     - `on_peers(addresses)` is called when the replicas of `--peer-service` changed.
     """
 
@@ -132,7 +133,7 @@ class Cluster:
 
     def tell(self, *, applied: bool, message: str) -> None:
         """Write a Kubernetes Event about an applied or rejected configuration on the InferencePool,
-        if the rate limit allows it.
+        if the InferencePool is known and the rate limit allows it.
         """
         pool = self.discovery.pool
         if pool is not None:

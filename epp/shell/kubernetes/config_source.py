@@ -44,7 +44,9 @@ class ConfigSource:
         self._applied = _digest(text)
 
     def file_changed(self, text: bytes) -> None:
-        """Process a new configuration text of the mounted file."""
+        """Apply a new configuration text of the mounted file if the watch is not connected, else
+        remember it. Ignore a text that the watch delivered before.
+        """
         digest = _digest(text)
         if digest in self._ahead:
             # The kubelet may skip versions but never goes back.
@@ -68,7 +70,9 @@ class ConfigSource:
         self._use(text, self._watched_name)
 
     def watch_in_touch(self, in_touch: bool) -> None:
-        """Set whether the watch of the ConfigMap is connected, so that it would receive a change."""
+        """Set whether the watch of the ConfigMap is connected, so that it would receive a change.
+        If it is not, apply the text of the mounted file that was remembered, if there is one.
+        """
         self._in_touch = in_touch
         if not in_touch and self._file is not None:
             self._use(self._file, self._file_name)

@@ -24,6 +24,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Reason(StrEnum):
+    """The reason of a Kubernetes Event about the configuration."""
+
     CONFIG_APPLIED = "ConfigApplied"
     CONFIG_REJECTED = "ConfigRejected"
 
@@ -70,8 +72,8 @@ class EventRecorder:
         self.dropped = 0
 
     def record(self, reason: Reason, message: str, pool: Pool) -> None:
-        """Queue a Kubernetes Event if the rate limit allows it. The call never blocks and never
-        fails.
+        """Queue a Kubernetes Event if the rate limit and the length of the queue allow it, else
+        count it as dropped. The call never blocks and never fails.
         """
         now = time.monotonic()
         refilled = (now - self._refilled_at_s) / self._refill_s
@@ -87,7 +89,9 @@ class EventRecorder:
         self._news.set()
 
     async def run(self) -> None:
-        """Write queued Kubernetes Events until cancelled."""
+        """Write queued Kubernetes Events until cancelled. Events that cannot be written are
+        counted, and each new kind of failure is logged.
+        """
         while True:
             while self._pending:
                 await self._write(self._pending.popleft())

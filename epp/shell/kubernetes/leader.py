@@ -45,6 +45,8 @@ class ElectionTiming(Struct, frozen=True, kw_only=True):
 
 
 class LeaseSpec(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The part `spec` of a Lease object: its holder, duration, times and number of transitions."""
+
     holder_identity: str | None = None
     lease_duration_seconds: int | None = None
     acquire_time: str | None = None
@@ -67,8 +69,8 @@ class Election:
         return self.lead_until_s is not None and now < self.lead_until_s
 
     def observe(self, spec: LeaseSpec, now: Seconds) -> bool:
-        """Record the current content of the Lease. Return True if this replica may write itself
-        into it as holder.
+        """Record the current content of the Lease; if another replica holds it, this one no longer
+        leads. Return True if this replica may write itself into it as holder.
         """
         if spec != self._seen:
             self._seen, self._seen_at_s = spec, now
@@ -148,8 +150,9 @@ class LeaderElector:
             await self._release()
 
     async def _attempt(self) -> None:
-        """Read the Lease, and write it if this replica may. A leader stops trying at its
-        deadline.
+        """Read the Lease, and write it if this replica may. A leader stops trying at its deadline.
+        A failure is logged; if another candidate wrote the Lease meanwhile, this replica no longer
+        leads.
         """
         until_s = self._election.lead_until_s
         limit_s = self._timing.renew_deadline_s
@@ -229,8 +232,8 @@ class LeaderElector:
             self._on_change()
 
     async def _release(self) -> None:
-        """Release the Lease at the end of this replica's leadership, so that another replica can
-        lead immediately.
+        """End this replica's leadership, and release the Lease if it leads, so that another replica
+        can lead immediately. A failure is logged.
         """
         held = self._election.leads(time.monotonic())
         self._election.lost()

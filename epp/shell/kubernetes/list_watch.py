@@ -16,8 +16,8 @@ requested page by page from servers without this feature (Kubernetes before 1.32
 A list may come from one of several sources that are tried in order: the same kind in a newer and an
 older API group. If a source is absent or forbidden, the next one is used.
 
-`next` returns what to do. The caller reports the result to `page`, `initial`, `line`, `closed`,
-`unstreamed` or `failed`.
+`next` returns what to do. The caller reports the result to `page`, `initial`, `opened`, `line`,
+`closed`, `unstreamed` or `failed`.
 """
 
 from collections import Counter
@@ -77,6 +77,8 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class Pause(Struct, frozen=True):
+    """A step of a list or watch: wait before the next request."""
+
     seconds: Seconds
 
 
@@ -123,7 +125,9 @@ class Statistics:
         """Number of lists of this kind of object that were started."""
         self.watches = 0
         self.repairs = 0
-        """Number of objects for which a periodic list differed from what the watch had reported."""
+        """Number of objects for which a periodic list differed from what the watch had reported,
+        although they did not change after the watch.
+        """
         self.errors: Counter[ApiFailure] = Counter()
 
 
@@ -261,7 +265,9 @@ class ListWatch(Generic[T]):
     # The methods below determine the next step.
 
     def next(self, now: Seconds) -> Step:
-        """Return the next step of the list or watch at `now`: a request or a pause."""
+        """Return the next step of the list or watch at `now`: a request, which is counted, or a
+        pause.
+        """
         if now < self._not_before_s:
             return Pause(self._not_before_s - now)
         if self._resource_version and now >= self._relist_at_s:
@@ -352,14 +358,16 @@ class ListWatch(Generic[T]):
 
     def closed(self, now: Seconds) -> None:
         """Record that the API server ended a watch regularly. The watch continues from the last
-        version after a short delay.
+        version after a short delay, unless a new list is due.
         """
         self._succeeded(now)
         if now < self._relist_at_s:
             self._not_before_s = now + self._random.uniform(*self._timing.reconnect_s)
 
     def failed(self, error: ApiError, now: Seconds) -> None:
-        """Record that the last step failed with `error`. The objects stay unchanged."""
+        """Record and count that the last step failed with `error`, and determine when and with
+        which request to go on. The objects stay unchanged.
+        """
         kind = error.kind
         self.statistics.errors[kind] += 1
         self._broken = True
@@ -404,8 +412,8 @@ class ListWatch(Generic[T]):
         self._not_before_s = now + pause_s * self._random.uniform(0.5, 1.0)
 
     def _backoff_s(self) -> Seconds:
-        """Return a random delay in seconds from a range that doubles with each failure (full
-        jitter).
+        """Return a random delay in seconds from a range that doubles with each failure, up to a
+        maximum (full jitter).
         """
         least_s, most_s = self._timing.backoff_s
         # The least delay times 2**16 exceeds every limit.
@@ -425,8 +433,8 @@ class ListWatch(Generic[T]):
             self._tried_at_once.clear()
 
     def _replace(self, resource_version: str, now: Seconds) -> bool:
-        """Replace all objects by those of the completed list. Return True if `objects` or `synced`
-        changed.
+        """Replace all objects by those of the completed list, and count as repairs the changes that
+        the watch missed. Return True if `objects` or `synced` changed.
         """
         before, after = self._held, self._pending
         told = {

@@ -17,7 +17,9 @@ from epp.core.prompt.rewrite import ModelRewrites, RewriteRule, Target
 from epp.core.types import Endpoint, MetricsTarget, Seconds
 
 READY_AFTER_S: Final[Seconds] = 5.0
-"""Time in seconds after which a Ready pod is used although it could not be scraped."""
+"""Time in seconds, after a Ready pod joined the pool, from which it is used although it could not
+be scraped.
+"""
 POOL_GROUP: Final = "inference.networking.k8s.io"
 EXTENSION_GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")
 """API groups in which the kinds InferenceObjective and InferenceModelRewrite are searched; the
@@ -427,7 +429,7 @@ _decode_rewrite = msgspec.json.Decoder(_RewriteObject).decode
 
 def rewrite_reader(pool_name: str, pool_group: str) -> Callable[[bytes], Rewrite | None]:
     """Return a function that parses an InferenceModelRewrite and returns its rules, or None if it
-    belongs to another pool.
+    belongs to another pool. The function raises `ValueError` for a match that is not exact.
     """
 
     def read(raw: bytes) -> Rewrite | None:

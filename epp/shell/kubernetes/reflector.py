@@ -114,7 +114,9 @@ class Reflector(Generic[T]):
         )
 
     async def run(self) -> None:
-        """List and watch this kind of object in the API server until cancelled."""
+        """List and watch this kind of object in the API server until cancelled. Failures are
+        logged, and the list or watch is repeated after a delay.
+        """
         while True:
             step = self._driver.next(time.monotonic())
             try:

@@ -20,7 +20,9 @@ class Reflection(Struct, frozen=True, kw_only=True):
     watches: int
     repairs: int
     errors: Mapping[str, int]
-    """Number of errors of lists and watches by kind."""
+    """Number of errors of lists and watches by kind; a missing CRD of an optional kind of object is
+    no error.
+    """
 
 
 class ClusterSnapshot(Struct, frozen=True, kw_only=True):

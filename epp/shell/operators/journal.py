@@ -169,7 +169,9 @@ class JournalSnapshot(Struct, frozen=True, kw_only=True):
     """Number of records that are missing in the files of this journal level, by reason."""
     write_errors: int
     bytes: int
-    """Total size in bytes of all files in the folder of this journal level."""
+    """Total size in bytes of all files in the folder of this journal level at the last write; 0
+    before the first.
+    """
 
 
 def read_salt(path: str) -> bytes:
@@ -302,7 +304,9 @@ class JournalFolder(ABC):
         journal.folders.append(self)
 
     def tell(self, record: Any) -> None:
-        """Queue a record to be written, or drop it if the queue is full. The call never blocks."""
+        """Queue a record to be written, or drop and count it if the queue is full or this level has
+        ended after a defect. The call never blocks.
+        """
         size = self._size_of(record)
         room = self._limits.queue_bytes_max - self._bytes_put + self._bytes_taken
         if size > room or self._ended:
@@ -317,7 +321,9 @@ class JournalFolder(ABC):
         queue.append((self, record, size))
 
     def failed(self, error: Exception) -> None:
-        """End this level of the journal after a defect. Requests and other levels continue."""
+        """Log `error`, and end this level of the journal after this defect. Requests and other
+        levels continue.
+        """
         self._write_errors += 1
         if self._ended:
             return
@@ -363,8 +369,8 @@ class JournalFolder(ABC):
     # The methods below run in the thread.
 
     def take(self, record: Any, size: int, now: Seconds) -> None:
-        """Convert a record from the queue, and write if enough converted records have
-        accumulated.
+        """Convert a record from the queue, and write if enough converted records have accumulated.
+        A defect ends this level; later records are ignored.
         """
         self._bytes_taken += size
         if self._ended:
@@ -419,7 +425,9 @@ class JournalFolder(ABC):
         self._pending_types.append(kind)
 
     def _flush(self, now: Seconds) -> None:
-        """Write the converted records to the file. They are lost if the disk fails."""
+        """Write the converted records to the file, and end the segment if it is too long or too
+        old. The records are lost if the disk fails.
+        """
         self._flushed_s = now
         if not self._pending:
             return
@@ -439,7 +447,9 @@ class JournalFolder(ABC):
             self._close()
 
     def _write(self, packed: bytes, now: Seconds) -> bool:
-        """Append converted records to the segment's file. Return False if that failed."""
+        """Append converted records to the segment's file. Return False if that failed. The first
+        failure and the recovery are logged.
+        """
         try:
             if not self._folder.is_open:
                 self._folder.begin(self._number)

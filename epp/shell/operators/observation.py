@@ -105,7 +105,9 @@ class Observation:
         self._usage_seen = True
 
     def could_not(self, event: str, error: Exception) -> None:
-        """Count and log that the metrics or log lines of `event` failed with an error."""
+        """Count that the metrics or log lines of `event` failed with an error, and log it at most
+        `FAILURES_PER_SECOND_MAX` times a second.
+        """
         self._telemetry.telemetry_failed(event)
         if self._failures.admits(time.monotonic()):
             left_out = self._failures.left_out()

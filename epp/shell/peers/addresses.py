@@ -39,7 +39,8 @@ class Addresses:
     """A poller of the replicas' addresses.
 
     `on_found` is called with all addresses, "ip:port" each, after the first poll and after each
-    change. If a name cannot be resolved, its previous addresses are kept.
+    change. If a name cannot be resolved, its previous addresses are kept, unless the resolver
+    reports that it has none.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Addresses:
         self._problems: dict[Target, str] = {}
 
     async def run(self) -> None:
-        """Resolve the replicas' names periodically until cancelled."""
+        """Resolve the replicas' names periodically until cancelled; IP addresses alone are reported
+        only once.
+        """
         told: frozenset[str] | None = None
         while True:
             for target in self._targets:

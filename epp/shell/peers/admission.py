@@ -56,8 +56,8 @@ class Admission:
         return self._has_secret or self._is_known(host)
 
     def add(self, newcomer: Newcomer) -> Newcomer | None:
-        """Add the new connection `newcomer`. Return the connection that must be closed for it, or
-        None.
+        """Add the new connection `newcomer`. Return the connection that must be closed for it,
+        which may be `newcomer` itself, or None.
 
         Connections that have not passed the gate (the check before TLS) are closed first. Among
         them, strangers are closed before hosts with the address of a replica. If these are equal,

@@ -236,7 +236,9 @@ class Broker:
         return self._read_first
 
     async def run(self) -> None:
-        """Keep a connection to the broker until cancelled; reconnect after every failure."""
+        """Keep a connection to the broker until cancelled; reconnect after every failure, which
+        drops the queued frames.
+        """
         while True:
             try:
                 await self._connection()
@@ -329,8 +331,8 @@ class Broker:
                 raise TimeoutError
 
     def _take(self, payload: bytes, now: Seconds) -> None:
-        """Process a payload from the broker's channel. It may come from any client with access to
-        the channel.
+        """Queue the frames of a payload from the broker's channel, and note that their sender is
+        active. The payload may come from any client with access to the channel.
         """
         if not ORIGIN_BYTES <= len(payload) <= PAYLOAD_BYTES_MAX:
             self._traffic.unreadable()

@@ -39,6 +39,8 @@ class Source(Protocol):
 
 
 class Message(Struct, frozen=True):
+    """A message that was received from another replica: its sender, its kind and its content."""
+
     source: Source
     kind: Kind
     frame: bytes

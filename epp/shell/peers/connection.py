@@ -54,8 +54,8 @@ class Problem(StrEnum):
     VERSION = "version"
     """The connection ended because the peer has another version or is not a replica."""
     SECRET = "secret"  # noqa: S105  a word
-    """The connection ended because the peer does not know the secret, or only one side has a
-    secret.
+    """The connection ended because the peer does not know the secret, only one side has a secret,
+    or the peer did not authenticate in time.
     """
     HANDSHAKE = "handshake"
     """The TLS handshake failed although the peer knows the secret."""
@@ -128,7 +128,9 @@ class Connection:
     # The methods below establish the connection.
 
     def advance(self) -> None:
-        """Continue to establish the connection, as far as received data allows."""
+        """Continue to establish the connection, as far as received data allows. A failure is
+        recorded in `problem`.
+        """
         if self.problem is not None:
             return
         try:
@@ -161,7 +163,9 @@ class Connection:
         self.stage = Stage.GATE
 
     def _verify(self) -> None:
-        """Check, as the server, whether the client's answer proves that it knows the secret."""
+        """Check, as the server, whether the client's answer proves that it knows the secret. If so,
+        go on with TLS; else record the problem.
+        """
         answer = self._exactly(ANSWER_BYTES)
         if answer is None:
             return
@@ -171,7 +175,9 @@ class Connection:
             self.fail(Problem.SECRET)
 
     def _answer(self) -> None:
-        """Send, as the client, the proof that this process knows the secret."""
+        """Send, as the client, the proof that this process knows the secret, and go on with TLS.
+        Record a problem if the server's greeting does not fit.
+        """
         greeting = self._exactly(_GREETING.size)
         if greeting is None:
             return
@@ -191,7 +197,7 @@ class Connection:
 
     def _exactly(self, count: int) -> bytes | None:
         """Return exactly the first `count` received bytes, or None if some of them are still
-        missing.
+        missing or the peer closed the connection, which is recorded.
         """
         came = self._socket.recv(count - len(self._incoming))
         if not came:
@@ -246,7 +252,7 @@ class Connection:
         return True
 
     def flush(self) -> None:
-        """Send as many queued bytes as the socket accepts."""
+        """Send as many queued bytes as the socket accepts. A failure is recorded in `problem`."""
         while self._outgoing and self.problem is None:
             try:
                 # TLS requires the same bytes again after an attempt that failed.
@@ -278,7 +284,9 @@ class Connection:
         return self._first() if self.waiting() else None
 
     def _receive(self) -> bool:
-        """Read the data that the socket has received. Return True if there was any."""
+        """Read the data that the socket has received. Return True if there was any. The end of the
+        connection is recorded in `problem`.
+        """
         if self.problem is not None:
             return False
         try:

@@ -45,7 +45,7 @@ HANDSHAKES_PER_BEAT_MAX: Final = 8
 reach the TLS handshake.
 """
 MESSAGES_PER_GUEST_MAX: Final = 8
-"""Maximum number of messages read from one peer in a turn while other peers wait."""
+"""Maximum number of messages that one call of `receive` reads from one connection."""
 HELLO_S: Final[Seconds] = 1.0
 SILENCE_S: Final[Seconds] = 4.0
 """Time in seconds after which a peer that does not answer counts as silent, so that no frames are
@@ -104,8 +104,8 @@ class Link:
         """Time at which the connection was begun, or at which the peer became silent on it."""
         self.try_at_s: Seconds = 0.0
         self.pause_s: Seconds = _RECONNECT_S
-        """Delay in seconds that follows the next failure of the connection; it doubles each
-        time.
+        """Delay in seconds that follows the next failure of the connection; it doubles each time up
+        to `_RECONNECT_S_MAX`.
         """
         self.polled = False
         self.bytes_sent = 0
@@ -220,8 +220,9 @@ class Mesh:
     # Methods about the set of peers.
 
     def connect(self, addresses: Iterable[str]) -> None:
-        """Replace the set of peers by those at `addresses`, "ip:port" each. Of more than
-        `PEERS_MAX`, the first ones in sorted order are used.
+        """Replace the set of peers by those at `addresses`, "ip:port" each. Addresses at which this
+        process itself answered are left out. Of more than `PEERS_MAX`, the first ones in sorted
+        order are used.
         """
         found = set(addresses)
         self._ourselves &= found
@@ -275,7 +276,8 @@ class Mesh:
         """Send a message to the peer `source`. Return False if its queue is full or its connection
         is gone.
 
-        A frame longer than `FRAME_BYTES_MAX` is dropped and counted, and True is returned.
+        For an incoming connection, a frame longer than `FRAME_BYTES_MAX` is dropped and counted,
+        and True is returned.
         """
         if isinstance(source, Link):
             return self._send_counted(source, kind, frame)
@@ -312,8 +314,8 @@ class Mesh:
     # Methods called once per beat.
 
     def beat(self, now: Seconds) -> None:
-        """Do the periodic work: accept connections, send hello messages, and detect silent
-        peers.
+        """Do the periodic work: accept connections, continue handshakes, open connections to peers,
+        send queued data and hello messages, and close connections of silent peers.
         """
         if self._bound is None:
             return
@@ -345,7 +347,8 @@ class Mesh:
 
     def greeted(self, message: Message, now: Seconds) -> None:
         """Process a received hello. If it came from a peer's own connection, answer it; else record
-        that the peer answered.
+        that the peer answered. Close a connection that turns out to lead to this process, or whose
+        certificate has another origin.
         """
         source = message.source
         if len(message.frame) != _HELLO.size:
@@ -449,8 +452,8 @@ class Mesh:
                 )
 
     def _advance(self, now: Seconds) -> None:
-        """Continue the handshakes of incoming connections, and close those that fail or take too
-        long.
+        """Continue the handshakes of incoming connections, admit those that are complete, and close
+        those that fail or take too long.
         """
         shaken = 0
         for newcomer in tuple(self._admission.newcomers):
@@ -605,7 +608,7 @@ class Mesh:
         return False
 
     def _take(self, source: Link | Guest, message: bytes, found: list[Message]) -> None:
-        """Append a received message to `found` if its kind is known; else count it as
+        """Append a received message to `found` if its kind is known, and count it; else count it as
         unreadable.
         """
         kind = KINDS.get(message[0])

@@ -86,7 +86,8 @@ class Pump:
         return False
 
     def beat(self, now: Seconds) -> bool:
-        """Do the carrier's periodic work, send the exchange's frames, and log changes of replicas.
+        """Do the carrier's periodic work and send the exchange's frames. Once a second, do also the
+        exchange's periodic work and log changes of replicas.
 
         Always return False, because a beat leaves no work for later.
         """

@@ -55,7 +55,7 @@ class Identity(Struct, frozen=True):
     """
     gate_key: bytes = b""
     """Key with which a connection's client proves at the gate, before TLS, that it knows the
-    secret.
+    secret; b"" without a secret.
     """
     serving: ssl.SSLContext | None = None
     """TLS context of incoming connections from peers, or None for plaintext. `asking` is the

@@ -177,9 +177,10 @@ class Peers:
     # The methods below implement the warm start.
 
     async def _start_warm(self) -> None:
-        """Do the warm start, then save the snapshot file periodically.
+        """Do the warm start, then let other replicas get snapshots from this one and save the
+        snapshot file periodically.
 
-        A restart of this task skips the warm start.
+        A restart of this task skips the warm start if it is over.
         """
         if not self.ready:
             await self._warm_up()
@@ -203,7 +204,7 @@ class Peers:
 
     async def _catch_up(self, warm_start: WarmStart) -> None:
         """Periodically request a snapshot from a peer, if frames of that peer were missed and it
-        can no longer send them again.
+        can no longer send them again. Count the result.
         """
         wanted = self._exchange.snapshots_wanted
         while True:
@@ -217,7 +218,7 @@ class Peers:
 
     async def _take_snapshots(self) -> None:
         """Do the warm start: load the snapshot file, then a newer snapshot from a replica or from
-        the broker.
+        the broker. Count and log the result.
         """
         began_at_s = time.monotonic()
         try:

@@ -50,8 +50,9 @@ class SnapshotFile:
         """Number of reads and writes of the snapshot file, by outcome."""
 
     async def load(self) -> bool:
-        """Load the snapshot file into the exchange. Return True if the file had a valid
-        snapshot.
+        """Load the snapshot file into the exchange. Return True if the file had a valid snapshot.
+
+        A missing file is no error. A file that cannot be used is logged, and counted as ignored.
         """
         try:
             content = await asyncio.to_thread(_read, self.path)
@@ -82,7 +83,7 @@ class SnapshotFile:
 
     async def save(self, beside: str = f".{NAME}") -> bool:
         """Write the current shared state to the snapshot file, first under the temporary name
-        `beside`. Return True if it succeeded.
+        `beside`. Return True if it succeeded; a failure is logged and counted.
         """
         try:
             frames = await snapshots.gathered(self._exchange)
@@ -99,7 +100,9 @@ class SnapshotFile:
         return True
 
     async def save_last(self) -> None:
-        """Save the snapshot file at shutdown, within `LAST_WRITE_S_MAX` seconds."""
+        """Save the snapshot file at shutdown, within `LAST_WRITE_S_MAX` seconds. A failure is
+        logged and counted.
+        """
         try:
             async with asyncio.timeout(LAST_WRITE_S_MAX):
                 # Another temporary name is used, because a write of `run` may still be in progress.
@@ -118,7 +121,9 @@ class SnapshotFile:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of the snapshot file. Raises `OSError`."""
+    """Return the content of the snapshot file. Raises `OSError`, also if the file is larger than
+    `SNAPSHOT_BYTES_MAX`.
+    """
     with path.open("rb") as file:
         content = file.read(snapshots.SNAPSHOT_BYTES_MAX + 1)
     if len(content) > snapshots.SNAPSHOT_BYTES_MAX:

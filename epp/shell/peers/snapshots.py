@@ -31,7 +31,9 @@ SKEW_S_MAX: Final[Seconds] = 60.0
 further in the future is rejected.
 """
 PAUSE_SHARE: Final = 4.0
-"""Pause after each step of reading or applying a snapshot, as a multiple of the step's duration."""
+"""Pause after each frame of a snapshot that is read from the exchange, as a multiple of the time
+that reading the frame took.
+"""
 _MAGIC: Final = b"HMSN"
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<4sHHq")
@@ -51,8 +53,8 @@ def pack(frames: Sequence[bytes], created_s: Seconds) -> bytes:
 
 
 def unpack(content: bytes, now_s: Seconds) -> tuple[list[bytes], Seconds]:
-    """Decode a snapshot. Return its frames and its age in seconds at the Unix time `now_s`. Raises
-    `SnapshotError`.
+    """Decode a snapshot. Return its frames and its age in seconds at the Unix time `now_s`, which
+    is 0 if its creation time is in the future. Raises `SnapshotError`.
     """
     body_at = _HEAD.size + _DIGEST_BYTES
     if len(content) < body_at or content[: len(_MAGIC)] != _MAGIC:
@@ -92,7 +94,8 @@ def _digest(head: bytes, body: bytes) -> bytes:
 
 
 async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) -> list[bytes]:
-    """Return the frames of a snapshot of the shared state; if not all fit, the newest ones.
+    """Return the frames of a snapshot of the shared state. If they exceed `bytes_max`, the first
+    frames are left out.
 
     The event loop runs between two frames.
     """

@@ -24,13 +24,16 @@ class Traffic:
             **{("received", taken.value): 0 for taken in Taken if taken is not Taken.TAKEN},
         }
         """Number of frames exchanged with peers, by direction ("sent", "received") and outcome.
-        "dropped" means that the peer's queue was full. Frames with an outcome of `Taken` are
-        counted as "received" in addition.
+        Sent frames are "dropped" if a queue is full, the connection is gone or the frame is too
+        long; received ones if the queue of the broker's frames is full. Frames with an outcome of
+        `Taken` are counted as "received" in addition.
         """
         self.bytes_sent = 0
         self.bytes_received = 0
         self.failures: dict[str, int] = {}
-        """Number of connections to peers that failed or were closed, by kind of the failure."""
+        """Number of connections to peers or to the broker that failed or were closed, by kind of
+        the failure.
+        """
 
     def dropped(self) -> None:
         self.frames["sent", "dropped"] += 1
@@ -43,7 +46,9 @@ class Traffic:
         self.frames["received", "unreadable"] += 1
 
     def took(self, taken: Taken) -> None:
-        """Count the outcome of a frame that was received from a peer."""
+        """Count the outcome of a frame that was received from a peer. An accepted frame is not
+        counted again.
+        """
         if taken is not Taken.TAKEN:
             self.frames["received", taken.value] += 1
 
@@ -64,7 +69,9 @@ class PeerRow(Struct, frozen=True, kw_only=True):
     bytes_sent: int = 0
     bytes_received: int = 0
     dropped: int = 0
-    """Number of frames to this peer that were dropped because its queue was full."""
+    """Number of frames to this peer that were dropped, because its queue was full or its connection
+    was gone.
+    """
     lost: int = 0
     """Number of frames from this peer that did not arrive, or arrived too late."""
     claims_cut: int = 0
@@ -84,6 +91,6 @@ class PeersSnapshot(Struct, frozen=True, kw_only=True):
     bytes_received: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     snapshots: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Number of snapshots by use and outcome. The use is "taken" (from a replica), "given" (to a
-    replica), "file" or "broker".
+    """Number of snapshots by use and outcome. The use is "taken" (attempts to receive one from a
+    replica or through the broker), "given" (to a replica), "file" or "broker".
     """

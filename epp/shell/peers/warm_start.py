@@ -1,8 +1,8 @@
 """Transfer a snapshot of the shared state from one replica to another.
 
 A starting replica requests it from the peer that has had the shared state for longest. If that peer
-is busy or silent, it requests it from another one. A replica sends one snapshot at a time, one
-frame per turn of the event loop, as fast as the receiver accepts it.
+is busy or silent, it requests it from another one. A replica sends one snapshot at a time. It
+pauses after each frame, and while the receiver accepts no more.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class WarmStart:
 
     async def run(self, deadline_s: Seconds) -> bool:
         """Request snapshots from one peer after another until one is complete, no peer is left, or
-        the time is `deadline_s`.
+        the time is `deadline_s`. Peers that were busy are asked again.
 
         Return True if a complete snapshot was received.
         """
@@ -105,8 +105,8 @@ class WarmStart:
     async def again(self, origin: bytes) -> bool:
         """Request a snapshot from the peer with `origin` after its frames were missed.
 
-        Return True if a complete snapshot was received, and False at once if the peer does not
-        answer or has none.
+        Return True if a complete snapshot was received. Return False if the peer is busy or falls
+        silent, and at once if it does not answer or has none.
         """
         for link in self._mesh.up:
             if link.origin == origin and link.warm_s:
@@ -145,11 +145,13 @@ class SnapshotServer:
         self._asked = asyncio.Event()
         self.outcomes = {"sent": 0, "cut": 0, "refused": 0}
         """Number of snapshots that peers requested from this replica, by outcome. "cut" means that
-        the receiver left or was too slow.
+        the receiver left or was too slow, or that the snapshot could not be created.
         """
 
     def wanted(self, source: Source) -> None:
-        """Accept or refuse the request of the peer `source` for a snapshot."""
+        """Accept the request of the peer `source` for a snapshot. Refuse it if another snapshot is
+        being sent, or if this replica has no shared state yet.
+        """
         if self._asker is not None or self._mesh.warm_since_s is None:
             self.outcomes["refused"] += 1
             self._mesh.answer(source, Kind.SNAPSHOT_REFUSED)
@@ -158,7 +160,9 @@ class SnapshotServer:
         self._asked.set()
 
     async def run(self) -> None:
-        """Send the snapshots that peers request, one after another, until cancelled."""
+        """Send the snapshots that peers request, one after another, until cancelled. Count each by
+        its outcome, and log a failure.
+        """
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -189,7 +193,7 @@ class SnapshotServer:
 
     async def _given(self, asker: Source, kind: Kind, frame: bytes) -> bool:
         """Send one message to the peer `asker` as soon as its queue has room. Return False if it
-        had none for `STALL_S` seconds.
+        had none, or if the peer was gone, for `STALL_S` seconds.
         """
         stalls_at_s = time.monotonic() + STALL_S
         while not self._mesh.answer(asker, kind, frame):

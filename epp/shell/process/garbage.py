@@ -34,7 +34,7 @@ _WHOLE: Final = 2
 
 
 def exempt_existing_objects() -> None:
-    """Exclude all objects that exist now from later garbage collections."""
+    """Collect garbage, then exclude all remaining objects from later garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -68,7 +68,8 @@ class LoopLag:
         self._late_since_s: Seconds = 0.0
         self._late_until_s: Seconds = -1.0
         self._turns = TURNS_AFTER
-        """Number of turns of the event loop since the last late beat."""
+        """Number of turns of the event loop since the last late beat, counted up to `TURNS_AFTER`.
+        """
         self._counting = False
         """True if the next turn of the event loop will be counted."""
         self._beating: asyncio.TimerHandle | None = None
@@ -118,7 +119,9 @@ class LoopLag:
         )
 
     def beat(self, now: Seconds) -> None:
-        """Process a beat of the lag timer at `now`."""
+        """Record a beat of the lag timer at `now`, with the beats that were missed before it, and
+        pass their lags to `told`.
+        """
         late_s = max(0.0, now - self._due_s)
         if late_s > LATE_FROM_S:
             self._late_since_s = self._due_s

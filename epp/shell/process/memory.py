@@ -137,7 +137,7 @@ class MemoryReturn:
 
     async def look(self) -> bool:
         """Return free memory to the system if enough of it may be free, or regularly under memory
-        pressure. Return True if a peak was the reason.
+        pressure; do nothing without a function `trim`. Return True if a peak was the reason.
         """
         if self._trim is None:
             return False

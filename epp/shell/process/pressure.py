@@ -28,7 +28,9 @@ class MemoryPressure:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes: Final = limit_bytes
         self.index_share = 1.0
-        """Share of their normal memory that the prefix indexes may use, from 0 to 1."""
+        """Share of their normal memory that the prefix indexes may use, from `INDEX_SHARE_MIN` to
+        1.
+        """
         self.bodies_pass = False
 
     def __repr__(self) -> str:
@@ -42,8 +44,8 @@ class MemoryPressure:
         return 2 if self.bodies_pass else int(self.index_share < 1.0)
 
     def look(self, resident_bytes: int) -> bool:
-        """Update the measures against memory pressure for `resident_bytes`. Return True if any of
-        them changed.
+        """Update the measures against memory pressure for `resident_bytes`, the index share by at
+        most one step. Return True if any of them changed.
         """
         before = self.index_share, self.bodies_pass
         used = resident_bytes / self.limit_bytes

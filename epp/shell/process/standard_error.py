@@ -26,8 +26,9 @@ _log = structlog.get_logger(__name__)
 
 
 class StandardError(logging.Handler):
-    """A log handler that writes log records of other libraries to the picker's log. Call
-    `take_over` once per process. Set `task_failed` as the exception handler of each loop.
+    """A log handler that writes log records of other libraries to the picker's log, at most
+    `LINES_PER_SECOND_MAX` lines a second. Call `take_over` once per process. Set `task_failed` as
+    the exception handler of each loop.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,9 @@ class StandardError(logging.Handler):
         self._say(logging.ERROR, "task or callback failed", task=name, exc_info=error)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log record of another library to the picker's log."""
+        """Write a log record of another library to the picker's log, without the record's
+        arguments. Drop it if there are too many lines in this second.
+        """
         self._say(
             logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING,
             "library reported a problem",
@@ -93,8 +96,8 @@ class StandardError(logging.Handler):
 
 
 def _template(record: logging.LogRecord) -> str:
-    """Return the text of a log record without its arguments, or "" if it was formatted before it
-    was logged.
+    """Return the text of a log record without its arguments, cut to `TEXT_CHARACTERS_MAX`
+    characters; "" if it was formatted before it was logged.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -25,8 +25,8 @@ FRAMES_MAX: Final = 30
 
 
 def as_data(exc_info: ExcInfo) -> list[dict[str, Any]]:
-    """Return log entries for an exception, its causes and its members, starting with the
-    outermost.
+    """Return log entries for an exception, its causes, contexts and members, starting with the
+    outermost; at most `EXCEPTIONS_MAX`.
     """
     return [
         {

@@ -81,8 +81,9 @@ def inputs_of(cell: Cell) -> str:
 
 
 def run_cell(cell: Cell) -> CellResult:
-    """Run the simulation of a cell. Raises what `run_job` raises, and `JobError` if this machine's
-    code or trace file differ from those of the machine that created the cell.
+    """Run the simulation of a cell. Raises what `inputs_of` and `run_job` raise, and `JobError` if
+    this machine's code, plug-ins or trace file differ from those of the machine that created the
+    cell.
     """
     if inputs_of(cell) != cell.inputs:
         raise JobError(

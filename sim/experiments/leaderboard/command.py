@@ -1,5 +1,5 @@
-"""The command `sim leaderboard`: every routing strategy on every case, with the same requests for
-all strategies.
+"""The command `sim leaderboard`: run routing strategies on cases, with the same requests for all
+strategies of a case and a seed.
 """
 
 import argparse
@@ -54,16 +54,16 @@ from sim.reports.leaderboard_report import (
 )
 
 SIZES: Final[Mapping[str, int]] = {"small": 400, "full": 2_000}
-"""Number of requests in each cell, by the name that `--size` takes."""
+"""Number of requests in each cell (run) of the leaderboard, by the name that `--size` takes."""
 LEADING: Final = (
     *("homing", "weighted-scores", "smetric", "lmetric", "production-stack-load-aware"),
     *("dynamo-two-tier", "dynamo", "dynamo-first-token", "smg-cache-aware-4", "preble"),
     *("sticky-until-saturated", "sticky-until-saturated-first-token", "llm-d-3-2-2"),
     *("llm-d-approximate-lora", "lpwl", "kubeai-chwbl", "round-robin-live"),
 )
-"""Names of the strategies that run by default with `--size full`: the best of each family with
-`--size small`, and well-known ones. On two cores these take less than an hour; all strategies would
-take two and a half hours.
+"""Names of the strategies that `sim leaderboard --size full` runs by default: the best of each
+family with `--size small`, and well-known ones. On two cores these take less than an hour; all
+strategies would take two and a half hours.
 """
 _REQUESTS_MAX: Final = 1_000_000
 _ALL: Final = "all"
@@ -83,7 +83,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help=f"names of sim strategies, or files with EndpointPickerConfigs; {_ALL} for all names "
         f"(default: {_ALL}; with --size full the {len(LEADING)} leading ones)")  # fmt: skip
     add("--cases", type=_names, metavar="A,B,...",
-        help=f"names of cases to run, or {_ALL} (default: {_ALL}, or no named case if --trace is given)")  # fmt: skip
+        help=f"names of cases to run, or {_ALL} for all but the further cases of --list (default: {_ALL}, "
+        "or no named case if --trace is given)")  # fmt: skip
     add("--list", action="store_true", help="list the strategies and cases, and exit")
     add("--trace", action="append", type=Path, default=[], metavar="FILE",
         help="trace to add as a case, on four pods of the default profile; repeatable")  # fmt: skip
@@ -113,8 +114,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(options: argparse.Namespace) -> int:
     """Run `sim leaderboard` and return its exit code.
 
-    0: done. 1: a cell failed. 2: wrong command line. 130: interrupted; completed cells are stored.
-    Raises errors that `sim` prints.
+    0: done. 1: a cell failed. 2: wrong command line. 130: interrupted; with --out, completed cells
+    are stored. Raises errors that `sim` prints.
     """
     if options.list:
         print(_list())
@@ -179,7 +180,8 @@ class Board:
 
     def play(self, workers: Workers) -> None:
         """Run the cells of the leaderboard that have no result yet, and store each result in the
-        folder. Raises `OSError`.
+        folder, if there is one. A cell that fails is recorded in `failed`, and the others go on.
+        Raises `OSError`.
         """
         jobs = [self.cells[number] for number in self.left]
         with progress_bar("leaderboard") as bar:
@@ -323,8 +325,8 @@ def _strategy_summary(policy: PolicySource) -> StrategySummary:
 
 
 def _strategies(wanted: tuple[str, ...] | None, size: str) -> tuple[str, ...]:
-    """Return the names of the strategies to run: `wanted`, or the default for `--size` if `wanted`
-    is None.
+    """Return the names of the strategies to run: `wanted`, all of them if that is the name `all`,
+    or the default for `--size` if `wanted` is None.
 
     The default configuration has two names and runs only under one of them. Raises
     `PolicyNameError` if strategies are not named and those of other projects are not installed.

@@ -33,8 +33,8 @@ class CellFolder:
                 file.unlink()
 
     def stored(self, cell: Cell) -> CellResult | None:
-        """Return the stored result of a cell. None if the cell has not run, or if its stored result
-        has other inputs (code, trace or parameters).
+        """Return the stored result of a cell. None if the cell has not run, if the file is damaged,
+        or if the stored result has other inputs (code, trace or parameters).
         """
         try:
             found = msgspec.json.decode(self._file(cell).read_bytes(), type=CellResult)

@@ -53,8 +53,9 @@ def code_hash() -> str:
 
 @lru_cache(maxsize=_POLICIES_MAX)
 def plugins_hash(policy: PolicySource) -> str:
-    """Return the hash of the modules that contain the policy's plug-ins, without those that
-    `code_hash` covers. "" for a baseline.
+    """Return the hash of the modules that contain the policy's plug-ins, and of the modules of the
+    same packages that these import. Modules of `epp` are left out, because `code_hash` covers them.
+    "" for a baseline.
     """
     if not policy.text:
         return ""
@@ -70,8 +71,9 @@ def plugins_hash(policy: PolicySource) -> str:
 
 
 def _reached_from(modules: Iterable[str]) -> list[Path]:
-    """Return the files of the named modules, and of all modules of the same package that they
-    import. Modules that `code_hash` covers are left out.
+    """Return the files of the named modules, and of all modules of the same top-level package that
+    they import, directly or indirectly, by absolute imports. Modules of `epp` are left out, because
+    `code_hash` covers them.
     """
     waiting = [name for name in modules if _package_of(name)]
     found: dict[str, Path] = {}
@@ -90,7 +92,9 @@ def _reached_from(modules: Iterable[str]) -> list[Path]:
 
 
 def _package_of(module: str) -> str:
-    """Return the top-level package of a module, or "" if `code_hash` covers that package."""
+    """Return the top-level package of a module, or "" for a module of `epp`, which `code_hash`
+    covers.
+    """
     package = module.partition(".")[0]
     return "" if package == epp.__name__ else package
 

@@ -1,5 +1,5 @@
 """The leaderboard's rows of one case: the figures of each strategy, their ratio to the best
-strategy, and its significance.
+strategy, and whether the difference from it is significant.
 """
 
 import math
@@ -21,7 +21,7 @@ class Runs(Struct, frozen=True, kw_only=True):
     strategy: str
     by_seed: Mapping[int, CellResult]
     failed: bool = False
-    """True if a run of the strategy failed with at least one of the seeds."""
+    """True if a run of the strategy in this case failed with at least one of the seeds."""
 
 
 def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[StandingSummary]:

@@ -175,11 +175,20 @@ def test_a_page_bounds_the_requests_without_a_first_output():
     there.page(1, running_requests=4.0, waiting_requests=0.0, answers_total=91.0)
     assert there.outputs.to_come_max == 0.0
     there.page(1, running_requests=7.0, waiting_requests=3.0, answers_total=91.0)
-    assert there.outputs.rose
     assert there.outputs.to_come_max == 5.0
     there.page(running_requests=0.0, waiting_requests=0.0, answers_total=110.0)
-    assert not there.outputs.rose
     assert there.outputs.to_come_max == 0.0, "an idle engine has none"
+
+
+def test_a_first_output_or_an_answer_shows_that_the_engine_ended_a_step():
+    there = Endpoint(count=100.0)
+    there.page(answers_total=90.0)
+    there.page(1, answers_total=90.0)
+    assert there.outputs.stepped
+    there.page(answers_total=91.0)
+    assert there.outputs.stepped
+    there.page(answers_total=91.0)
+    assert not there.outputs.stepped
 
 
 def test_a_page_without_answers_bounds_nothing():

@@ -250,17 +250,52 @@ def test_what_no_page_has_counted_is_still_to_be_computed():
 )
 def test_first_outputs_of_peers_are_not_taken_for_ours_where_ours_are_seen(shared, streamed, left):
     """The engine counts one more first output, and the gateway has shown none of this picker's."""
-    there = Counted()
-    if shared:
-        there.columns.peers = PeerLoads()
-        nothing = np.zeros(0, dtype=np.int64)
-        there.columns.peers.tell(b"a", nothing, nothing, np.zeros(0), 0.0, whole=True, size=2)
+    there = shared_endpoint() if shared else Counted()
     seen = lease(there.ledger, stream=True, now=0.0)
     there.ledger.first_output(seen, 0.1)
     there.page(0.15, more=1)
     lease(there.ledger, stream=streamed, now=0.2)
     there.page(0.2, more=1)
     assert there.left(0.2) == left
+
+
+def shared_endpoint():
+    """An endpoint that a peer of this picker uses too."""
+    there = Counted()
+    there.columns.peers = PeerLoads()
+    nothing = np.zeros(0, dtype=np.int64)
+    there.columns.peers.tell(b"a", nothing, nothing, np.zeros(0), 0.0, whole=True, size=2)
+    return there
+
+
+def test_the_end_of_an_answer_does_not_show_that_first_outputs_are_seen():
+    """Without chunks, the picker learns only at the end that a prompt was computed long before."""
+    there = shared_endpoint()
+    there.page(0.0)
+    ended = lease(there.ledger, stream=True, now=0.0)
+    lease(there.ledger, stream=True, now=0.2)
+    there.ledger.close(ended, 0.25, answered=True)
+    there.page(0.3, more=2)
+    assert there.left(0.3) == 0.0
+
+
+def test_answers_that_end_show_that_no_prompt_is_left():
+    """The only first output was taken for that of a peer. Two pages later all requests have one."""
+    there = shared_endpoint()
+    there.page(0.0, running_requests=0.0, waiting_requests=0.0, answers_total=0.0)
+    there.ledger.first_output(lease(there.ledger, stream=True, now=0.05), 0.1)
+    lease(there.ledger, stream=True, now=0.2)
+    for now, first_outputs, answers in ((0.3, 4, 0), (0.4, 0, 0), (0.5, 0, 1)):
+        there.page(
+            now,
+            first_outputs,
+            running_requests=4.0 - answers,
+            waiting_requests=0.0,
+            answers_total=answers,
+        )
+        assert there.left(now) > 0.0
+    there.page(0.6, running_requests=2.0, waiting_requests=0.0, answers_total=2.0)
+    assert there.left(0.6) == 0.0
 
 
 class Receiving(Counted):

@@ -119,7 +119,7 @@ LACKING = difference("not enough data: the trace has 3 sessions", -0.4, low=None
         (told(chosen=None, hold_out=[], beats=False), ("Nothing beats mine: of 4 configurations, none "
          "was better over all seeds without losing more than 0.02 of an objective, or losing requests")),
         (told(complete=False, chosen=None, hold_out=[], beats=False), ("Not finished: 4 configurations "
-         "tried so far, and none judged on the hold-out half.")),
+         "tried so far, without a complete judgement on the hold-out half.")),
     ],
 )  # fmt: skip
 def test_every_end_has_its_sentence(summary, says):

@@ -79,8 +79,8 @@ class BadAnswerError(Exception):
 
 
 class UnidentifiedMediaError(Exception):
-    """An error: a prompt has media, such as an image, that neither its token ids nor identifiers in
-    the renderer's answer distinguish from other media.
+    """Raised if a prompt has media, such as an image, that neither its token ids nor identifiers in
+    the renderer's answer distinguish from other media, or more than `MEDIA_MAX` media.
     """
 
 

@@ -45,14 +45,14 @@ _GIVEN: Final = frozenset({"user", "system", "developer"})
 
 
 class UnknownChatError(Exception):
-    """The chat that vLLM makes of a request is unknown, because its body has members or parts that
-    are invalid or that this module does not convert.
+    """Raised if the chat that vLLM makes of a request is unknown, because its body has members or
+    parts that are invalid or that this module does not convert.
     """
 
 
 def as_chat(api: ApiKind, body: Json) -> Json:
-    """Convert the body of a request of any supported API to the chat request from which vLLM
-    renders the prompt. Raises `UnknownChatError`.
+    """Convert the body of a Messages or Responses request to the chat request from which vLLM
+    renders the prompt. A body of another API is returned unchanged. Raises `UnknownChatError`.
     """
     make = _MAKERS.get(api)
     if make is None:
@@ -96,7 +96,7 @@ def _system(system: Any) -> str:
 
 def _turns(message: Json) -> Iterable[Json]:
     """Convert one message of the Messages API to messages of the Chat Completions API. Results of
-    tools in it become separate messages before it.
+    tools in it become separate messages before it. Raises `UnknownChatError`.
     """
     role, content = message["role"], message["content"]
     if role not in _TURNS:
@@ -171,7 +171,7 @@ def _tool(tool: Json) -> Json:
 
 def _of_responses(members: Json) -> Json:
     """Convert the body of a Responses request to chat messages, removing the converted members from
-    `members`.
+    `members`. Raises `UnknownChatError`.
     """
     if members.pop("tools", None) or members.pop("truncation", "disabled") != "disabled":
         raise UnknownChatError

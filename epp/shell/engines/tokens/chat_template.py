@@ -30,7 +30,9 @@ Json = dict[str, Any]
 
 
 class NotRenderedError(Exception):
-    """Raised if the chat template, or vLLM's preparation for it, rejects the request."""
+    """Raised if the chat template, or vLLM's preparation for it, rejects the request or fails, or
+    if there are too many messages or too much text.
+    """
 
 
 class _Generation(Extension):

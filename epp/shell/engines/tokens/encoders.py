@@ -78,7 +78,7 @@ class TextEncoder:
 
     def parts_of(self, text: str) -> list[str]:
         """Split `text` into special tokens and the parts between them. The token ids of all parts
-        in order are those of the whole text.
+        in order are those of the whole text. A text that may not be split is the only part.
         """
         if not self.cut:
             return [text]
@@ -167,8 +167,8 @@ def _may_be_cut(described: dict[str, Any]) -> bool:
 
 
 def _by_tiktoken(described: dict[str, Any]) -> Encode | None:
-    """Return an encoder by `tiktoken` with the same results as the tokenizer, or None if `tiktoken`
-    cannot represent it.
+    """Return an encoder by `tiktoken` that is expected to return the tokenizer's ids, or None if
+    `tiktoken` cannot represent the tokenizer. The caller compares the ids.
     """
     model = described.get("model") or {}
     pattern = _pattern_of(described.get("pre_tokenizer") or {})
@@ -213,8 +213,8 @@ def _pattern_of(pre_tokenizer: dict[str, Any]) -> str:
 
 
 def _ranks_of(model: dict[str, Any]) -> dict[bytes, int] | None:
-    """Return the id of each token by the token's bytes, or None if the ids are not in the order of
-    the tokenizer's merges.
+    """Return the id of each token by the token's bytes, or None if the vocabulary is not one of
+    bytes or the ids are not in the order of the tokenizer's merges.
     """
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocabulary: dict[str, int] = model["vocab"]

@@ -47,8 +47,8 @@ restarted. The slowest input, two megabytes of blanks, takes two seconds of a wh
 """
 LOAD_S_MAX: Final[Seconds] = 60.0
 LOADED_AT_ONCE_MAX: Final = 8
-"""Number of tokenizers that the tokenizer process loads when it starts; it loads others when they
-are first needed.
+"""Maximum number of tokenizers that the tokenizer process loads when it starts; it loads others
+when they are first needed.
 """
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0
@@ -106,7 +106,7 @@ class LocalWorker:
         self._backoff_s = backoff_s
         self._models: dict[str, Loaded | None] = {}
         """Loaded tokenizer of each model with tokenizer files, or None if the current process has
-        not loaded it yet.
+        not loaded it yet or cannot load it.
         """
         self._broken: dict[str, str] = {}
         """Reason why the tokenizer files of a model cannot be used, by model."""
@@ -143,7 +143,8 @@ class LocalWorker:
         """Return why the requested model has no usable tokenizer now, or None if it has one.
 
         `LOADING` is returned while the tokenizer of any model is being loaded. If the requested
-        model's tokenizer is not loaded, this call requests that.
+        model's tokenizer is not loaded, this call requests that. A model without tokenizer is
+        logged once.
         """
         model = self._tokenizer_of(asked)
         if model is None or model in self._broken:
@@ -182,8 +183,8 @@ class LocalWorker:
         return PromptTokens(done.ids)
 
     async def run(self) -> None:
-        """Run the tokenizer process until cancelled. Restart it when it ends, unless it answered
-        that it can never return tokens.
+        """Run the tokenizer process until cancelled. When it ends, fail the waiting requests and
+        restart it after a delay, unless it answered that it can never return tokens.
         """
         backoff_s = self._backoff_s
         while True:
@@ -334,7 +335,9 @@ class LocalWorker:
         self._queued_bytes = 0
 
     def _tell_missing(self, model: str, problem: str) -> None:
-        """Log a problem with the tokenizer of `model`, once per model."""
+        """Log a problem with the tokenizer of `model`, once per model and for at most
+        `MODELS_TOLD_MAX` models.
+        """
         if model in self._told or len(self._told) >= MODELS_TOLD_MAX:
             return
         self._told.add(model)
@@ -373,8 +376,8 @@ class LocalWorker:
         }
 
     def close(self) -> None:
-        """Fail all requests that are queued for the tokenizer process, and forget its models. The
-        process and the request that it answers end when `run` is cancelled.
+        """Fail all requests that are queued for the tokenizer process, and forget which models it
+        has loaded. The process and the request that it answers end when `run` is cancelled.
         """
         self._forget_process()
 

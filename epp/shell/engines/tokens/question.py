@@ -26,7 +26,9 @@ class TokensResult(StrEnum):
     """The last requests for tokens failed, so that no more are sent for some seconds."""
     UNREACHABLE = "unreachable"
     FAILED = "failed"
-    """The renderer answered with a server error, or the tokenizer process failed."""
+    """The renderer answered with a server error, the tokenizer process failed, or the backend was
+    closed.
+    """
     REFUSED = "refused"
     """The renderer or the chat template rejects the request as invalid."""
     INVALID = "invalid-answer"

@@ -285,7 +285,7 @@ class Renderer:
 
     async def _ask(self, server: _Server, question: Question, timeout_s: Seconds) -> PromptTokens:
         """Request the tokens from one renderer, and record for its circuit breaker whether it
-        failed.
+        failed. Log when the circuit opens. Raises `TokensUnknownError`.
         """
         server.breaker.asked(time.monotonic())
         failed = True
@@ -418,7 +418,7 @@ def _places(
 
 async def _read(answer: bytes, question: Question) -> PromptTokens:
     """Parse the token ids of each prompt in a renderer's answer. The event loop runs between two
-    pieces of the answer.
+    pieces of the answer. Raises `BadAnswerError` and `UnidentifiedMediaError`.
     """
     found: list[bytes] = []
     media: list[tuple[PlacedMedia, ...]] = []

@@ -49,8 +49,8 @@ class TokensObserver(Protocol):
 class TokenResolver:
     """A `Resolver` that gets the tokens of inference requests from one backend.
 
-    Every inference request is resumed exactly once, at the latest after `timeout_s` seconds, unless
-    it is cancelled.
+    Every inference request for which `begin` returns a wait is resumed exactly once, at the latest
+    after `timeout_s` seconds, unless the wait is cancelled.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class TokenResolver:
     def ended(
         self, wait: "_TokenWait", result: TokensResult | None, began_s: Seconds, tokens: int
     ) -> None:
-        """Record that an inference request no longer waits; `result` is None if its wait was
+        """Record that an inference request no longer waits. Count its `result`, report it to the
+        observer and tell it to the circuit breaker, unless it is None because the wait was
         cancelled.
         """
         self._waits.discard(wait)
@@ -138,7 +139,7 @@ class TokenResolver:
         self._observer.tokens_asked(self.backend.name, result, waited_s, tokens)
 
     def close(self) -> None:
-        """Resume all waiting inference requests without tokens."""
+        """Resume all waiting inference requests without tokens, and close the backend."""
         for wait in list(self._waits):
             wait.give_up(TokensResult.FAILED)
         self.backend.close()
@@ -166,7 +167,9 @@ class _TokenWait:
         self._end(None, 0)
 
     def give_up(self, result: TokensResult) -> None:
-        """End the wait with `result`, and resume the inference request without tokens."""
+        """End the wait with `result`, and resume the inference request without tokens. Do nothing
+        if the wait has ended before.
+        """
         resume = self._end(result, 0)
         if resume is not None:
             resume(self._question.request)
@@ -196,8 +199,8 @@ class _TokenWait:
             resume(structs.replace(request, moment=moment))
 
     def _end(self, result: TokensResult | None, tokens: int) -> Resume | None:
-        """End the wait with `result`. Return the function that resumes the request, or None if the
-        wait has ended before.
+        """End the wait with `result`, and cancel its task. Return the function that resumes the
+        request, or None if the wait has ended before.
         """
         resume, self._resume = self._resume, None
         if resume is None:

@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Compared(StrEnum):
-    """The result of comparing the token ids of a prompt with those that the engine stored."""
+    """The result of comparing the token ids of a request with those that the engine stored."""
 
     AGREES = "agrees"
     DIFFERS = "differs"
@@ -49,7 +49,8 @@ class TokensSnapshot(Struct, frozen=True, kw_only=True):
     results: Mapping[str, int] = field(default_factory=dict)
     """Number of requests for tokens by `TokensResult`."""
     compared: Mapping[str, int] = field(default_factory=dict)
-    """Number of prompts whose token ids were compared with the engine's, by result (`Compared`)."""
+    """Number of requests whose token ids were compared with the engine's, by result (`Compared`).
+    """
 
 
 class _Served(Struct, frozen=True):
@@ -91,7 +92,7 @@ class Tokens:
         self._changed = asyncio.Event()
         self._agreement = Agreement()
         self._results: dict[str, dict[TokensResult, int]] = {}
-        """Number of results of backends that are no longer used, by backend."""
+        """Number of results of backends that are no longer used, by backend and result."""
         self._compared: dict[str, dict[Compared, int]] = {}
         """Number of comparisons with engines' token ids since the start, by backend and result."""
         self._served: deque[_Served] = deque(maxlen=SERVED_MAX)
@@ -116,7 +117,9 @@ class Tokens:
         return Prepared(settings, resolver)
 
     def accept(self, prepared: Prepared) -> None:
-        """Use the token producer in `prepared` from now on."""
+        """Use the token producer in `prepared` from now on. If it is another one, close the
+        previous one and forget which token ids agreed with the engine's.
+        """
         before, self.resolver = self.resolver, prepared.resolver
         self._settings = prepared.settings
         if before is prepared.resolver:
@@ -168,8 +171,9 @@ class Tokens:
             self._served.append(_Served(request, endpoint, held, now))
 
     def look(self, now: Seconds) -> None:
-        """Compare the token ids of requests that were served a while ago with the engine's. Call
-        this method about once a second.
+        """Compare the token ids of requests that were served a while ago with the engine's, and
+        count the results. The first time that too many differ for a model, log a warning. Call this
+        method about once a second.
 
         A difference counts only if the engine reported everything since then and no report was
         forgotten. A block that was stored and evicted counts as stored.

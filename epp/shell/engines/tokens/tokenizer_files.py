@@ -42,8 +42,9 @@ def files_of(settings: LocalTokenizers) -> dict[str, Path]:
 
 
 def _discovered(top: Path) -> dict[str, Path]:
-    """Find `tokenizer.json` files below `top`, and return them by their relative path; one in `top`
-    itself has the name of `top`.
+    """Find at most `MODELS_MAX` `tokenizer.json` files below `top`, and return them by the relative
+    path of their folder. A folder of the Hugging Face cache has the model's name, and `top` itself
+    its own name.
     """
     found: dict[str, Path] = {}
     for seen, (folder, below, files) in enumerate(os.walk(top, followlinks=True)):
@@ -82,7 +83,7 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
 def read_config(folder: Path) -> TokenizerConfig:
     """Read the tokenizer configuration in `folder`; missing files are ignored.
 
-    Raises `OSError` and `ValueError`.
+    Raises `OSError`, `ValueError` and, for an incomplete list of templates, `KeyError`.
     """
     config = _json(folder / _CONFIG)
     templates = _templates_of(config.get("chat_template"))

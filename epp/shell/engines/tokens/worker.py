@@ -170,6 +170,10 @@ class Worker:
 
 
 class _RefusedError(Exception):
+    """Raised if the tokenizer process cannot return the tokens of a request; `result` is the
+    reason.
+    """
+
     def __init__(self, result: TokensResult) -> None:
         super().__init__(result.value)
         self.result = result

@@ -19,7 +19,7 @@ class ConfigurationChanges:
         tell: Callable[[Applied | RefusedDocument], None] = lambda _: None,
     ) -> None:
         """Create the record of configuration changes. `clock` returns Unix time in seconds, and
-        `tell` is called with each change of the configuration.
+        `tell` is called with each document that came into force or was rejected.
         """
         self._clock = clock
         self._tell = tell
@@ -37,7 +37,9 @@ class ConfigurationChanges:
         changes: Sequence[str],
         weights: Mapping[str, float],
     ) -> None:
-        """Record that a configuration document came into force."""
+        """Record and report that a configuration document came into force, and forget the last
+        rejected one.
+        """
         self.applied = Applied(
             generation=generation,
             hash=config_hash,
@@ -50,8 +52,8 @@ class ConfigurationChanges:
         self._tell(self.applied)
 
     def refuse(self, problem: str) -> None:
-        """Record that a configuration document was rejected and the last valid one stays in
-        force.
+        """Record and report that a configuration document was rejected and the last valid one stays
+        in force.
         """
         self.refused = RefusedDocument(at_s=self._clock(), problem=problem)
         self._tell(self.refused)

@@ -335,9 +335,13 @@ class _Ranked:
         self._states, self._cost = past.states, cost
         self._members = remembered.members or ()
         self.slots: list[int] = []
-        """Slots of the candidates, in the order of the recorded scores."""
+        """Slots of the candidates, in the order of the recorded scores; [] if the scores are no
+        longer available.
+        """
         self.best: list[Row] = []
-        """Rows of the candidates with the best scores, best first, including the chosen one."""
+        """Rows of the candidates with the best scores, best first, including the chosen one; [] if
+        the scores are no longer available.
+        """
         scores, weights = remembered.scores, np.array(past.setting.weights)
         if scores is None or not self._members or not len(weights):
             return

@@ -47,8 +47,8 @@ class EndpointStates:
         """Create the tracker.
 
         `problem_of` returns kind and sentence of an endpoint's failed scrape. `changed` is called
-        with all endpoints that are not ready or have a problem, whenever a state changes. `clock`
-        returns Unix time.
+        with all endpoints that are not ready or have a problem, whenever a state changes, or an
+        endpoint joins with a problem or leaves. `clock` returns Unix time.
         """
         self._scheduler = scheduler
         self._problem_of = problem_of

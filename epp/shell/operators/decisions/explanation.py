@@ -83,8 +83,9 @@ def _decision(row: _Row) -> list[str]:
 
 
 def _latencies(row: _Row) -> list[str]:
-    """Return a line for each kind of latency that was predicted or would have been, e.g. "predicted
-    time to first token 0.41 s, observed 0.38 s; median error 7%".
+    """Return a line with the predicted and the observed value of each kind of latency in the row,
+    with "?" for an unknown one, e.g. "predicted time to first token 0.41 s, observed 0.38 s; median
+    error 7%".
     """
     return [
         f"predicted {_LATENCIES[name]} {_predicted_s(each['predicted_s'])}, "

@@ -90,7 +90,7 @@ _OPEN_MAX: Final = 65_536
 streams.
 """
 WAITING_MAX: Final = 64
-"""Maximum number of decisions and ends of requests that wait to be recorded.
+"""Maximum number of decisions, refusals and ends of requests that wait to be recorded.
 
 Recording them together uses the processor's cache better. With its array of scores each takes 40 KB
 in a pool of a thousand.
@@ -178,7 +178,9 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 
 class RecentSums(Struct, kw_only=True):
-    """Sums over the decisions and refusals from `since_s` to `until_s`, in Unix time."""
+    """Sums over the decisions and refusals from `since_s` to `until_s`, in Unix time. `since_s` is
+    later than requested if older records were dropped or not examined.
+    """
 
     since_s: float
     until_s: float
@@ -291,7 +293,7 @@ class RecentDecisions:
 
     def know_states(self, states: States) -> None:
         """Set the states of all endpoints that are not ready or have a problem, for later
-        decisions.
+        decisions, and store them in the history if there is one.
         """
         self._states_told += 1
         _remember(self._context.states, self._states_told, states, STATES_MAX)
@@ -458,8 +460,8 @@ class RecentDecisions:
                 self._could_not("recent", error)
 
     def expire(self) -> None:
-        """Store the records that wait, and drop those older than `keep_s` seconds. Call it about
-        once a second.
+        """Store the records that wait, and drop those older than `keep_s` seconds, at most
+        `_EXPIRED_PER_CALL_MAX` per call. Call it about once a second.
         """
         self.fold()
         before_s = self._clock() - self.keep_s
@@ -546,7 +548,9 @@ class RecentDecisions:
 
     @property
     def oldest_at_s(self) -> float | None:
-        """Unix time of the oldest recorded decision or refusal, or None if there is none."""
+        """Unix time of the oldest record of a decision, a refusal or a use of another endpoint, or
+        None if there is none.
+        """
         self.fold()
         oldest = self._rows.oldest()
         return None if oldest is None else kept_at_s(oldest)

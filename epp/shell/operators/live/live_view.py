@@ -99,41 +99,47 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     inflight_requests: int
     inflight_prefill_tokens: float | None
     requests: int
-    """Number of requests that were routed to the endpoint within the window of the live view. All
-    counts and shares of requests below are of the same window.
+    """Number of requests within the window of the live view that were routed to the endpoint, or
+    that the gateway sent to it instead of the chosen one. All counts and shares of requests below
+    are of the same window.
     """
     share: float
-    """The endpoint's share of all routed requests, from 0 to 1."""
+    """The endpoint's share of all requests that were routed within the window of the live view,
+    from 0 to 1.
+    """
     failed: int
     prompt_tokens: int = 0
-    """Number of prompt tokens of which `predicted_hits` is the share that was estimated as
-    cached.
+    """Number of prompt tokens of the endpoint's requests within the window of the live view;
+    `predicted_hits` is a share of it.
     """
     compared_prompt_tokens: int = 0
-    """Number of prompt tokens of which `compared_hits` and `actual_hits` are shares."""
+    """Number of prompt tokens of those requests to the endpoint whose response reported its cached
+    tokens; `compared_hits` and `actual_hits` are shares of it.
+    """
     predicted_hits: float | None
     """Share of prompt tokens that were estimated as cached at the endpoint, from 0 to 1."""
     compared_hits: float | None
-    """Value of `predicted_hits` for only those requests whose response reported its cached tokens.
-
-    Compare it with `actual_hits`.
+    """Share of prompt tokens that were estimated as cached at the endpoint, for only those requests
+    whose response reported its cached tokens. Compare it with `actual_hits`.
     """
     actual_hits: float | None
     """Share of prompt tokens that were cached at the endpoint, for those requests whose response
     reported it.
     """
     engine_ttft_s: Seconds | None = None
-    """Mean time to first token of the endpoint's requests in the last minute, in seconds, as
-    measured by the engine.
+    """Mean time to first token in the last minute, in seconds, as measured by the endpoint's engine
+    for all its requests.
     """
     kv_events: str | None = None
-    """State of the endpoint's KV-cache events ("live" or a problem), or None if no index needs
-    them.
+    """State of the endpoint's KV-cache events, such as "live", "replaying" or "silent", or None if
+    no index needs them.
     """
     kv_events_problem: str | None = None
     """Reason why no KV-cache events are received from the endpoint, or None."""
     engine_hits: float | None = None
-    """Share of prompt tokens found in the prefix cache, by the engine's own counters."""
+    """Share of prompt tokens that the engine found in its prefix cache, by its own counters over
+    some minutes and for all its clients.
+    """
     room_load: float | None = None
     """Load of the endpoint as a share of its room, by which the queue judges; full from 1 on."""
     room_requests: int | None = None
@@ -167,7 +173,7 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     refused: str | None = None
     """Reason why the request was refused, or None for a decision; a refusal has no scores."""
     status: int | None = None
-    """HTTP status of the response, or None if it was not seen yet."""
+    """HTTP status of the response or of the refusal, or None if no response was seen yet."""
     score: LiveScore | None = None
     runner_up: LiveScore | None = None
     decided_by: list[str] = field(default_factory=list)
@@ -192,7 +198,9 @@ class LivePrefills(Struct, frozen=True, kw_only=True):
     decode: str
     """Name of the endpoint that receives the KV cache and decodes."""
     requests: int
-    """Number of the picker's own requests whose prefill has not ended."""
+    """Number of the picker's own latest requests for this pair of endpoints whose prefill has not
+    ended.
+    """
 
 
 class Live(Struct, frozen=True, kw_only=True):
@@ -204,7 +212,7 @@ class Live(Struct, frozen=True, kw_only=True):
     pool: str
     window_s: float
     """Length in seconds of the window over which requests are counted; shorter than usual if older
-    records were dropped.
+    records were dropped or there are more than `RECORDS_MAX`.
     """
     decided: int
     refused: dict[str, int]
@@ -217,9 +225,9 @@ class Live(Struct, frozen=True, kw_only=True):
     endpoints_total: int
     endpoints_ready: int
     endpoints: list[LiveEndpoint]
-    """Endpoints in the order of their names."""
+    """Endpoints in the order of their names, at most `ENDPOINTS_MAX`."""
     decisions: list[LiveDecision]
-    """Most recent decisions and refusals, newest first."""
+    """Most recent decisions and refusals, newest first, at most `DECISIONS_SHOWN`."""
     configuration: Applied
     configuration_refused: RefusedDocument | None
     prefills: list[LivePrefills] = field(default_factory=list)
@@ -233,7 +241,9 @@ class Live(Struct, frozen=True, kw_only=True):
     capture: JournalSnapshot | None = None
     """Counts of the capture, or None if nothing is captured."""
     queue: list[LiveBand] | None = None
-    """Bands with waiting requests, highest priority first, or None if requests do not wait."""
+    """Bands with waiting requests, highest priority first, or None if the configuration lets no
+    request wait.
+    """
     evicted_total: int = 0
     """Number of running requests that the queue evicted since the start of the picker."""
 
@@ -255,8 +265,8 @@ class LiveView:
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
         queue: Callable[[], FlowQueue | None] = lambda: None,
     ) -> None:
-        """Create the collector of the figures that `epp top` and `/live` show. `pool` is the pool's name, or "". `first_tokens` returns the
-        engines' times to first token by endpoint id.
+        """Create the collector of the figures that `epp top` and `/live` show. `pool` is the pool's
+        name, or "". `first_tokens` returns the engines' times to first token by endpoint id.
         """
         self._first_tokens = first_tokens
         self._capture = capture

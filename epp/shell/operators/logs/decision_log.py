@@ -53,7 +53,9 @@ class DecisionLog:
         self._candidates_max = candidates_max
 
     def decided(self, decision: Decision) -> None:
-        """Log the destination of a request and the best candidates' scores by scorer."""
+        """Log the destination of a request and the best candidates' scores by scorer, if the level
+        and the sampling allow it.
+        """
         if self._debug:
             self._logger.debug("decision", **self._line(decision.account))
             return
@@ -73,7 +75,8 @@ class DecisionLog:
         path: str = "",
         queued: Queued | None = None,
     ) -> None:
-        """Log why a request was refused; `request` is None if it was not parsed.
+        """Log why a request was refused, if the level and the rate limit allow it; `request` is
+        None if it was not parsed.
 
         The sentence for the client is omitted, because it may quote the client's data.
         """

@@ -36,7 +36,10 @@ class OutliersLog:
         """
 
     def report(self) -> None:
-        """Log the endpoints whose outlier status differs from their last log line."""
+        """Log the endpoints whose outlier status differs from their last log line, each at most
+        once in `AGAIN_S` seconds. Beyond `LINES_MAX` lines, log only the number of further
+        endpoints.
+        """
         now = time.monotonic()
         found = dict(self._scheduler.outliers.detected(now))
         before, self._told = self._told, {}

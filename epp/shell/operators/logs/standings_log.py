@@ -43,8 +43,8 @@ class StandingsLog:
         self._problem_of = problem_of
         self._look_every_s = min(max(staleness_s / LOOKS_PER_STALENESS, LOOK_S_MIN), LOOK_S_MAX)
         self._not_ready: dict[str, tuple[Standing, Seconds]] = {}
-        """Standing (reason for not being ready) of each endpoint that is not ready, with its start
-        time, by endpoint id.
+        """Standing (reason for not being ready) of each endpoint that is not ready, with the time
+        since which the endpoint is not ready, by endpoint id.
         """
 
     async def run(self) -> None:
@@ -57,7 +57,8 @@ class StandingsLog:
 
     def look(self, now: Seconds) -> None:
         """Log the endpoints whose standing (ready, or the reason why not) changed since the last
-        comparison.
+        comparison. Beyond `LINES_MAX` lines, log only the number of further endpoints. An endpoint
+        that was never scraped keeps its earlier standing.
         """
         standings = self._scheduler.standings(now)
         before, self._not_ready = self._not_ready, {}

@@ -60,7 +60,9 @@ class EndpointSeries:
         self._waiting: Waiting[_Key] = Waiting(_NUMBERS)
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """Replace the endpoints that have series, and drop the series of all others."""
+        """Replace the endpoints that have series by the first `ENDPOINTS_MAX` of `endpoints`, and
+        drop the series of all others.
+        """
         self.fold()
         self._present = {}
         for endpoint in endpoints:

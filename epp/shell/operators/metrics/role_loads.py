@@ -24,9 +24,11 @@ class RoleLoad(Struct, frozen=True, kw_only=True):
     running_mean: float | None
     kv_cache_usage_mean: float | None
     inflight_requests: int
-    """Number of requests in flight from this picker and its peers, over all endpoints."""
+    """Number of requests in flight from this picker and its peers at all endpoints of the role."""
     inflight_prefill_tokens: float
-    """Estimated number of uncached prompt tokens that are not yet prefilled, over all endpoints."""
+    """Estimated number of uncached prompt tokens that are not yet prefilled at all endpoints of the
+    role.
+    """
 
 
 def role_loads(ready: Candidates) -> Mapping[str, RoleLoad]:

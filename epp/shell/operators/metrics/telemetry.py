@@ -141,7 +141,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Number of load reports in response headers, by result of reading them."""
     rank_choices: Mapping[str, int] = field(default_factory=dict)
     """Number of requests to endpoints with several data-parallel ranks, by result of the choice;
-    empty if no plugin selects ranks.
+    empty until a plugin selects ranks.
     """
     messages: Mapping[str, int] = field(default_factory=dict)
     """Number of gateways' ext_proc messages, by the decoder that read them."""
@@ -164,7 +164,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     cluster: ClusterSnapshot | None = None
     """State of the connection to the API server, or None if endpoints come from a file."""
     queue: QueueSnapshot | None = None
-    """State of the queue, or None if requests do not wait."""
+    """State of the queue, or None if the configuration lets no request wait."""
     pages_unread: Mapping[str, int] = field(default_factory=dict)
     """Number of endpoints whose model or GPU page could not be fetched, by kind of page; empty if
     none are configured.
@@ -527,7 +527,10 @@ class Telemetry:
         request_bytes: int,
         model_name: str = "",
     ) -> None:
-        """Count a routed request. `model_name` is the client's model name if it was rewritten."""
+        """Record a routed request, which is counted later together with others (`fold`); the
+        candidates that filters dropped are counted at once. `model_name` is the client's model name
+        if it was rewritten.
+        """
         request, endpoint = leg.lease.request, leg.endpoint
         if leg.scorers != self._scorers:
             self._fold_decisions()
@@ -743,13 +746,13 @@ class Telemetry:
             self._errors(*labels, error_code).inc()
 
     def scheduled_without_prefix(self, mode: str) -> None:
-        """Count a request that was scheduled at its headers, before its body. `mode` is the
-        gateway's body mode or "headers-only".
+        """Count a request that was scheduled without its complete body. `mode` is the gateway's
+        body mode, or "memory" if the body was not read for lack of memory.
         """
         self._without_prefix(mode).inc()
 
     def request_unparsed(self, api: str, reason: str) -> None:
-        """Count a request that was routed although the picker could not read its body."""
+        """Count a request that was routed although the picker did not fully understand its body."""
         self._unparsed(api, reason).inc()
 
     def unknown_body_mode(self, mode: int) -> None:
@@ -810,7 +813,7 @@ class Telemetry:
     def config_applied(
         self, settings: SchedulerSettings, *, config_hash: str, generation: int
     ) -> None:
-        """Record `settings` as those of the configuration in force."""
+        """Record `settings` as those of the configuration in force, and count a successful reload."""
         self._reload_ok.set(1)
         self._reloads("success").inc()
         self._config_info.clear()
@@ -822,7 +825,9 @@ class Telemetry:
                 self._weights.labels(*names).set(scorer.weight)
 
     def config_rejected(self) -> None:
-        """Record that a new configuration was rejected and the last valid one stays in force."""
+        """Record and count that a new configuration was rejected and the last valid one stays in
+        force.
+        """
         self._reload_ok.set(0)
         self._reloads("failure").inc()
 
@@ -887,7 +892,9 @@ class Telemetry:
         self._connections_cut(reason.value).inc()
 
     def drain_cut(self, streams: int) -> None:
-        """Count `streams` ext_proc streams that were still open when the drain timed out."""
+        """Count `streams` ext_proc streams that were still open when the drain ended, and as many
+        failed requests.
+        """
         self._drain_cut.inc(streams)
         self._errors("", "", "0", "drain-cut").inc(streams)
 
@@ -901,7 +908,9 @@ def _model_labels(request: InferenceRequest, model_name: str) -> tuple[str, str,
 
 
 def _error_code(outcome: Outcome) -> str:
-    """Return the error code of a refused or failed request, or "" for a success."""
+    """Return the error code of a request that failed, was evicted or whose client left, or "" for a
+    success.
+    """
     if outcome.ending in {Ending.CLIENT_LEFT, Ending.EVICTED}:
         return outcome.ending.value
     if outcome.status is not None and outcome.status >= 400:

@@ -36,7 +36,8 @@ def endpoint_rows(
     kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     pages: Callable[[Endpoint], PagesRow | None] = lambda _: None,
 ) -> list[_Row]:
-    """Return one row per endpoint, by slot; None means unknown.
+    """Determine the states of all endpoints at `now`, and return one row per endpoint, by slot;
+    None means unknown.
 
     `first_tokens` has the engines' times to first token by endpoint id. `kv_events` returns the
     state of an endpoint's KV-cache events, and `pages` the content of its model and GPU pages; the

@@ -7,7 +7,9 @@ from typing import Final, TypeAlias, TypeVar
 from aiohttp import hdrs, web
 
 WAITING_MAX: Final = 8
-"""Maximum number of requests for pages that wait; further requests get status 503."""
+"""Maximum number of requests in one queue of pages, including the one whose page is being created;
+further requests get status 503.
+"""
 ROWS_PER_TURN: Final = 25
 """Number of table rows that are created at once, which blocks the event loop for about 1 ms."""
 
@@ -26,8 +28,8 @@ class PageQueue:
         """Number of requests whose page is being created or waits for that."""
 
     def queued(self, handler: Handler) -> Handler:
-        """Wrap the HTTP `handler` so that it runs when it is its turn. The handler may wait only
-        for turns of the event loop.
+        """Wrap the HTTP `handler` so that it runs when it is its turn, or answers with status 503
+        if the queue is full. The handler may wait only for turns of the event loop.
         """
 
         async def answer(request: web.Request) -> web.StreamResponse:

@@ -48,7 +48,9 @@ class _Table:
 
 
 def cell(value: Any) -> str:
-    """Return a table's value as text without control characters or line breaks."""
+    """Return a table's value as text without control characters or line breaks, or "-" for None and
+    "".
+    """
     if value is None or value == "":
         return "-"
     text = f"{value:g}" if isinstance(value, float) else str(value)

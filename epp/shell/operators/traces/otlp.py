@@ -18,8 +18,8 @@ NUMBER_MAX: Final = 1_000_000
 
 
 class OtelVariableError(Exception):
-    """An `OTEL_*` environment variable is invalid. The message is one sentence without possible
-    credentials.
+    """Raised if an `OTEL_*` environment variable is invalid or cannot be used. The message is one
+    sentence without possible credentials.
     """
 
 

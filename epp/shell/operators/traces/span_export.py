@@ -93,7 +93,9 @@ class SpanExport(SpanProcessor):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Export the queued spans within `CLOSE_S` seconds, then stop."""
+        """Export the queued spans within `close_s` seconds, then stop. Spans that are left count as
+        dropped.
+        """
         self._closing = True
         self._wake.set()
         try:

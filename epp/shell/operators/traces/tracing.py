@@ -141,8 +141,8 @@ class Tracer:
         """
 
     def begin(self, exchange: Exchange, now: Seconds) -> RequestTrace | UnsampledTrace:
-        """Return the span of the request `exchange`, which was decided or refused at `now`, or the
-        trace of an unsampled request.
+        """Return the span of the request `exchange`, which was decided, was refused or failed at
+        `now`, or the trace of an unsampled request.
         """
         headers = exchange.headers
         said = headers.get(PARENT_HEADER, "")
@@ -197,7 +197,7 @@ class Tracer:
         self, exchange: Exchange, now: Seconds, attributes: Mapping[str, Any], error: str
     ) -> bool:
         """End the span of the request `exchange`. Return True if it was sampled and queued for
-        export.
+        export. If the queue is full, count it as dropped.
 
         `attributes` describe the end of the request. `error` is the reason of its failure, or "".
         """

@@ -89,6 +89,7 @@ HOLD_OUT_NETWORKS: Final = ("tcp-100gbe", "5:0.004")
 """
 LINKS_MEASURED: Final = {"0.625:0.006": 5, "2.5:0.006": 25, "10:0.006": 100}
 """Speed in Gbit/s of each network of the part `links`, by its name."""
+LINK_SEEDS: Final = (1, 2)
 SWEEP_REQUESTS: Final = 200
 LEARNING_REQUESTS: Final = 50
 """Number of requests at the start of a run that `late_e2e_s` leaves out."""
@@ -160,7 +161,7 @@ class Run(Struct, frozen=True, kw_only=True):
     prefill_delay: float = PREFILL_DELAY
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The means of one run in seconds, over all completed requests."""
 
     part: str
@@ -489,7 +490,7 @@ def link_runs() -> list[Run]:
     """Return the runs of the rule by time with a network whose speed it does not know at first."""
     return [
         Run(part="links", case=case, rule=rule, seed=seed)
-        for case, rule, seed in product(link_cases(), LINK_RULES, SEEDS)
+        for case, rule, seed in product(link_cases(), LINK_RULES, LINK_SEEDS)
     ]
 
 
@@ -565,7 +566,7 @@ def by_seed(rows: Sequence[Row], case: Case, rule: str, figure: str) -> np.ndarr
     """Return one figure of a rule in a case, in the order of the seeds."""
     value = _VALUES[figure]
     found = {row.seed: value(row) for row in rows if row.case == case and row.rule == rule}
-    return np.array([found[seed] for seed in SEEDS])
+    return np.array([found[seed] for seed in sorted(found)])
 
 
 def better(rows: Sequence[Row], case: Case, figure: str = "E2E") -> str:

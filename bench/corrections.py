@@ -204,7 +204,9 @@ def _request(number: int, ids: Sequence[int], *, text: bool) -> InferenceRequest
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Yield rows (what, how much) with predicted and found tokens, with and without corrections."""
+    """Yield rows (what, how much) with the cached tokens that the picker predicted and that engines
+    found, with and without corrections.
+    """
     sources = {
         "recorded": [(recorded(), RECORDED_BLOCKS)],
         "chats": [(chats(blocks, seed), blocks) for seed, blocks in enumerate(CHAT_BLOCKS)],

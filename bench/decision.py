@@ -370,8 +370,8 @@ def decode_rows() -> list[tuple[str, str]]:
 
 
 def strategy_rows() -> list[tuple[str, str]]:
-    """Return a row (what, how much) with the cost of the default strategy relative to weighted
-    scores, measured alternately.
+    """Return a row (what, how much) with the CPU time of a decision by the default strategy
+    relative to one by weighted scores, measured alternately.
     """
     weighted = load_config(STRATEGIES["weighted-scores"].config, "weighted", plugin_tables())
     turns = [(schedule_us(100, 128), schedule_us(100, 128, weighted)) for _ in range(3)]
@@ -380,8 +380,8 @@ def strategy_rows() -> list[tuple[str, str]]:
 
 
 def shadow_rows() -> list[tuple[str, str]]:
-    """Return rows (what, how much) with the cost of a shadow profile equal to the default, measured
-    alternately with none.
+    """Return rows (what, how much) with the CPU time that a shadow profile equal to the default
+    adds to a decision, measured alternately with none.
     """
     document = yaml.safe_load(STRATEGIES["homing"].config)
     (profile,) = document["schedulingProfiles"]
@@ -459,7 +459,7 @@ def stage_rows() -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) with the cost of routing decisions."""
+    """Return rows (what, how much) with the CPU time of routing decisions."""
     costs_us = {
         (endpoints, blocks): schedule_us(endpoints, blocks)
         for endpoints in (10, 100, 1_000)

@@ -100,9 +100,9 @@ def _receive_and_read(reader: PageReader, memory: PageMemory, answer: bytes, at_
 
 
 def _long_run(answer_of: Callable[[int], tuple[bytes, int]]) -> tuple[float, float]:
-    """Scrape a pod many times, with the response `answer_of(number)` each time. Return the median
-    seconds that a scrape costs, and the share of the event loop that scrapes use in the second half
-    of the run.
+    """Read the response `answer_of(number)` many times as a scrape of one pod does, without a
+    network. Return the median CPU seconds of one scrape, and the share of the event loop's time
+    that scrapes would use in the second half of the run.
     """
     account = LoopShare(time.thread_time).open()
     reader, memory = PageReader(), PageMemory()

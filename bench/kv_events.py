@@ -109,7 +109,7 @@ def subscriptions() -> list[Subscription]:
 
 
 def rows_of(name: str, block_tokens: int, blocks: int) -> list[tuple[str, str]]:
-    """Return rows (what, how much) with the cost of messages of one shape."""
+    """Return rows (what, how much) with the CPU time of receiving messages of one shape."""
     random = Random(f"bench:{name}")
     heard = subscriptions()
     engines = [Engine(random, block_tokens, blocks) for _ in range(ENGINES)]
@@ -144,5 +144,5 @@ def rows_of(name: str, block_tokens: int, blocks: int) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) with the cost of KV-cache events."""
+    """Return rows (what, how much) with the CPU time of receiving KV-cache events."""
     return [row for name, shape in SHAPES.items() for row in rows_of(name, *shape)]

@@ -317,7 +317,9 @@ def _rows_of(
 
 
 def run() -> list[tuple[str, str]]:
-    """Return rows (what, how much) with the cost of a hundred engines' events."""
+    """Return rows (what, how much) with the CPU use and the event loop's delay while the picker
+    receives the KV-cache events of a hundred engines.
+    """
     (port,) = free_ports(1)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

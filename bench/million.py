@@ -24,8 +24,8 @@ from sim.traces.reading import ReadOptions
 
 REQUESTS = 1_000_000
 BEGINNING = 100_000
-"""Number of requests in the replayed beginning of the trace: as few as `sim replay` replays without
-decisions by default.
+"""Number of requests in the replayed beginning of the trace: the smallest number for which `sim
+replay` stores no decisions by default.
 """
 RATE = 50
 PODS = 8

@@ -91,7 +91,7 @@ def allow_open_files() -> None:
 @contextmanager
 def served(pages: Sequence[bytes], cores: Collection[int] | None = None) -> Iterator[Pages]:
     """Run a process on the processors `cores` that serves `pages`, during the context; it may use
-    all of this process's if `cores` is None.
+    all processors of this process if `cores` is None.
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

@@ -69,7 +69,8 @@ def grpc_message(message: bytes) -> bytes:
 class RawConnection:
     """One HTTP/2 connection of the test client.
 
-    `answered` holds the data received on each stream, and `ended` the streams that are over.
+    `answered` holds the data received on each stream, and `ended` the streams that are over. Those
+    of them that the server reset before their end are also in `resets`.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class RawConnection:
         self.answered: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.resets: dict[int, int] = {}
-        """Error code of the RST_STREAM frame that the server sent, by number of the stream."""
+        """Error code of the RST_STREAM frame that the server sent before the end of the stream, by
+        number of the stream.
+        """
         self.goaways: list[int] = []
         """Number of the last stream that the server will serve, from each GOAWAY frame received."""
         self.answers_pings = True
@@ -205,10 +208,11 @@ class RawConnection:
                 await self._changed.wait()
 
     def lost(self, streams: Sequence[int]) -> int:
-        """Return how many of `streams` have received no data, or have not ended. A stream that was
-        reset after its first data does not count.
+        """Return how many of `streams` have received no data, have not ended, or were reset before
+        their end.
         """
-        return sum(not (stream in self.answered and stream in self.ended) for stream in streams)
+        served = (self.answered.keys() & self.ended) - self.resets.keys()
+        return sum(stream not in served for stream in streams)
 
     def _send_data(self) -> None:
         parts = []
@@ -233,7 +237,9 @@ class RawConnection:
         if kind == DATA:
             self.answered[stream] = self.answered.get(stream, b"") + payload
         elif kind == RST_STREAM:
-            self.resets[stream] = int.from_bytes(payload, "big")
+            # A server may reset a stream after its end, to say that it reads no more of it.
+            if stream not in self.ended:
+                self.resets[stream] = int.from_bytes(payload, "big")
             self.ended.add(stream)
         elif kind == SETTINGS and not flags & ACK:
             for at in range(0, len(payload), 6):

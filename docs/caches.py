@@ -246,7 +246,7 @@ WORKLOADS: Final = (
 
 
 def budget_used(name: str) -> float:
-    """Return the used share of the cache's memory budget, which is 1 % of the KV cache.
+    """Return the used share of the memory budget of the cache `name`, which is 1 % of the KV cache.
 
     The cache has stored 40 prompts of 105 tokens and then one of 4,000.
     """

@@ -124,7 +124,9 @@ and the arm `PD NIXL` of its report vllm-gpt-oss-120b-h200-multi-tier."""
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """The means of one run in seconds, over all completed requests."""
+    """The figures of one run over all completed requests: means in seconds, and one 95th
+    percentile.
+    """
 
     comparison: str
     profile: str
@@ -284,7 +286,7 @@ def _split(
 
 
 def steady(rate_per_s: float) -> Iterator[Arrival]:
-    """Yield the guide's requests, with prompts without a common part.
+    """Yield the requests of llm-d's guide, with prompts without a common part.
 
     inference-perf's load of the type `constant` has exponential gaps, which it scales so that all
     requests are sent within the duration.
@@ -442,7 +444,7 @@ def read() -> Measured:
 
 
 def guide_table(measured: Measured) -> str:
-    """Return the table of the guide's means, published and simulated."""
+    """Return the table of latencies in the setups of llm-d's guide, published and simulated."""
     rows = [["setup", "profile", "E2E", "time per token", "TTFT", "TTFT p95"]]
     rows += [
         [
@@ -461,7 +463,9 @@ def _levels(row: Published | Row) -> list[str]:
 
 
 def sign_table(measured: Measured) -> str:
-    """Return the table of ratios to aggregated serving, published and simulated."""
+    """Return the table of latencies of disaggregated serving as ratios to aggregated serving,
+    published and simulated.
+    """
     rows = [["setup", "profile", "E2E", "time per token falls by", "TTFT rises by"]]
     base, *others = PUBLISHED
     rows += [
@@ -495,7 +499,7 @@ def _ratios(row: Published | Row, base: Published | Row) -> list[str]:
 
 
 def link_table(measured: Measured) -> str:
-    """Return the table of 8P2D by network."""
+    """Return the table of latencies of 8 prefill and 2 decode pods (8P2D) by network."""
     rows = [
         [row.link, _ms(row.transfer_s), _s(row.ttft_s), _s(row.e2e_s)]
         for row in _rows(measured, "links")

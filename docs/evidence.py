@@ -150,7 +150,8 @@ def _today() -> date:
 
 
 def _measure(root: Path, options: argparse.Namespace) -> int:
-    """Measure stale entries of the inventory, the shortest first. Return 1 if a measurement failed,
+    """Measure stale entries of the inventory, with `--force` fresh ones too, the shortest first.
+    Return 1 if a measurement failed,
     else 0.
     """
     began_s = time.monotonic()

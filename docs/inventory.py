@@ -64,8 +64,8 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sources: list[str] = []
     """Files and folders on which the figures depend."""
     stale_after_days: int = 0
-    """Age in days from which a reading of other projects is stale; 0 if age does not make the entry
-    stale.
+    """Age in days above which a reading of other projects is stale; 0 if age does not make the
+    entry stale.
     """
     commit: str
     """Commit whose tree was measured."""
@@ -207,7 +207,7 @@ def git(root: Path, *words: str, given: str = "") -> str | None:
 def objects(root: Path, names: Sequence[str]) -> dict[str, str] | None:
     """Return the id of the tree or blob of each `REVISION:PATH` in `names`, or "missing".
 
-    None if `root` is not a git repository.
+    None if `root` is not the top folder of a git repository.
     """
     top = git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()).resolve() != root.resolve():

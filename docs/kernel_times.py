@@ -210,8 +210,8 @@ class _Tables:
         return found
 
     def experts(self, shape: ModelShape, degree: int) -> list[tuple[int, float]]:
-        """Return the times of experts by number of tokens, for a power law of the load, which real
-        routers have.
+        """Return the kernel times of a model's experts by number of tokens. The tokens are
+        distributed over the experts by a power law, as real routers do.
         """
         experts = shape.experts
         assert experts is not None

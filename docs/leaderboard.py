@@ -84,7 +84,7 @@ def ranking(board: Board) -> str:
 
 
 def short_ranking(board: Board) -> str:
-    """Return the first ranking of a leaderboard for the README, with only the best and the
+    """Return the first ranking of a leaderboard for the README, with only the five best and the
     well-known strategies.
     """
     (head, *rows), says = board.ranking[0].rows, board.ranking[0].title

@@ -4,7 +4,7 @@ docs.night`, six minutes.
 Five simulated pods, two pickers and the Envoy of `epp envoy-config` are real processes under an
 open loop of requests. The page shows the output of the commands. Each scene proves at the broken
 part that its fault happened. The run fails, and writes no page, if a fault has no effect, or if a
-command does not name the culprit or takes a minute.
+command does not name the culprit or takes more than a minute.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ANSWER_S_MAX: Final = 60.0
 WRITTEN_S: Final = 7.0
 """Seconds after which a decision is certainly in the picker's files; writing them takes up to five."""
 STRETCH_S: Final = 40.0
-"""Duration in seconds of each part of the night."""
+"""Duration in seconds of one wait in a scene of docs/night.md; a scene has one wait or several."""
 FROZEN_S: Final = 0.25
 THAWED_S: Final = 0.1
 LONGER: Final = 8.0
@@ -73,7 +73,9 @@ class Night:
     def __init__(
         self, walk: Walk, stage: Stage, config: Path, stretch_s: Seconds = STRETCH_S
     ) -> None:
-        """Create a night whose scenes take about `stretch_s` seconds each."""
+        """Create a night whose scenes wait for about `stretch_s` seconds, once or several times
+        each.
+        """
         self.walk = walk
         self.stage = stage
         self.stretch_s = stretch_s
@@ -86,7 +88,7 @@ class Night:
     async def answers(self, command: str, *expected: str) -> str:
         """Run `command`, write its output and its duration to the page, and return the output.
 
-        Raise `SystemExit` if it takes a minute or more, or if its output lacks a text of
+        Raise `SystemExit` if it takes more than a minute, or if its output lacks a text of
         `expected`.
         """
         began_at = time.monotonic()

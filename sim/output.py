@@ -51,11 +51,12 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_folder(options: argparse.Namespace, *, goes_on: str = "") -> Path | None:
-    """Return an empty folder for results, created if needed, or None if `--out` is not given.
+    """Return the folder of `--out` for results, created if needed, or None if `--out` is not given.
+    A folder that is not empty is refused with `OutputError`.
 
-    `--force` also accepts a folder that is not empty, and removes the results of earlier runs from
-    it. A command that can resume passes the name of its journal as `goes_on`; a folder with this
-    file is then accepted. Raises `OutputError` and `OSError`.
+    With `--force`, a folder that is not empty is accepted too, and the results of earlier runs are
+    removed from it. A command that can resume passes the name of its journal as `goes_on`; a folder
+    with this file is then accepted. Raises `OutputError` and `OSError`.
     """
     path: Path | None = options.out
     if path is None:

@@ -9,16 +9,21 @@ from docs import flow_figures
 from docs.flow_figures import (
     ALONE,
     ARMS,
+    BURST_S,
     DURATION_S,
     OFF,
     ON,
+    PODS,
+    PODS_MANY,
     SCENARIOS,
     SEEDS,
+    WARM_UP_S,
     Row,
     Run,
     picture,
     planned_runs,
     read,
+    row_of,
     simulated,
     source_of,
     table,
@@ -26,6 +31,8 @@ from docs.flow_figures import (
     targets,
     traffic,
 )
+from sim.cluster.simulated_request import Fate, SimulatedRequest
+from sim.traces.arrival import Arrival
 
 ROW = Row(
     run=Run(scenario="tenants", arm=ON, pickers=1, seed=1),
@@ -66,19 +73,28 @@ def test_every_kind_of_traffic_is_served_with_and_without_the_queue():
     known = {(run.scenario, run.arm) for run in runs}
     assert known == {(one, arm) for one in SCENARIOS for arm in ARMS} - {("burst", ALONE)}
     assert {run.pickers for run in runs if run.arm == ON} == {1, 2, 4}
-    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs[:-12]) + [
+        run.seed for run in runs if run.pods > PODS
+    ]
 
 
 def test_protected_requests_are_the_same_alone():
     """They arrive at the same times, so that only the others make a difference."""
     scenario = SCENARIOS["tenants"]
-    every = list(traffic(scenario, ON, 1))
-    alone = list(traffic(scenario, ALONE, 1))
+    run = Run(scenario="tenants", arm=ON, pickers=1, seed=1)
+    every = list(traffic(run))
+    alone = list(traffic(replace(run, arm=ALONE)))
     mine = [one for one in every if scenario.protected(one)]
     assert [one.time_s for one in alone] == [one.time_s for one in mine]
     assert len(every) > 10 * len(alone)
     assert every[-1].time_s < DURATION_S
     assert [one.index for one in every] == list(range(len(every)))
+
+
+def test_a_larger_pool_gets_more_requests_in_proportion():
+    run = Run(scenario="batch", arm=ON, pickers=1, seed=1)
+    few, many = (len(list(traffic(replace(run, pods=pods)))) for pods in (PODS, PODS_MANY))
+    assert many / few == pytest.approx(PODS_MANY / PODS, rel=0.1)
 
 
 def test_only_one_arm_has_the_queue():
@@ -116,12 +132,30 @@ def test_a_table_has_a_row_for_each_arm():
 
 
 def test_a_run_measures_all_requests_after_the_warm_up():
-    row = simulated(Run(scenario="tenants", arm=ALONE, pickers=1, seed=1))
+    row = simulated(Run(scenario="tenants", arm=ALONE, pickers=1, seed=SEEDS[0]))
     assert 0.0 < row.ttft_p50_s < row.ttft_p90_s < row.ttft_p99_s < 2.0
     assert row.others_ttft_p90_s is None
     assert row.served_per_s == pytest.approx(5.6, rel=0.2)
     assert (row.refused, row.failed) == (0, 0)
     assert row.series[0][0] == flow_figures.WARM_UP_S
+
+
+def test_only_complete_requests_were_served():
+    """A refusal ends a request as an answer does."""
+    run = Run(scenario="burst", arm=ON, pickers=1, seed=1)
+    ended = [ended_with(fate, number) for number, fate in enumerate(Fate)]
+    assert row_of(run, ended, [0.0]).served_per_s == 1 / (DURATION_S - WARM_UP_S)
+
+
+def ended_with(fate, number):
+    """A request that came at the burst and ended with `fate` before the last arrivals."""
+    at_s = BURST_S[0]
+    arrival = Arrival(index=number, time_s=at_s, prompt_tokens=256, output_tokens=2)
+    request = SimulatedRequest(number, arrival, at_s)
+    request.fate = fate
+    request.routed_at, request.first_token_at, request.finished_at = at_s, at_s + 1.0, at_s + 2.0
+    request.ended_at = at_s + 2.0
+    return request
 
 
 def test_the_page_shows_what_was_measured():

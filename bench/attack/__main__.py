@@ -55,7 +55,7 @@ of them take at most twice the 99th percentile before the attack.
 """
 PROBE_S_MAX = 10.0
 ROOM = 8
-"""Number of requests of a pod at which others wait, with `--queue`."""
+"""Number of requests at each pod from which on further ones wait in the picker, with `--queue`."""
 TENANT = {"x-llm-d-inference-fairness-id": "probe"}
 """Header by which the probe has its share of the queue. Without `--queue` it has no effect."""
 PODS = 4
@@ -82,6 +82,9 @@ class Row(Struct, frozen=True, kw_only=True):
     name: str
     did: str
     lost: list[str]
+    """Problem of each request of the probe that was lost."""
+    attackers_lost: list[str]
+    """Problem of each innocent request of the attackers that was lost."""
     probes: int
     p99_before_s: float
     p99_during_s: float
@@ -193,7 +196,8 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
     return Row(
         name=name,
         did=attack["did"],
-        lost=attack["lost"] + [one.problem for one in since if one.problem],
+        lost=[one.problem for one in since if one.problem],
+        attackers_lost=attack["lost"],
         probes=len(since),
         p99_before_s=_p99_s(before),
         p99_during_s=_p99_s(during),
@@ -204,8 +208,8 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
 
 
 async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None:
-    """Return the seconds from `since_s` to the first of `CALM_PROBES` consecutive requests that
-    took at most `calm_s`, all but one.
+    """Return the seconds from `since_s` to the first of `CALM_PROBES` consecutive requests of the
+    probe that took at most `calm_s`, all but one.
 
     None if there are none within `RECOVERED_S_MAX`.
     """
@@ -230,11 +234,14 @@ def _table(title: str) -> Table:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    why = f" ({row.lost[0]})" if row.lost else ""
+    lost = f"{len(row.lost)} of {row.probes}"
+    if row.attackers_lost:
+        lost += f", {len(row.attackers_lost):,} of the attackers"
+    why = [*row.lost, *row.attackers_lost][:1]
     return (
         row.name,
         row.did,
-        f"{len(row.lost)} of {row.probes}{why}",
+        f"{lost} ({why[0]})" if why else lost,
         f"{row.p99_before_s * 1e3:.0f} ms",
         f"{row.p99_during_s * 1e3:.0f} ms",
         f"{row.resident_max_bytes / 1e6:.0f} MB",
@@ -293,7 +300,7 @@ def main(arguments: Sequence[str]) -> int:
             except NoEffectError as problem:
                 print(f"{way}: {problem}. No table is printed.", file=sys.stderr)
                 return 1
-            lost += len(row.lost)
+            lost += len(row.lost) + len(row.attackers_lost)
             table.add_row(*_cells(row))
             print(" | ".join(_cells(row)), file=sys.stderr, flush=True)
         console.print(table)

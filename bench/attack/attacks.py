@@ -325,10 +325,8 @@ async def _burst(target: Target) -> str:
     """Attack with `BURST` ordinary requests at once, again and again; return a phrase about those
     that were lost.
 
-    All of these clients are innocent too, but their lost requests are only in the phrase, not in
-    `target.lost`.
+    All of these clients are innocent, so their lost requests are in `target.lost`.
     """
-    lost: dict[str, int] = {}
     asked = 0
     while target.goes_on:
         if target.gateway:
@@ -345,12 +343,11 @@ async def _burst(target: Target) -> str:
             for one in opened:
                 await one.close()
         asked += BURST
-        for problem in filter(None, told):
-            lost[problem] = lost.get(problem, 0) + 1
+        target.lost += filter(None, told)
         await asyncio.sleep(1.0)
     target.done = asked
-    why = ", ".join(f"{count} {problem}" for problem, count in lost.items())
-    return f"{sum(lost.values())} of {asked:,} lost{': ' if why else ''}{why}"
+    why = ", ".join(f"{count} {problem}" for problem, count in Counter(target.lost).items())
+    return f"{len(target.lost)} of {asked:,} lost{': ' if why else ''}{why}"
 
 
 async def _post(session: ClientSession, target: Target) -> str:
@@ -491,10 +488,10 @@ async def _models(target: Target) -> str:
 
 
 async def _refusals(target: Target) -> str:
-    """Attack with two gigabytes of bodies that are refused on arrival, on one connection of the
-    picker at a time; return a phrase about the extent.
+    """Attack with two gigabytes of bodies that are refused on arrival; return a phrase about the
+    extent. Without Envoy, one connection to the picker is used at a time.
 
-    The attack counts as a loss if fewer bytes are refused within `REFUSING_S_MAX`.
+    The attack counts as a loss if fewer bytes are refused, at the latest after `REFUSING_S_MAX`.
     """
     if target.gateway:
         refused, connections = await _refused_http(target), 1

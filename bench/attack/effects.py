@@ -7,6 +7,7 @@ page of the pod that was changed.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
@@ -67,20 +68,18 @@ class Watch(Struct):
             await self.read()
 
     async def read(self) -> None:
-        """Read the beginning of the first pod's page, then the picker's metrics; stop without an
-        error at the first that does not answer.
+        """Read the picker's metrics and the beginning of the first pod's page. Leave out one that
+        does not answer.
         """
-        timeout = ClientTimeout(total=TIMEOUT_S)
-        try:
-            async with ClientSession(timeout=timeout) as session:
+        # A process under attack may answer late; the next read counts.
+        async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S)) as session:
+            with suppress(ClientError, TimeoutError):
+                async with session.get(f"{self.place.pages}/metrics") as response:
+                    self._take(await response.text())
+            with suppress(ClientError, TimeoutError):
                 url = f"http://127.0.0.1:{self.place.pods.ports[0]}/metrics"
                 async with session.get(url) as response:
                     self.pod_pages.add(await response.content.read(PAGE_BYTES))
-                async with session.get(f"{self.place.pages}/metrics") as response:
-                    self._take(await response.text())
-        except (ClientError, TimeoutError):
-            # A picker under attack may answer late; the next read counts.
-            return
 
     def _take(self, page: str) -> None:
         sums: dict[str, float] = {}

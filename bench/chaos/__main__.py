@@ -39,7 +39,8 @@ from epp.core.types import Seconds
 WARM_S: Final = 3.0
 BEFORE_S: Final = 8.0
 ROOM: Final = 4
-"""Number of requests of a pod at which others wait, with `--queue`. Without a fault, each pod has
+"""Number of requests at each pod from which on further ones wait in the pickers, with `--queue`.
+Without a fault, each pod has
 more than half as many.
 """
 LOST_BY_NONE: Final = frozenset(

@@ -1,6 +1,5 @@
 """The faults of `make chaos`: each breaks a part of a running stage. At the end of a fault the part
-is restored, except pickers and servers that were killed or told to end, and files that may not
-grow.
+is restored, except processes that were killed or told to end, and files that may not grow.
 """
 
 import asyncio

@@ -53,7 +53,9 @@ class Contestant(Struct, frozen=True, kw_only=True):
     pid: int
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that all processes of the server's session have used so far."""
+        """Return the CPU seconds that the server's processes, those of one session of the operating
+        system, have used so far.
+        """
         return session_cpu_s(self.pid)
 
 

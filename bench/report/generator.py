@@ -75,8 +75,8 @@ _END_OF_STREAM: Final = b"\x10\x01"
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """The load to generate: `streams` at a time for `duration_s`, or `rate_per_s` for `duration_s`,
-    or `at_once`.
+    """The traffic that the load generator must send to one server: `streams` at a time for
+    `duration_s`, or `rate_per_s` for `duration_s`, or `at_once`.
     """
 
     port: int
@@ -90,7 +90,7 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """The results of one load that the generator has played."""
+    """The results of the traffic of one `Load`, which the load generator has sent to a server."""
 
     completed: int
     failed: dict[str, int]
@@ -106,7 +106,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 class _Stream:
-    """One stream of the load.
+    """One HTTP/2 stream of the load generator.
 
     `step` is -1 before the server has returned the request, n while `later[n]` waits for its
     answer, and None after the last message.

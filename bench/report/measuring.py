@@ -46,7 +46,9 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     rounds: int = 5
     duration_share: float = 1.0
-    """Factor by which the duration of each load is multiplied."""
+    """Factor by which the duration of each measurement is multiplied, under load or idle; warm-ups
+    excepted.
+    """
     names: tuple[str, ...] = workloads.NAMES
 
 

@@ -49,7 +49,9 @@ def operated(folder: Path, collector: str) -> list[Settings]:
     sparing = document | {"shadow": shadow | {"share": _SPARING_SHARE}}
 
     def captured(name: str, *flags: str) -> Settings:
-        """Return settings with a capture into a folder of its own, spans, and the given flags."""
+        """Return settings with a capture into a folder of its own and the given flags; with
+        `--tracing`, spans go to the collector.
+        """
         apart = f"--capture={folder / f'capture-{NAMES.index(name)}'}"
         return Settings(name=name, flags=(apart, *flags), environment=spans)
 

@@ -24,7 +24,7 @@ class Row(Struct, frozen=True, kw_only=True):
     """Measured value of the picker, by name of the transport."""
     floor: dict[str, Figure]
     """Measured value of the server that does nothing on the same transport, by name of the
-    transport. It is that of G for failures and slow requests.
+    transport. It is that of G for failures and slow requests. Empty if no such server took part.
     """
     aim_max: float | None
     judged: str
@@ -102,13 +102,17 @@ class _Rows:
         *,
         floor: Callable[[str], Figure | None] = lambda _: None,
         judged: str = "",
-        note: str = "",
+        settings: Sequence[str] = ("",),
     ) -> None:
+        """Add a row. Failed requests of the judged transport's pickers with `settings` count
+        against the aim.
+        """
         named = [judged] if judged else self._transports
         judged = judged or self._lean
         figures = {each: told for each in named if (told := seen(each)) is not None}
         floors = {each: told for each in named if (told := floor(each)) is not None}
         verdict, reason = None, ""
+        note = played[-1].note if isinstance(played[-1], Reading) else ""
         if aim_max is not None:
             told = figures.get(judged)
             samples = [each for each in played if isinstance(each, Sample)]
@@ -118,8 +122,9 @@ class _Rows:
                 disturbances=[each.disturbance for each in played],
                 generator_shares=[each.generator_share for each in samples],
             )
+            pickers = {homing(judged, each) for each in settings}
             failed = sum(
-                sum(each.failed.values()) for each in samples if each.contestant == homing(judged)
+                sum(each.failed.values()) for each in samples if each.contestant in pickers
             )
             reason = _reason(verdict, told, aim_max, floors.get(judged), judged)
             if verdict is Verdict.MISSING:
@@ -218,17 +223,15 @@ class _Rows:
         played = [each for each in self._results.samples if each.workload == "endpoints"]
         if not played:
             return
-        few, many = workloads.ENDPOINTS
+        few, many = (f"{count:,} endpoints" for count in workloads.ENDPOINTS)
+        base = workloads.ENDPOINTS[0]
         self._add(
-            f"8 KB, {many:,} endpoints against {few}",
-            f"CPU per request, in units of that at {few}",
-            lambda each: self._against(
-                "endpoints",
-                homing(each, f"{many:,} endpoints"),
-                homing(each, f"{few:,} endpoints"),
-            ),
+            f"8 KB, {many} against {base}",
+            f"CPU per request, in units of that at {base}",
+            lambda each: self._against("endpoints", homing(each, many), homing(each, few)),
             workloads.ENDPOINTS_RATIO_MAX,
             played,
+            settings=(few, many),
         )
 
     def add_operators(self) -> None:
@@ -250,6 +253,7 @@ class _Rows:
                         workloads.OPERATED_RATIO_MAX if name in {EVERYTHING, SPARINGLY} else None,
                         played,
                         judged=LEAN,
+                        settings=(name, NOTHING),
                     )
 
     def add_readings(self, name: str, title: str, measure: str, aim_max: float) -> None:
@@ -264,7 +268,6 @@ class _Rows:
                 lambda each: _read(read, homing(each)),
                 aim_max,
                 read,
-                note=read[-1].note,
             )
 
 

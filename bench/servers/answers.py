@@ -52,8 +52,8 @@ RESPONSE_HEADERS_ANSWER: Final = _field(0x12, b"")
 
 
 def body_answer(chunk: bytes, *, last: bool, response: bool) -> bytes:
-    """Return the answer that passes `chunk` on unchanged, as a streamed body of a request or
-    `response`.
+    """Return the answer that passes `chunk` on unchanged: a piece of a response body if `response`
+    is true, else of a request body.
     """
     streamed = (_field(0x0A, chunk) if chunk else b"") + (_END_OF_STREAM if last else b"")
     mutation = _field(0x1A, _field(0x1A, streamed))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
 
 FIRST_PASS_S_MAX: Final = 10.0
-"""Maximum time in seconds that endpoints without an answer delay readiness."""
+"""Maximum time in seconds for which endpoints without an answer delay the picker's readiness."""
 
 
 class Readiness:
@@ -69,8 +69,8 @@ class Readiness:
         self._gateway.stand_by(stands_by)
 
     def endpoint_scraped(self) -> None:
-        """Compute the picker's readiness again after a scrape of an endpoint, successful or not, as
-        long as the first scrapes are not over.
+        """Compute the picker's readiness again, as long as the first scrapes are not over. It is
+        called after each scrape of an endpoint, successful or not, and once a second.
         """
         if not self.scraped:
             self.update()

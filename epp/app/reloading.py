@@ -234,7 +234,9 @@ class Reloading:
             told.peers.endpoints_known()
 
     def _warn_of_places(self, endpoints: Sequence[Endpoint]) -> None:
-        """Warn once if plugins compare places of endpoints, and no endpoint has a label of one."""
+        """Log a warning, once, if plugins compare the regions, zones or racks of endpoints and no
+        endpoint has a label with one.
+        """
         settings = self._concerned.scheduler.settings
         if self._warned_of_places or not endpoints or not _compares_places(settings):
             return

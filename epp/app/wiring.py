@@ -324,8 +324,8 @@ class EndpointPicker:
         return reports
 
     def _could_not(self, event: str, error: Exception) -> None:
-        """Report a failed background step named `event` to `observation`, which is created after
-        the components that call this.
+        """Report to `observation` that recording `event` failed, for example in metrics.
+        `observation` is created after the components that call this.
         """
         self.observation.could_not(event, error)
 

@@ -29,8 +29,8 @@ EVENTS_MAX: Final = 12
 moment between them. Further events are only counted.
 """
 CHANGES_MAX: Final = 5
-"""Maximum number of changed settings listed per configuration change, and of other changes that
-`--at` can select.
+"""Maximum number of changed settings that `epp changes` lists for one configuration change, and of
+other configuration changes that it lists for a later `--at`.
 """
 _ENDPOINTS_MAX: Final = 20
 """Maximum number of endpoints that `epp changes` compares; those whose share of the requests

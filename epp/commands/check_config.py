@@ -49,8 +49,8 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
     """Validate the configuration and print what the flags request.
 
     Warnings and problems are written to `err`, requested output to `out`. Return the exit code: 0
-    if the configuration is valid, 1 if it is invalid or unsupported, 2 if it or the capture to
-    compare with cannot be read.
+    if the configuration is valid, 1 if it or that of `--diff` is invalid or unsupported, 2 if a
+    file or the capture to compare with cannot be read.
     """
     if flags.upgrade:
         return _upgraded(flags.file, out, err)
@@ -84,7 +84,7 @@ def _upgraded(file: str, out: TextIO, err: TextIO) -> int:
     `err`.
 
     Return the exit code: 0 if the rewritten document is valid, 1 if a part of it still does not
-    load, 2 if the file cannot be read.
+    load or it cannot be rewritten, 2 if the file cannot be read.
     """
     try:
         text, source = _text_of(file)

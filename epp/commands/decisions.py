@@ -113,8 +113,8 @@ def _text(stretch: Stretch, shown: list[PastDecision | PastRefusal], lost: int) 
 
 
 def _line(past: PastDecision | PastRefusal, *, staged: bool) -> Row:
-    """Return the row of the table for `past`; with the route and the endpoints of all stages if
-    `staged` is true.
+    """Return the row of the table for the recorded decision or refusal `past`; with the route and
+    the endpoints of all stages if `staged` is true.
     """
     told = past.told
     line: Row = {

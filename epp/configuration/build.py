@@ -66,7 +66,8 @@ STREAM_IDLE_S: Final = 300.0
 CIRCUIT_BREAKER_REQUESTS: Final = 1_024
 """Default `max_requests` of Envoy's circuit breaker for the cluster of the picker."""
 _TURNS_MIN: Final = 2
-"""Number of scrapes of an endpoint that must fail or be late before its metrics are stale."""
+"""Smallest number of scrapes of an endpoint that must fail or be late before its metrics are stale.
+"""
 
 
 def plugin_tables() -> PluginTables:

@@ -100,7 +100,8 @@ class InflightLoadProducer(Parameters, frozen=True):
     The picker assumes that an endpoint computes prompt tokens at `peak_prefill_throughput`
     (tokens/s) as long as it has not measured the endpoint's prefill speed. If labels of an endpoint
     match entries of `peak_prefill_throughputs`, the first matching entry applies instead. If
-    neither parameter is set, the prefill speed of `prefix-cache-affinity-filter` applies, and
+    neither parameter applies to an endpoint, the prefill speed of `prefix-cache-affinity-filter`
+    does, and
     without that filter 15,928 tokens/s. The default prefill speed in the simulator is that of the
     pods' profile.
     """

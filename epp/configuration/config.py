@@ -169,8 +169,8 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     """Return the valid configuration in a document, after a trial of its plugins; `source` names
     the document in messages.
 
-    Raises `ConfigError` with every problem of the document, or with every plugin that fails on test
-    endpoints.
+    Raises `ConfigError` with all problems that one step finds; later steps do not run then. The
+    last step names every plugin that fails on test endpoints.
     """
     document = read_mapping(text, source)
     findings = Findings(source)

@@ -73,8 +73,8 @@ class StageProfiles(Parameters, frozen=True):
     no such profile is declared.
     """
     fallback: _Name | None = None
-    """Name of the profile that chooses one endpoint for the whole request if a stage that must run
-    has no endpoint. If not given, such a request is refused.
+    """Name of the profile that chooses one endpoint for the whole request if the prefill or encode
+    stage must run and has no endpoint. If not given, such a request is refused.
     """
 
 
@@ -270,9 +270,9 @@ class StageHeaders(Parameters, frozen=True):
     abilities: ClassVar[Abilities] = Abilities(warns=True)
 
     prefill_profile: str = ""
-    """No effect, because the whole plugin has none."""
+    """No effect, because the whole plugin has no effect."""
     encode_profile: str = ""
-    """No effect, because the whole plugin has none."""
+    """No effect, because the whole plugin has no effect."""
 
     def warnings(self) -> tuple[str, ...]:
         return ("has no effect, because the headers of stages are always set: remove it",)
@@ -288,7 +288,9 @@ class PrefixDecider(Parameters, frozen=True):
     non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
     """Smallest number of uncached prompt tokens for which prefill runs elsewhere; 0 for never."""
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Smallest number of prompt tokens for which prefill runs elsewhere."""
+    """Smallest length of a prompt in tokens for which prefill may run elsewhere, in addition to the
+    condition `nonCachedTokens`.
+    """
 
     def warnings(self) -> tuple[str, ...]:
         if self.non_cached_tokens:
@@ -305,7 +307,7 @@ class PrefixDecider(Parameters, frozen=True):
 
 class AlwaysDecider(Parameters, frozen=True):
     """`always-disagg-pd-decider`: run the stage that names this decider (prefill or encode) at
-    another endpoint than decode, for every request.
+    another endpoint than decode, for every request for which this is possible.
     """
 
     @property

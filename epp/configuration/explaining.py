@@ -69,9 +69,11 @@ description is shown as it is.
 """
 
 _SATURATIONS: Final = (0.5, 0.8, 0.95, 1.0)
-"""Mean loads of the pool for which ceilings are shown."""
+"""Mean loads of the pool for which `epp check-config --explain` shows the ceilings of a band."""
 _LOADS: Final = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
-"""Mean loads of the pool for which the share of requests refused at random is shown."""
+"""Mean loads of the pool for which `epp check-config --explain` shows the share of requests that
+are refused at random.
+"""
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",

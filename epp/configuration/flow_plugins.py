@@ -40,7 +40,9 @@ class TokenFairness(Parameters, frozen=True):
 
 
 class ServiceStrategy(StrEnum):
-    """The order of programs; llm-d-router knows only the least attained service."""
+    """The order in which flows are served, which llm-d-router calls programs; it knows only the
+    least attained service.
+    """
 
     LAS = "las"
 
@@ -87,8 +89,7 @@ class SloDeadlineOrdering(Parameters, frozen=True):
     """`slo-deadline-ordering-policy`: the request of a flow whose first token is due first is placed
     first.
 
-    The header `x-llm-d-slo-ttft-ms` gives the time. A request without it is due when its wait ends,
-    so that it is placed at last.
+    The header `x-llm-d-slo-ttft-ms` gives the time. A request without it is due when its wait ends.
     """
 
     ordering: ClassVar[Ordering] = Ordering.FIRST_OUTPUT

@@ -66,7 +66,9 @@ class _PriorityBand(_Band, frozen=True, kw_only=True):
 
 
 class _Template(_Band, frozen=True):
-    """The settings of all bands that `priorityBands` does not name."""
+    """The settings of the bands that `priorityBands` does not name: of all of them, or of those
+    with a negative priority.
+    """
 
     priority: int | None = None
     """Priority of the template, which is accepted without effect: a template has no priority."""
@@ -172,7 +174,7 @@ class FlowSections:
 
     def _band(self, where: str, given: _Band | None, template: BandSettings) -> BandSettings:
         """Return the settings of a band by `given`. Those of `template` apply for members that are
-        not set or invalid, and for a limit of 0. Problems are recorded.
+        not set or invalid, and for a limit of 0 requests or bytes. Problems are recorded.
         """
         if given is None:
             return template
@@ -227,8 +229,8 @@ class FlowSections:
         return self._plugin("usageLimitPolicyPluginRef", name, Role.CEILING) or StaticCeiling()
 
     def _plugin(self, where: str, name: str, role: Role) -> Any:
-        """Return the plugin `name`, or None if it is missing or has another role; a problem is
-        recorded then. A plugin type of flow control need not be declared, if it has no parameters
+        """Return the plugin `name`, or None if it is missing, invalid or has another role; the
+        document then has a problem. A plugin type of flow control need not be declared, if it has no parameters
         that must be given.
         """
         where = f"flowControl.{where}"

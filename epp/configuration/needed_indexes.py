@@ -250,8 +250,8 @@ def _prefix_reader(profile: SchedulingProfile) -> str | None:
 
 
 def is_prefix(index: AffinityIndexSettings) -> bool:
-    """Return True if the index with these settings estimates the blocks of a prompt that each
-    endpoint has cached, for `matched_blocks`.
+    """Return True if the index with these settings counts the blocks of a prompt that each endpoint
+    has cached, reported or estimated, for `matched_blocks`.
     """
     return index.abilities.origin is not None
 

@@ -138,8 +138,8 @@ class StageSections:
         self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, tuple[str, Any]]
     ) -> dict[str, SchedulingProfile]:
         """Return the profile of each stage by its name, and that of `fallback`. Two stages can
-        share a profile. A missing profile of the decode stage, or one that the document names, is
-        recorded as a problem.
+        share a profile. A missing profile is recorded as a problem if it is that of the decode
+        stage or if the document names it.
         """
         found: dict[str, SchedulingProfile] = {}
         for stage, name in names.profiles.items():
@@ -190,9 +190,9 @@ class StageSections:
         names: StageNames,
         places: Mapping[str, object],
     ) -> ConfiguredPlugin | None:
-        """Return the decider of `stage`, or None if the stage has no decider or no profile, or if
-        the decider does not fit the stage. `findings` then gets a warning or a problem, unless the
-        stage needs no decider.
+        """Return the decider of `stage`, or None if it has none, if the stage has no profile, or if
+        the decider does not fit. `findings` then gets a warning or a problem, except if no decider
+        is named for a stage that has no profile or always runs.
         """
         there = names.profiles.get(stage) in places
         always = names.order is Order.PREFILL_FIRST and stage is Stage.PREFILL

@@ -107,8 +107,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     blocks.
 
     An index with an origin counts cached blocks of `block_tokens` tokens. If a request is not
-    served, what the index recorded for it is undone. The first index of each origin contributes to
-    `matched_blocks`.
+    served, what the index recorded for it is undone. The first index of each origin, among those
+    whose block length fits, contributes to `matched_blocks`.
     """
     counts_blocks: bool = False
     """True if the index counts blocks; its settings then have `block_tokens`, the number of tokens

@@ -50,8 +50,8 @@ class LabelExpression(Parameters, frozen=True):
 
 
 class Selector(Parameters, frozen=True):
-    """A label selector. An endpoint must have all of its labels and meet all of its expressions; an
-    empty selector accepts every endpoint.
+    """A label selector. An endpoint must have all labels in `match_labels` and meet all of
+    `match_expressions`; an empty selector accepts every endpoint.
     """
 
     match_labels: dict[str, str] = field(default_factory=dict)

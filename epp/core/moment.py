@@ -37,8 +37,8 @@ class Moment(Struct, frozen=True, kw_only=True, gc=False):
     session is useful.
     """
     answer_tokens: float | None = None
-    """Average number of tokens in an answer of the pool, above 0, as counted by engines; None if
-    too few answers are known.
+    """Median over the pool's endpoints of the average number of tokens in an answer, above 0, as
+    counted by engines; None if too few answers are known.
     """
     session_tokens: SessionTokens = NO_TOKENS
     """Object that creates and reads the session tokens, which lead a session to its endpoint."""

@@ -50,7 +50,7 @@ class SessionTokens:
         return f"<SessionTokens [{len(self._keys)} keys]>"
 
     def of(self, endpoint: Endpoint) -> str:
-        """Return the session token of `endpoint`, or "" if there is no key."""
+        """Return the session token of `endpoint`, or "" if no key to sign tokens is configured."""
         if not self._keys:
             return ""
         self._learn((endpoint,))

@@ -194,7 +194,9 @@ class Subscription:
 
     @property
     def works(self) -> bool:
-        """Return whether any frame is queued for `work`, which must then be called."""
+        """Return whether any frame of KV-cache events is queued for `work`, which must then be
+        called.
+        """
         return bool(self._waiting)
 
     def read(self) -> None:

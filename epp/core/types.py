@@ -50,8 +50,9 @@ class Stage(StrEnum):
 
 
 DECODE: Final = Stage.DECODE
+PREFILL: Final = Stage.PREFILL
 ENCODE: Final = Stage.ENCODE
-"""`DECODE` and `ENCODE` are members of `Stage` for code that every request runs. Up to Python 3.11,
+"""These constants are the members of `Stage`, for code that every request runs. Up to Python 3.11,
 reading a member from an enum class takes ten times as long as reading a constant.
 """
 
@@ -255,7 +256,8 @@ class RefusalReason(StrEnum):
     cached.
     """
     OVERLOADED = "rejected-overloaded"
-    """The picker itself is overloaded, so it refused the request without considering the endpoints.
+    """The picker itself is overloaded, or the request waited too long for the picker to place it,
+    so that it was refused without considering the endpoints.
     """
     SATURATED = "rejected-saturated"
     WAIT_EXPIRED = "rejected-ttl-expired"

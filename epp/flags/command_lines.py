@@ -118,7 +118,9 @@ def parse_changes(arguments: Sequence[str]) -> subcommands.ChangesFlags:
 
 
 def _check_serve(flags: ServeFlags) -> None:
-    """Raise `FlagError` if flags of `epp serve` contradict each other."""
+    """Raise `FlagError` if flags of `epp serve` contradict each other, or if one of them lacks
+    another that it needs.
+    """
     if flags.config_file and flags.config_text:
         raise FlagError("--config-file and --config-text are both given, expected one")
     if flags.pool_name and flags.endpoint_selector:

@@ -2,7 +2,8 @@
 
 The spelling is that of Go: one or two dashes, `--flag=value` or `--flag value`. A boolean takes its
 value only after `=`. If a flag is given twice, the last value counts. A flag that cannot be applied
-is an error. A flag that only the reference picker has causes a warning and has no effect.
+is an error. Most flags that only the reference picker has cause a warning and have no effect
+(`reference_picker`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -33,7 +33,7 @@ _RECEIVE_MARGIN_BYTES: Final = 65_536
 _HELD_BODIES_SHARE: Final = 4
 _HELD_BODIES_BYTES_MAX: Final = 512 * 2**20
 """Upper bound in bytes of the default of `--held-bodies-max-bytes`, which is a quarter of the
-memory limit.
+memory limit, unless two bodies of the maximum size are more.
 
 It is a quarter because decoding a body takes two to three times its length.
 """

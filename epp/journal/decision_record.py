@@ -141,8 +141,8 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     shadow: dict[str, object] | None = None
     """Choice of the shadow profile for this request, or None if it was not applied."""
     answer_tokens: float | None = None
-    """Average number of tokens in an answer of the pool at the time of the decision, as in
-    `Moment`; None if it was unknown.
+    """Median over the pool's endpoints of the average number of tokens in an answer at the time of
+    the decision, as in `Moment`; None if it was unknown.
     """
     matched_most: int = 0
     """Maximum number of the prompt's blocks that any candidate is estimated to have cached, or 0 if
@@ -157,8 +157,8 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     stage.
     """
     uncached_tokens: int = 0
-    """Number of prompt tokens that the endpoint was estimated not to have cached; 0 if there is no
-    route.
+    """Number of prompt tokens that the chosen endpoint, that of the decode stage, was estimated not
+    to have cached; 0 if there is no route.
     """
     earlier: tuple[DecidedLeg, ...] = ()
     """Legs of the prefill and encode stages, if other endpoints work on them."""

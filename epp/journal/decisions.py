@@ -177,8 +177,8 @@ class _Reader:
         self._served: dict[int, Served] = {}
 
     def read(self, records: Iterable[Read]) -> Iterator[Past]:
-        """Yield the past events in `records`; decisions whose end is missing come last. Raises
-        `JournalError`.
+        """Yield the past events in `records`. Decisions whose end is missing come last, or once
+        `OPEN_MAX` later ones have no end either. Raises `JournalError`.
         """
         for record in records:
             try:

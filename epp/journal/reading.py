@@ -177,7 +177,8 @@ def _by_origin(
 def _records_in(
     path: Path, requests: CapturedRequests | None = None, since_s: float = -math.inf
 ) -> Iterator[Read]:
-    """Yield the records of a journal file, then `_CUT` if its end is missing.
+    """Yield the records of a journal file, then `_CUT` if its end is missing; the missing end of an
+    old capture is not noticed.
 
     It yields nothing for a file last written before `since_s`, and for one that was removed
     meanwhile. Raises `JournalError`.

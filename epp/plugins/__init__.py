@@ -1,7 +1,7 @@
 """The built-in plugins: filters, scorers and pickers.
 
-These tables hold every plugin of these kinds that a configuration can name, one row each. Installed
-plugins are added to the tables in `epp.configuration.build`.
+These tables hold every built-in plugin of these kinds that a configuration can name, one row each.
+Installed plugins are added to the tables in `epp.configuration.build`.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,12 @@
 """The default scorer, designed for Homing: route each request where it adds the least time to all
 requests.
 
-The cost of a request at an endpoint has three parts. The request waits there. Its prompt is
-computed there. It delays other requests: those that decode during its prefill, those that decode
-beside its context, those that wait for the memory that it takes, and those whose cached prefixes it
-evicts. All parts are in prefill tokens, so the prefill speed is the only speed of an endpoint that
-must be known.
+The cost of a request at an endpoint has three parts. The request waits there, for earlier prompts
+and for its LoRA adapter; this wait has an additional weight. Its prompt is computed there. It
+delays other requests: those that decode during its prefill, those that decode beside its context,
+those that wait for the memory that it takes, and those whose cached prefixes it evicts. All parts
+except the adapter's are in prefill tokens, so the prefill speed is the only speed of an endpoint
+that must be known.
 """
 
 import math
@@ -161,8 +162,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
     It applies while there are pickers whose decisions this one does not receive.
     """
     agreement_below: _Share = 0.8
-    """Share of the prompt's full blocks that any endpoint must have cached so that `peerBelief`
-    does not apply.
+    """Share of the prompt's full blocks from which `peerBelief` does not apply, if at least one
+    endpoint has so many of them cached.
     """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Number of prompt tokens beyond what most endpoints have cached that determine the endpoint
@@ -363,7 +364,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
         or assumed cached prefix. `prompt` is the number of prompt tokens as an array.
         """
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
-        missing: Floats = affinity.matched * np.array(-float(candidates.block_tokens))
+        # A product of integers and floats takes as long as the conversion and both operations.
+        missing: Floats = affinity.matched.astype(np.float64)
+        missing *= np.array(-float(candidates.block_tokens))
         missing += prompt
         if affinity.total * candidates.block_tokens > request.prompt_tokens:
             np.fmax(missing, _NOTHING, out=missing)
@@ -383,8 +386,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return missing
 
     def session_of(self, request: InferenceRequest, /) -> str:
-        """Return the session that `request` names, or "" if sessions do not matter because this
-        picker receives the decisions of all others.
+        """Return the session that `request` names, or "" if it names none or if sessions do not
+        matter, because this picker receives the decisions of all others or `peer_belief` is 0.
         """
         # Usually there are no pickers that are not heard from. Then this costs one comparison.
         if not request.moment.replicas_unheard or not self.peer_belief:

@@ -49,7 +49,7 @@ class AgentSessionRoom(Parameters, frozen=True):
     """Keep the endpoints that have most room for a session that is not admitted.
 
     Endpoints with free room come first, then those where other sessions must be paused. All are
-    kept for an admitted session.
+    kept for an admitted session, and for a request without a session.
     """
 
     type_name: ClassVar[str] = "thunder-agent"
@@ -72,11 +72,12 @@ class ThunderAgent(Parameters, frozen=True):
     """Prefer the endpoint of the session's last turn, and admit new sessions where there is room
     for them.
 
-    The score is 1 for the endpoint of the last turn and 0 for others, and unknown for a request
-    without a session. As `fairnessPolicyRef` of a band of the queue, `thunder-agent` lets turns of
-    admitted sessions pass. A new session waits until an endpoint has room for its tokens, first
-    come, first served. As `saturationDetector`, `thunder-agent` reports no endpoint as full, so that
-    requests wait for the admission of their session only.
+    The score is 1 for the endpoint of the last turn and 0 for others. It is unknown if that
+    endpoint is no candidate, and for a request without a session. As `fairnessPolicyRef` of a band
+    of the queue, `thunder-agent` lets turns of admitted sessions pass. A new session waits until an
+    endpoint has room for its tokens, first come, first served. As `saturationDetector`,
+    `thunder-agent` reports no endpoint as full, so that requests wait for the admission of their
+    session only.
     """
 
     type_name: ClassVar[str] = "thunder-agent"
@@ -136,11 +137,11 @@ class ThunderAgent(Parameters, frozen=True):
 
     @property
     def filter(self) -> Filter | None:
-        """Return the filter by the room for a session."""
+        """Return the filter by the room that endpoints have for the agent session of a request."""
         return AgentSessionRoom()
 
     def warnings(self) -> Sequence[str]:
-        """Return one sentence for each parameter set without effect."""
+        """Return a sentence for each parameter that is set although it has no effect."""
         if self.eviction_sweep_seconds == 10.0:
             return ()
         return ("evictionSweepSeconds has no effect, because sessions are checked every second",)

@@ -14,6 +14,7 @@ endpoints. The key is:
 - For a completion, the session if clients return to sessions, otherwise the hash of the head in
   every case. A completion has no known first message, and a session of one request would separate
   prompts with the same head.
+- For a prompt without a full block, other than a conversation, the session if the client names one.
 
 The length that most candidates have cached is nearly the same at all pickers, because it is the
 beginning of most requests. All pickers also agree on whether clients return to sessions, because

@@ -60,8 +60,8 @@ class HeaderBasedTesting(Parameters, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Return the response headers that the client requested in `X-Echo-Set-Header`, except
-        `SERVED_HEADER` and those with invalid names.
+        """Return the headers that the picker sets on the response, because the request asks for
+        them in its header `X-Echo-Set-Header`; `SERVED_HEADER` and invalid names are left out.
         """
         echoed = (entry.partition(":") for entry in request.headers.get(ECHO_HEADER, "").split(","))
         found = ((name.strip().lower(), value.strip()) for name, _, value in echoed)

@@ -78,8 +78,8 @@ class EndpointAttributeFilter(Parameters, frozen=True):
     """Keep endpoints whose `attribute` fulfils a comparison with a value.
 
     Comparisons are LessThan, LessThanOrEqual, GreaterThan, GreaterThanOrEqual, Equal and NotEqual.
-    An endpoint without the attribute stays, unless `on_missing` is `Fail`. If no endpoint fulfils
-    the comparison, `fallback_on_empty` keeps all of them.
+    An endpoint without the attribute stays, unless `on_missing` is `Fail`. If no endpoint
+    would stay, `fallback_on_empty` keeps all of them.
     """
 
     type_name: ClassVar[str] = "endpoint-attribute-filter"

@@ -44,13 +44,14 @@ class Latency(Parameters, frozen=True):
     prefers the smallest headroom among them, which leaves idle endpoints for later requests, and
     `most` the largest. If none meets every SLO, or if the request has none, endpoints without
     requests in flight are preferred, then those that miss only TPOT, then only TTFT, then both, and
-    within the group those that miss by the least. A latency without an SLO counts as missed by the
-    whole prediction. Both headrooms are normalised to [0, 1] within the group and added with
+    within the group those that miss by the least. The headroom of a latency without an SLO is minus
+    its prediction. TPOT does not count while an endpoint with a predicted TTFT has no predicted
+    TPOT. Both headrooms are normalised to [0, 1] within the group and added with
     `ttft_weight` and `tpot_weight`.
 
-    An endpoint without a usable prediction has an unknown score. If no endpoint has one, the score
-    is the weighted mean of free KV cache, short queue and cached prefix, by the three `composite`
-    weights.
+    An endpoint without a usable prediction of TTFT has an unknown score. If no endpoint has one,
+    the score is the weighted mean of free KV cache, short queue and cached prefix, by the three
+    `composite` weights.
     """
 
     type_name: ClassVar[str] = "latency-scorer"

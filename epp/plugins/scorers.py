@@ -57,8 +57,8 @@ class PrefixCache(Parameters, frozen=True):
     `none`: never.
     """
     agreement_below: Annotated[float, Meta(ge=0, le=1)] = 0.8
-    """Share of the prompt's full blocks that any endpoint must have cached so that the cached
-    prefix decides, not the agreement of pickers.
+    """Share of the prompt's full blocks from which the cached prefix decides, not the agreement of
+    pickers, if at least one endpoint has so many of them cached.
     """
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Number of prompt tokens beyond what most endpoints have cached by which pickers agree on an

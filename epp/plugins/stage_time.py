@@ -131,6 +131,7 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
     is the configured prefill speed, and m is the time in which the KV cache of one token moves. y are
     the tokens whose KV blocks the endpoint still has to send for earlier requests. Their transfers
     delay that of this prompt, and it delays them, if they are not over when the prompt is computed.
+    The last term is left out if `linkBytesPerSecond` is 0.
     """
 
     type_name: ClassVar[str] = "prefill-time-scorer"

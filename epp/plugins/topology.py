@@ -47,8 +47,8 @@ _SCORES: Final = np.array([0.0, 0.02, 0.05, 0.20, 1.00])
 class TopologyAffinityFilter(Parameters, frozen=True):
     """Keep endpoints that share a host, rack, zone or region with the endpoint of the other stage.
 
-    `min_affinity` is the widest place that they may share. All endpoints stay if no other stage was
-    chosen before, if the places of its endpoint are unknown, or if no endpoint is that near. An
+    `min_affinity` is the widest of these places that suffices. All endpoints stay if no other stage
+    was chosen before, if the places of its endpoint are unknown, or if no endpoint is that near. An
     endpoint with unknown places is near to none.
     """
 

@@ -15,8 +15,8 @@ import structlog
 from epp.core.types import Seconds
 
 BACKOFF_S: Final[Seconds] = 0.1
-"""Pause in seconds before the first restart of a task that ended; each further pause is twice as
-long.
+"""Pause in seconds before the first restart of a background task that ended; each further pause is
+twice as long, up to `BACKOFF_S_MAX`.
 """
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 STEADY_S: Final[Seconds] = 60.0
@@ -24,8 +24,8 @@ STEADY_S: Final[Seconds] = 60.0
 restart is reset.
 """
 ENDS_MAX: Final = 3
-"""Number of unexpected ends of a task, without a healthy run between them, from which it counts as
-broken.
+"""Number of unexpected ends of a background task, without a healthy run between them, from which it
+counts as broken.
 """
 
 Loop: TypeAlias = Callable[[], Coroutine[Any, Any, None]]

@@ -22,8 +22,8 @@ class GuardedPrefix(Parameters, frozen=True):
 
     R is the number of an endpoint's requests in flight, k is `sigma_factor`, and sigma the standard
     deviation of R as a sample (n - 1). The percentage of the prompt that an endpoint has cached is
-    floor(100 x matched / total) blocks. If max R - min R > `imbalance_requests`, only the endpoints
-    with the lowest R are considered.
+    floor(100 x matched blocks / all blocks of the prompt). If max R - min R > `imbalance_requests`,
+    only the endpoints with the lowest R are considered.
 
     The defaults 8 of `imbalance_requests` and 1 of `sigma_factor` are those of AIBrix's code; its
     documentation says 16 and 2. The authors tuned the value 8 for 4,000 tokens in and 2,000 out on

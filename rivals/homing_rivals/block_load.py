@@ -144,7 +144,7 @@ class BlockLoadIndex(contract.PrefixIndex):
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """Undo `record` of `request` at `slot`: its cached blocks, and its running blocks and
-        misses if they still count.
+        misses unless the request has ended or the slot was forgotten meanwhile.
         """
         held, load = recorded
         super().retract(request, slot, held, now)

@@ -33,8 +33,8 @@ class EarlyBlocksHash(Parameters, frozen=True):
     kubernetes-sigs/gateway-api-inference-extension, proposal 0602, "alternative approach".
 
     `load_factor` makes the rule skip endpoints with more requests in flight than this factor times
-    the mean. The rule without `load_factor` has the fault of which the proposal itself warns:
-    prompts with a common beginning stay together whatever the load.
+    the mean, which includes this request. The rule without `load_factor` has the fault of which the
+    proposal itself warns: prompts with a common beginning stay together whatever the load.
 
     A prompt without a full block is placed by a hash of the request's id. If each endpoint has few
     points on the ring, an endpoint gets longer arcs of similar prompts, but arcs differ more in

@@ -81,8 +81,8 @@ class TopMatches(contract.Parameters, frozen=True):
 
     m is the number of the prompt's leading blocks that the endpoint has, and N the number of blocks
     of the prompt. If several endpoints with equal matches compete for the last of the `top` places,
-    a hash of the request's id selects one. A prompt without a full block gives no points to any
-    endpoint.
+    a hash of the request's id selects one. A prompt without a block of this index gives no score to
+    any endpoint.
 
     Kept from kthena: a prompt that all endpoints have cached gives points to `top` of them only.
     """

@@ -20,10 +20,11 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     longer common to many requests.
 
     matched = number of blocks of the shortest head of the prompt that is not popular, where the
-    examined lengths start at `blocks_min` and double. A head is not popular if at most the share
-    `share_max` of the last `requests_max` requests began with it, or at most `requests_min` of
-    them. The number of matched blocks is the same for all endpoints. If every examined head is
-    popular, it is the length of the longest examined head.
+    examined lengths start at `blocks_min`, double, and end with all full blocks of the prompt, at
+    most 2,048 times `blocks_min`. A head is not popular if at most the share `share_max` of the
+    last `requests_max` requests began with it, or at most `requests_min` of them. The number of
+    matched blocks is the same for all endpoints. If every examined head is popular, it is the
+    length of the longest examined head.
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"

@@ -187,7 +187,8 @@ class RoutedBlocks:
 
     def _runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the runs of `hashes` that the same slots have, as (slots as bits, number of
-        blocks), up to a block that no slot has.
+        blocks), up to a block that no slot has. With `contiguous`, a slot that lacks a block does
+        not have the later ones.
         """
         holders = self._holders
         contiguous = self._settings.contiguous

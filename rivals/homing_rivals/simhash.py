@@ -23,7 +23,7 @@ class Locality(StrEnum):
     HASHED = "hashed"
     """Key of the hash ring: a hash of all bits of the SimHash."""
     BAND = "band"
-    """Key of the hash ring: the first bits of the SimHash."""
+    """Key of the hash ring: a hash of only the first bits of the SimHash."""
 
 
 def simhash(features: Ints) -> int:
@@ -42,8 +42,8 @@ class SimHashRing(Parameters, frozen=True):
     prompt.
 
     The features of the SimHash are hashes of all runs of 4 bytes. The key on the hash ring is a
-    hash of the SimHash with `hashed`, and the first `band_bits` bits of the SimHash with `band`.
-    Source: production-stack #239, never merged.
+    hash of the SimHash with `hashed`, and a hash of its first `band_bits` bits with `band`. Source:
+    production-stack #239, never merged.
 
     Different from the proposal: the SimHash is that of bytes of the canonical prompt, where the
     original takes JSON text of the messages; hashes are xxh64 instead of md5; the owner of a key is

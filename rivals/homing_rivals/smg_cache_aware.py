@@ -117,9 +117,9 @@ class CacheAware4(_CacheAware, frozen=True):
     max K - min K > `kv_balance`, both off at 1. margin = min(abs, max(4, 2 * sqrt(mean R))) is the
     random variation of a mean, so that small pools spill too. The expected wait of an endpoint in
     seconds is queued(e) / 2,000 + 0.15 * K / (1 - K). queued(e) is the number of uncached tokens
-    that were sent to e and are not prefilled, or 1,024 for each request that waits there. If K is
-    unknown, the wait is 1,024 / 2,000 s for each request in flight. smg's policy `least_load`
-    routes by this wait alone.
+    that were sent to e and are not prefilled, or, if there are none, 1,024 for each request that
+    waits there. If K is unknown, the wait is 1,024 / 2,000 s for each request in flight. smg's
+    policy `least_load` routes by this wait alone.
 
     Different from smg: tokens are this picker's own count, where smg has reports every 10 s; if
     more than 8 endpoints have the block, the first 8 of the list are taken; scores are not sampled;

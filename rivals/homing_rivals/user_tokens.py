@@ -70,7 +70,8 @@ class UserTokens:
     """An `AffinityIndex` of the tokens of users, which belong to no endpoint.
 
     `matched` is 0 for all endpoints, of a total of 1 if the request has a user and 0 otherwise. Old
-    tokens are dropped about once a second, and the lowest and the highest tokens are updated then.
+    tokens are dropped about once a second, and the lowest and the highest tokens are computed again
+    then.
     """
 
     def __init__(self, settings: UserTokensSettings) -> None:

@@ -24,7 +24,7 @@ class RuvllmFixed(RuvllmParameters, frozen=True):
     beginning of several prompts is therefore stored once, and any beginning of a stored prompt is
     found. If there is too little room, leaves of the tree that no request uses are evicted: those
     with the fewest hits first, and among these the least recently used. If a prompt still does not
-    fit, only the part at its beginning that fits is stored.
+    fit, only the parts (messages) at its beginning that fit are stored.
     """
 
     type_name: ClassVar[str] = "ruvllm-fixed"

@@ -25,8 +25,8 @@ def grid_s(arrivals: Iterable[Arrival]) -> Seconds:
     """Return the resolution of a trace's clock in seconds, estimated from its first 1,000 arrivals.
 
     The result is 0, which means that arrivals need not be spread, unless ticks are at least 0.5 s
-    apart and most requests share a tick with another request. Mooncake's conversation trace has
-    ticks of 3 s.
+    apart and have at least two requests each on average. Mooncake's conversation trace has ticks of
+    3 s.
     """
     times_s = [arrival.time_s for arrival in islice(arrivals, _LOOKED_AT)]
     ticks = sorted(set(times_s))
@@ -156,7 +156,7 @@ class Pace(Struct, frozen=True):
 
     requests_per_s: float
     """Mean request rate from the start of the trace to its last request; 1 if all requests arrive
-    at once.
+    at time 0.
     """
     waits: bool
     """True if some requests are sent only after the answer to another one, so that a higher --speed

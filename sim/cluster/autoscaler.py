@@ -114,8 +114,9 @@ class Autoscaler:
 
     A new pod has the kind of the first pod that the autoscaler scales. It reuses the name of a pod
     of this kind that the autoscaler has ended, if there is one, so that there are few names. If
-    there are too many pods, those that have not started yet are cancelled first, then the pod that
-    joined last is drained. Pods that ended for another reason are replaced, as by a Deployment.
+    there are too many pods, those that have not started yet are cancelled first, then the running
+    pod with the highest number is drained. Pods that ended for another reason are replaced, as by a
+    Deployment.
     """
 
     def __init__(self, settings: AutoscalerSettings, cluster: Cluster) -> None:

@@ -16,11 +16,13 @@ class FaultKind(StrEnum):
     """The kind of a random fault of a pod in a simulation run."""
 
     DIE = "die"
-    """The pod ends and does not restart. Nothing happens if it has ended already, or if no other
-    pod runs.
+    """The pod ends, and only a later fault of kind `RESTART` can start it again. Nothing happens if
+    it has ended already, or if no other pod runs.
     """
     RESTART = "restart"
-    """The pod's process dies and restarts after `duration_s` with an empty KV cache."""
+    """The pod's process dies if it still runs. It starts after `duration_s` with an empty KV cache,
+    even if a fault of kind `DIE` ended it earlier.
+    """
     JOIN = "join"
     """A new pod of the same kind as pod number `pod` joins."""
     LAG = "lag"
@@ -46,7 +48,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     pod: int
     duration_s: Seconds
     factor: float
-    """Factor by which the steps of the pod take longer, for a fault of kind `LAG`."""
+    """Factor by which the steps of the pod's engine take longer, for a fault of kind `LAG`."""
 
 
 def draw_faults(seed: int, *, mean_gap_s: Seconds) -> Iterator[Fault]:

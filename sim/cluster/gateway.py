@@ -80,11 +80,11 @@ class Gateway:
         """
         self._connections = Connections(settings.reschedules, seed=seed)
         self.rescheduled = 0
-        """Number of times that a request reached a fallback pod, because the gateway could not
-        connect to the first one that the picker named; counted over all attempts of clients.
+        """Number of attempts of clients, over all requests, that reached a fallback pod because the
+        gateway could not connect to the first one that the picker named.
         """
         self.evicted = 0
-        """Number of times that a picker evicted a request, over all attempts of clients."""
+        """Number of evictions of requests by pickers; each attempt of a client counts."""
 
     # Calls from clients.
 
@@ -93,6 +93,7 @@ class Gateway:
         delay.
         """
         request.replica = self._pickers.assigner.choose(request.arrival.session)
+        request.sent_at = self._loop.now + pause_s
         self._loop.after(pause_s + self._settings.network_delay_s, self._route, request)
 
     def hang_up(self, request: SimulatedRequest) -> None:

@@ -87,8 +87,8 @@ class _Source:
             self._act(self.subscription.watch(now), now)
 
     def close(self, now: Seconds) -> None:
-        """End the subscription to an endpoint's KV-cache events. Do nothing if the scheduler has
-        given the endpoint's slot to another endpoint.
+        """End the subscription to an endpoint's KV-cache events. Do nothing if the slot no longer
+        belongs to the endpoint.
         """
         if self._scheduler.pool.slot_of(self.endpoint) == self.slot:
             self.subscription.close(now)

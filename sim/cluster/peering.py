@@ -178,7 +178,8 @@ class Peering:
 
     def warm(self, replica: int, ready: Callable[[], None]) -> None:
         """Make the starting picker `replica` request a snapshot from a peer. Call `ready` when it
-        has the snapshot or stops waiting for it, or at once if no peer can be reached.
+        has the snapshot or stops waiting for it, or at once if no snapshot is requested, for
+        example because no peer can be reached.
 
         `ready` may be called twice.
         """

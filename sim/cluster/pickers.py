@@ -116,7 +116,9 @@ class Pickers:
         return self._routed(request, resolution, routed)
 
     def decided(self, request: SimulatedRequest, result: Resolution) -> Route | Refusal:
-        """Return the route by `result`, the verdict of the queue about `request`, which waited."""
+        """Return the route or the refusal by `result`, the verdict of the queue about `request`,
+        which waited.
+        """
         assert request.place is not None
         assert not isinstance(result, InferenceRequest)
         routed = result if isinstance(result, Refusal) else route_of(result)
@@ -125,8 +127,9 @@ class Pickers:
     def _routed(
         self, request: SimulatedRequest, asked: InferenceRequest, routed: Route | Refusal
     ) -> Route | Refusal:
-        """Return `routed` with the prefill pod that the prefill rule chooses. Without a rule, it is
-        that of the picker's decision if the cluster transfers KV blocks.
+        """Return `routed`, unchanged if it is a refusal. A route gets the prefill pod that the
+        prefill rule chooses. Without a rule, it gets that of the picker's decision if the cluster
+        transfers KV blocks.
         """
         rule = self._prefill_rule
         if rule is not None and isinstance(routed, Route):
@@ -138,8 +141,8 @@ class Pickers:
         return routed
 
     def response_started(self, request: SimulatedRequest) -> None:
-        """Report the response headers of `request`, which several endpoints serve, to the picker
-        that routed it.
+        """Report to the picker that routed `request`, which several endpoints serve, that the
+        gateway has received the response headers.
         """
         policy, route, replica = _routed(request)
         policy.response_started(route, self._loop.now)
@@ -241,8 +244,8 @@ class Pickers:
                 self._scrape(replica, pod, endpoint)
 
     def read_pages(self, replica: int) -> None:
-        """Pass to picker `replica` all metrics pages that it has scraped by now, and all KV-cache
-        events that have arrived.
+        """Pass to picker `replica` the scrape results that it can read by now: of each pod the last
+        page, and failed scrapes after it. Pass also all KV-cache events that have arrived.
         """
         policy = self.policies[replica]
         for scraper in self._scrapers[replica].values():
@@ -378,9 +381,11 @@ class _Waker:
         self._look_s = look_s
         self._soon = False
         self._looking = False
-        """True while the pages are read at each scrape interval, because requests wait."""
+        """True while the picker's metrics pages are read at each scrape interval, because requests
+        wait in its queue.
+        """
         self._timer = 0
-        """Number of the timer that is in force; earlier ones do nothing."""
+        """Number of the waker's timer that calls the queue; earlier timers do nothing."""
         self._at_s: Seconds | None = None
 
     def drives(self, queue: FlowQueue, read_pages: Callable[[], None]) -> None:

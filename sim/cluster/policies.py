@@ -120,7 +120,9 @@ class Policy(Protocol):
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
     def response_started(self, route: Route, now: Seconds) -> None:
-        """Report the response headers of a request that several endpoints serve."""
+        """Report to the policy that the response headers of a request that several endpoints serve
+        have arrived.
+        """
         ...
 
     def first_output(self, route: Route, now: Seconds) -> None: ...
@@ -314,7 +316,8 @@ def _power_of_two(baseline: Baseline, request: InferenceRequest) -> int:
 
 def _session_affinity(baseline: Baseline, request: InferenceRequest) -> int:
     """Return the position of the session's endpoint by rendezvous hashing: a session moves only if
-    its own endpoint leaves. Without a session, choose at random.
+    its own endpoint leaves, or to a new endpoint with a greater hash. Without a session, choose at
+    random.
     """
     session = request.session_id
     if not session:
@@ -334,8 +337,8 @@ BASELINES: Final[Mapping[str, Choose]] = {
 
 
 def built_in() -> tuple[str, ...]:
-    """Return the names that `--config` accepts: configurations and baselines. Raises `ConfigError`
-    for invalid entry points, as `strategies` does.
+    """Return the built-in names that `--config` accepts: configurations and baselines. Raises
+    `ConfigError` for invalid entry points, as `strategies` does.
     """
     return (*configurations(), *BASELINES)
 

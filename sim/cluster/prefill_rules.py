@@ -1,6 +1,7 @@
 """The roles of pods, and rules that choose the prefill pod of a request for policies that do not.
 
-With such a rule, the picker chooses among the pods with a decode role only. Baselines need one.
+With such a rule, the picker chooses only among the pods that decode, which include pods without a
+role. Baselines need a rule to serve disaggregated requests.
 """
 
 from collections.abc import Mapping, Sequence

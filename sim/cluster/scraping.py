@@ -2,8 +2,9 @@
 
 A page shows the state of its pod, which changes only with an event of the pod. Therefore nothing is
 done at the time of a scrape. Before a pod changes, and before a picker decides, all scrapes since
-the last change are computed. If several of them were not read in between, only the last one is
-computed. Pickers that compare consecutive pages then compare pages that are further apart.
+the last change are computed. Of several pages that the picker would have read in between, only the
+last one is computed. Pickers that compare consecutive pages then compare pages that are further
+apart.
 """
 
 from collections import deque
@@ -177,8 +178,8 @@ class Scraper:
         return max(SCRAPE_TIMEOUT_S, pause_s)
 
     def _keep(self, at: Seconds) -> None:
-        """Replace all unread pages by the page of the scrape at the time `at`. Nothing looks at the
-        replaced ones before the picker reads this page.
+        """Replace all unread results of scrapes by the page of the scrape at the time `at`. Nothing
+        looks at the replaced ones before the picker reads this page.
         """
         self._pages.clear()
         self._pages.append((at + self._delay_s, self.pod.page(at)))

@@ -121,8 +121,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     clients: ClientSettings = ClientSettings()
     believed_prefill_tokens_per_s: float | None = None
     """Prefill speed in tokens per second that pickers assume for every pod if their configuration
-    does not set it. None for the pods' real speed, or the default of `epp serve` if pods differ in
-    speed.
+    does not set it. None for the speed by the pods' profile and engine (without `PodKind.speed`),
+    or the default of `epp serve` if pods differ in it.
     """
     tokenize: TokenizeSettings | None = None
     """Settings of a renderer for whose tokens requests wait before they are placed, or None if
@@ -146,8 +146,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     def prefill_tokens_per_s(self) -> float:
         """Prefill speed that pickers assume for every pod unless their configuration sets it.
 
-        It is `believed_prefill_tokens_per_s` if set, else the pods' real speed. If that is not set
-        and pods differ in speed, it is the default of `epp serve`.
+        It is `believed_prefill_tokens_per_s` if set, else the speed by the pods' profile and engine
+        (without `PodKind.speed`). If that is not set and pods differ in it, it is the default of
+        `epp serve`.
         """
         if self.believed_prefill_tokens_per_s is not None:
             return self.believed_prefill_tokens_per_s
@@ -178,7 +179,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
 def _check_pickers(settings: ClusterSettings) -> None:
     """Raise `ClusterSettingsError` if the settings name pickers that do not exist, absences that
-    are too short or overlap, or failing connections without fallback endpoints.
+    are too short or follow each other too soon, or failing connections without fallback endpoints.
     """
     named = [("--picker-away (picker-restart)", one.replica) for one in settings.absences]
     peers = settings.peers
@@ -216,7 +217,8 @@ def _check_pickers(settings: ClusterSettings) -> None:
 
 
 def _check_transfers(settings: ClusterSettings) -> None:
-    """Raise `ClusterSettingsError` if pods with a role cannot hand KV blocks over.
+    """Raise `ClusterSettingsError` if a pod with a role has no KV connector, or if the KV blocks of
+    a pod with a connector cannot be transferred.
 
     Without `kv_transfer` a role is only a label, which filters may read.
     """

@@ -115,8 +115,8 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
     @property
     def request_tokens_max(self) -> int:
-        """Maximum number of tokens in prompt and answer of one request for which the KV cache has
-        room.
+        """Maximum number of tokens in prompt and answer of one request for which the KV cache, and
+        without chunked prefill one pass, has room.
         """
         if self.cache is None:
             return self.engine.request_tokens_max
@@ -124,8 +124,9 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prefill speed of the pod in tokens per second, all data-parallel ranks together, with the
-        longest steps that its engine makes.
+        """Prefill speed of the pod by its profile in tokens per second, without `speed`, all
+        data-parallel ranks together. It is that of steps of `max_num_batched_tokens` tokens (of the
+        profile, without chunked prefill), and at most of the model's maximum length.
         """
         tokens = min(self.engine.max_num_batched_tokens, self.profile.max_model_len_tokens)
         if not self.engine.chunked_prefill:
@@ -220,7 +221,9 @@ class SimulatedPod:
         """Prompt tokens found in each cache tier by earlier processes of the pod."""
         self._caches: list[PromptCache | None] = [None] * kind.ranks
         self._shown: EndpointMetrics
-        """Metrics page with the pod's state at the end of the last pass."""
+        """Metrics page with the pod's state at the end of the last pass, and the present count of
+        requests.
+        """
         self._start()
 
     def __repr__(self) -> str:
@@ -332,8 +335,8 @@ class SimulatedPod:
         """Return the metrics page that a scrape at the time `at` reads, or None if the pod does not
         answer.
 
-        The page shows the state at the end of the last pass, or the frozen state. `at` must be
-        between the last change of the pod and now.
+        The page shows the state at the end of the last pass and the present count of requests, or
+        the frozen state. `at` must be between the last change of the pod and now.
         """
         if not self.alive:
             return None
@@ -455,7 +458,7 @@ class SimulatedPod:
 
     def _follow(self) -> None:
         """Schedule the end of the engine's running step, or begin a step if there is work and none
-        is running.
+        is running. Then report decode legs with newly reserved blocks to the pod's owner.
         """
         ends_at = self.engine.ends_at
         if ends_at is None:

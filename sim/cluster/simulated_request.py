@@ -70,6 +70,7 @@ class SimulatedRequest:
         "retries",
         "route",
         "routed_at",
+        "sent_at",
         "sequence",
         "spare",
         "status",
@@ -86,6 +87,7 @@ class SimulatedRequest:
         """Number of the picker that the request is sent to, or None if no picker runs."""
         self.retries = 0
         """Number of retries of the request so far. The fields below describe the last attempt."""
+        self.sent_at = arrived_at
         self.forget_attempt()
 
     def forget_attempt(self) -> None:

@@ -132,8 +132,9 @@ def _card(arm: str, numbers: ArmSummary) -> str:
 
 
 def _distribution(outcomes: Mapping[str, Sequence[RequestOutcome]]) -> str:
-    """Return a chart of the share of requests that had their first token within a time, with one
-    line for each arm. The time axis is logarithmic.
+    """Return a chart of the share of completely answered requests that had their first token within
+    a time, with one line for each arm of the demo. The time axis is logarithmic. Without such
+    requests, a sentence is returned.
     """
     lines: dict[str, Points] = {}
     for arm, found in outcomes.items():

@@ -161,8 +161,8 @@ def run(options: argparse.Namespace) -> int:
 async def _drive(
     settings: "DriveSettings", told: "Callable[[Driven], None]", arrivals: Iterator[Arrival]
 ) -> "tuple[Driver, float, bool]":
-    """Send the requests. Return the driver, the time that it took in seconds, and True if it was
-    interrupted.
+    """Send the requests of the trace to the gateway. Return the driver, the time that it took in
+    seconds, and True if it was interrupted.
     """
     from sim.drive.driver import Driver  # noqa: PLC0415
 
@@ -210,8 +210,8 @@ def _conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _headers_in(path: Path | None) -> list[tuple[str, str]]:
-    """Return the headers in a file as (name, value), one of each line. Raises `OutputError` and
-    `OSError`.
+    """Return the request headers in a file as (name, value), one of each line; none if there is no
+    file. Raises `OutputError` and `OSError`.
 
     The errors do not quote the content, because it may be a key.
     """

@@ -17,8 +17,8 @@ warns that the driver itself was slow.
 
 
 def drive_table(summary: DriveSummary, beside: RunSummary | None) -> str:
-    """Return the results of a drive as text for the terminal. `beside` has a simulation's results
-    to show beside them, or is None.
+    """Return the results of a run of `sim drive` as text for the terminal. `beside` has a
+    simulation's results to show beside them, or is None.
     """
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
     facts = "\n".join(f"{name:<24}  {value}" for name, value in _facts(summary))
@@ -31,8 +31,8 @@ def drive_table(summary: DriveSummary, beside: RunSummary | None) -> str:
 
 
 def drive_report(summary: DriveSummary, beside: RunSummary | None) -> str:
-    """Return the results of a drive as the text of report.md. `beside` has a simulation's results
-    to show beside them, or is None.
+    """Return the results of a run of `sim drive` as the text of report.md. `beside` has a
+    simulation's results to show beside them, or is None.
     """
     parts = ["# A trace as real requests", *(f"**{one}**" for one in warnings_of(summary))]
     parts.append(markdown_table(_latencies(summary, beside)))
@@ -44,8 +44,8 @@ def drive_report(summary: DriveSummary, beside: RunSummary | None) -> str:
 
 
 def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummary | None) -> str:
-    """Return the results of a drive as the text of report.html. `beside` has a simulation's results
-    to show beside them, or is None.
+    """Return the results of a run of `sim drive` as the text of report.html. `beside` has a
+    simulation's results to show beside them, or is None.
     """
     ttft_s = {name: group.ttft_s for name, group in sorted(measures.pods.items())[:8]}
     body = [
@@ -87,15 +87,16 @@ def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummar
 
 
 def warnings_of(summary: DriveSummary) -> list[str]:
-    """Return a warning sentence for each condition that makes the figures of a drive misleading."""
+    """Return a warning sentence for each condition that makes the figures of a run of `sim drive`
+    misleading.
+    """
     requests, late_s = summary.requests, summary.late_s.p99
     told = {
         "The run was interrupted: only requests that had ended are counted.": not summary.complete,
         f"{requests.not_sent:,} requests were not sent, because --in-flight was reached: the gateway "
         "received less load than the trace has.": requests.not_sent,
-        f"{requests.unfit:,} requests were not sent, because their token ids cannot be written as text.": (
-            requests.unfit
-        ),
+        f"{requests.unfit:,} requests were not sent, because their token ids cannot be written as text "
+        "or their recorded bodies are not JSON.": requests.unfit,
         f"1 % of the requests were sent at least {seconds(late_s)} late: the driver itself was "
         "slow.": late_s is not None and late_s > _LATE_S_MAX,
         f"{requests.errors:,} requests have no complete answer.": requests.errors,
@@ -104,8 +105,9 @@ def warnings_of(summary: DriveSummary) -> list[str]:
 
 
 def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[str]]:
-    """Return the rows of the latency table: one for each measure, each followed by the simulation's
-    row if there is one.
+    """Return the rows of the latency table of `sim drive`: one each for TTFT, ITL and E2E. With a
+    simulation to compare, each is followed by the simulation's row, and rows of hit rates are
+    added.
     """
     rows = [["", *_RANKS]]
     for name, label in (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("e2e_s", "E2E")):

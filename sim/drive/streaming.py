@@ -16,7 +16,9 @@ PROBLEMS: Final = (ClientError, TimeoutError, msgspec.DecodeError, ValueError)
 
 
 class StreamError(ClientError):
-    """The response is not a complete stream of the expected kind."""
+    """The response to a streamed request has an error status, breaks off, or has another number of
+    tokens than expected.
+    """
 
 
 class Streamed(Struct, kw_only=True):

@@ -25,8 +25,8 @@ UNTOLD: Final = "not told"
 """Name under which requests are counted if no response header names their pod."""
 GROUPS_MAX: Final = 1_000
 OTHER: Final = "other"
-"""Name of the group for requests of further pods or models, once there are `GROUPS_MAX` groups.
-Names come from responses and traces, so their number must be bounded.
+"""Name of the group for requests of further pods, models or kinds of errors, once there are
+`GROUPS_MAX` groups. Names come from responses and traces, so their number must be bounded.
 """
 ERRORS_SHOWN_MAX: Final = 10
 _GAP_S_MIN: Final = 1e-6
@@ -50,7 +50,7 @@ class Group:
 
     def add(self, driven: "Driven") -> None:
         """Add a request that has ended to the group. A request without a complete answer counts
-        only as an error.
+        only as a request and as an error.
         """
         self.requests += 1
         if driven.error:

@@ -70,8 +70,8 @@ class Holding:
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.registered_blocks = 0
-        """Number of the request's blocks in `runs`. They are complete, so other requests can hit
-        them.
+        """Number of the request's blocks in `runs`. They are computed or scheduled, so other
+        requests can hit them.
         """
         self.open_blocks = 0
         """Number of blocks that the request uses without a hash, because they are not completely

@@ -222,8 +222,9 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
 
 
 def _fitted(points: Points, base: Profile) -> Profile:
-    """Return `base` with the five fitted constants replaced by those that fit the points. Raises
-    `ProfileError` if there are too few points or no engine fits them.
+    """Return `base` with the five fitted constants replaced by those that fit the points, and
+    without a table of times of the linear layers. Raises `ProfileError` if there are too few points
+    or no engine fits them.
     """
     if not points.enough_ttft:
         raise ProfileError(

@@ -4,14 +4,14 @@ receives steps.
 A pass is what vLLM's scheduler does once for each forward pass (`v1/core/sched/scheduler.py`):
 
 1. Running requests get their next tokens within the token budget: a chunk of prompt, or one token.
-A request without a free block preempts the youngest running request. That one gives up its blocks,
-must be computed again, and goes to the head of the queue. 2. Unless a request was preempted,
-waiting requests are admitted in order. Each must fit into the budget, the number of sequences, the
-blocks for its *whole* prompt, and the adapter slots. It reuses the longest cached head of at most
-`tokens - 1`. A request that only lacks an adapter slot is passed over; a request that lacks
-something else blocks all behind it. 3. Full blocks are registered as they are scheduled, including
-those of generated tokens. 4. Each request computed up to its last known token gets one token at the
-end of the pass.
+   A request without a free block preempts the youngest running request. That one gives up its
+   blocks, must be computed again, and goes to the head of the queue.
+2. Unless a request was preempted, waiting requests are admitted in order. Each must fit into the
+   budget, the number of sequences, the blocks for its *whole* prompt, and the adapter slots. It
+   reuses the longest cached head of at most `tokens - 1`. A request that only lacks an adapter slot
+   is passed over; a request that lacks something else blocks all behind it.
+3. Full blocks are registered as they are scheduled, including those of generated tokens.
+4. Each request computed up to its last known token gets one token at the end of the pass.
 
 The engine knows no text: a request brings the chained hashes of its prompt *and* its answer. With a
 `PromptCache`, the engine also asks the cache which part of a prompt need not be computed.

@@ -95,9 +95,9 @@ def fit_attention(file: Path) -> Attention:
     of relative errors. Each part is fitted on rows that show it alone.
 
     Decode uses rows without a prefill chunk, and prefill uses rows without decoding requests. The
-    factor on decoding beside a chunk is fitted to the remaining time of mixed rows with much
-    context, because a batch of unequal queries is skewed. No row has unequal contexts among its
-    decoding requests, so `Profile.skew` stays 0.
+    factor on decoding beside a chunk is at least 1. It is fitted to the remaining time of mixed
+    rows with much decode context and a chunk without context, because a batch of unequal queries is
+    skewed. No row has unequal contexts among its decoding requests, so `Profile.skew` stays 0.
     """
     rows = _rows(file, ())
     chunk, before, count, context, time = (

@@ -114,7 +114,8 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The error of a profile that was estimated and not measured, as shares of the true values.
 
     Each share is the largest error found when one measured model or GPU at a time was left out
-    (`docs/estimates.md`). A time may be `1 / (1 + error)` to `1 + error` times the real one.
+    (`docs/estimates.md`), or the error that `sim calibrate` has left of it. A time may be `1 / (1 +
+    error)` to `1 + error` times the real one.
     """
 
     prefill: Annotated[float, Meta(ge=0.0, le=10.0)]

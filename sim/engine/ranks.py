@@ -85,8 +85,8 @@ class RankedEngine:
 
     @property
     def ends_at(self) -> Seconds | None:
-        """Time when the next step of any rank ends; None if no step is running, or if a rank could
-        begin one of its own.
+        """Time when the next step of any rank ends. None if no step is running, or if ranks are
+        independent and one with work could begin a step.
         """
         ends = [(rank.ends_at, rank) for rank in self.ranks]
         begun = [at for at, _ in ends if at is not None]
@@ -135,7 +135,7 @@ class RankedEngine:
 
     def begin(self, now: Seconds) -> Seconds | None:
         """Begin a step at `now` on each rank that has work and no running step. Return the end of
-        the first step to end, or None if no rank has work.
+        the first step to end, or None if no rank can compute anything now.
         """
         if self._in_step:
             return self._begin_together(now)

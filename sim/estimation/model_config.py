@@ -538,8 +538,8 @@ def _experts(keys: _Keys, family: _Family, layers: int) -> Experts | None:
 
 
 def _windows(keys: _Keys, family: _Family, layers: int) -> tuple[int, int]:
-    """Return (number of layers with a sliding window, size of the window in tokens). The size is 0
-    if the model defines no window.
+    """Return (number of layers with a sliding window, size of the window in tokens). Both are 0 if
+    the model defines no window or does not use it.
     """
     kinds = keys.get("layer_types")
     others = set(map(str, kinds)) - {"full_attention", "sliding_attention"} if kinds else set()

@@ -2,8 +2,9 @@
 pool, depending on what they share.
 
 Each row of the table is a number of pickers and what they share; each block of rows is a workload.
-A generated workload is drawn again for each seed. For a trace in a file, the seed varies only the
-scheduler's random choices.
+A generated workload is drawn again for each seed. A trace in a file has the same requests for all
+seeds. The seed then varies only random choices during the run, for example which picker a request
+reaches.
 """
 
 import argparse

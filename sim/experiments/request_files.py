@@ -104,10 +104,10 @@ class DecisionFile:
     """The file `decisions.jsonl`: one line for each request, in the order of arrival.
 
     A line is complete when its request has ended, and is written after the lines of all earlier
-    requests. `time_s` is null for a request that never reached a picker. `served` names the pod
-    that the gateway used instead of `endpoint`, or is null. `matched_blocks` and `total_blocks`
-    count full blocks of the picker's prefix index. `candidates` is empty for a policy that does not
-    score.
+    requests. `time_s` is null for a request that never reached a picker. `served` names the
+    fallback pod that the gateway tried last instead of `endpoint`, or is null. `matched_blocks` and
+    `total_blocks` count full blocks of the picker's prefix index. `candidates` is empty for a
+    refused request, and for a baseline, which does not score.
 
     If a request was passed to `note`, each of its candidates also has `known`, the inputs of
     scorers (null if unknown when they scored), and `costs`, by each scorer that reports costs, in

@@ -417,8 +417,8 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
     """Return the conditions of one or more runs (flags, pods, configuration hashes) by name, for
     reports.
 
-    The runs may differ only in policy, number of pickers, seed and speed. `report.condition_rows`
-    formats the result. Raises what reading the trace raises.
+    The entries `config_hashes`, `replicas` and `estimated` cover all runs, the others only the
+    first one. `report.condition_rows` formats the result. Raises what reading the trace raises.
     """
     cluster, read = settings.cluster, settings.read
     profiles = [kind.profile.name for kind in cluster.pods]

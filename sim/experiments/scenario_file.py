@@ -126,7 +126,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     file: str
     """Name of the scenario file without its folder, so that the same scenario in another folder
-    counts as the same run.
+    counts as the same run. A scenario that a command makes has a name of its own here.
     """
     pods: tuple[PodKind, ...] = ()
     """Pods at the start of the run; empty to use those that flags define."""

@@ -512,7 +512,6 @@ class _SummaryBuilder:
             pods_min=settings.pods_min,
             pods_max=settings.pods_max,
             startup_s=settings.startup_s,
-            whole_trace=task.demand.cut,
             runs=len(runs),
             varied=between.over if len(runs) > 1 else "",
             pods_mean=pool.pods_mean,

@@ -2,10 +2,11 @@
 
 By default, for every filter and scorer of the profile:
 
-- the weight of each scorer varies from 0.1 to 10 on a logarithmic scale, or is off; the weight of a
-single scorer has no effect and is fixed; - each number whose type has bounds varies: between them
-if there are two, else from a tenth of the present value to ten times it, on a logarithmic scale. A
-number whose value is None is fixed, and so is a number that is 0 and has only one bound.
+- The weight of each scorer varies from 0.1 to 10 on a logarithmic scale, or is off. The weight of a
+  single scorer has no effect and is fixed.
+- Each number whose type has bounds varies: between them if there are two, else from a tenth of the
+  present value to ten times it, on a logarithmic scale. A number whose value is None is fixed. So is
+  a number with only one bound whose value is 0, negative or infinite.
 
 Rules for refusing requests, measured speeds of engines and memory limits of indexes are not a
 matter of tuning. They vary only if the file of `--space` names them.
@@ -172,7 +173,10 @@ class Space:
             for one in _RowConverter(str(file), self._document, config).dimensions(rows):
                 found[one.name] = one
         if not found:
-            raise SpaceError(f"{policy.source} has nothing to vary: name parameters in --space")
+            raise SpaceError(
+                f"{policy.source} has nothing to vary: name weights, parameters or plugins in the "
+                "file of --space"
+            )
         if len(found) > DIMENSIONS_MAX:
             raise SpaceError(
                 f"{policy.source} has {len(found)} things to vary, expected at most "

@@ -203,7 +203,7 @@ class _Task:
         self._options = options
         policy = policy_source(options.config)
         base = run_options.run_settings(options, policy, options.seed)
-        self.space = Space(base.policy, pickers=options.replicas, file=options.space)
+        self.space = Space(base.policy, pickers=base.cluster.replicas, file=options.space)
         if base.scenario is not None and base.scenario.configures:
             raise ClusterSettingsError(
                 f"{options.scenario} configures pickers, which would overwrite the tried configurations"

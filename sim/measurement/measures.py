@@ -262,8 +262,8 @@ class Measures:
         """Plug-ins that raised errors during the run, of every picker; set at the end of the run."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
-        """Number of requests that the picker refused, by reason, warm-up included. `failures`
-        counts the failed requests, by reason.
+        """Number of requests that the picker refused or evicted, by reason, warm-up included.
+        `failures` counts the failed requests, by reason.
         """
         self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}
@@ -585,14 +585,14 @@ def figures_of(summary: ComparedRun) -> dict[str, float]:
 
 
 def ttft_of(request: SimulatedRequest) -> Seconds:
-    """Return the time in seconds from sending a request to the client's first token; NaN if there
-    was none.
+    """Return the time in seconds from the first sending of a request to the client's first token;
+    NaN if there was none.
 
     The network delay of the answer is assumed to equal that of the request.
     """
     if request.first_token_at is None or request.routed_at is None:
         return math.nan
-    network_s = request.routed_at - request.arrived_at
+    network_s = request.routed_at - request.sent_at
     return request.first_token_at + network_s - request.arrived_at
 
 

@@ -298,12 +298,12 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     peers: PeerSummary | UnsetType = UNSET
     """Traffic between pickers; set only if pickers share decisions."""
     stages: StageSummary | UnsetType = UNSET
-    """Stages of the requests; set only if pods have roles."""
+    """Figures of routes, prefill legs and KV transfers of the run; set only if pods have roles."""
     retries: int | UnsetType = UNSET
     """Number of times that a client sent a request again; set only if clients retry."""
     rescheduled: int | UnsetType = UNSET
-    """Number of requests that a fallback endpoint accepted, because the pods that the picker named
-    before it did not; set only if pickers name fallback endpoints.
+    """Number of times that a fallback endpoint accepted a request, because the pods that the picker
+    named before it did not; set only if pickers name fallback endpoints.
     """
     evicted: int | UnsetType = UNSET
     """Number of times that a picker evicted a request, also if the client sent it again; set only if
@@ -569,7 +569,7 @@ class JudgedSummary(Summary, frozen=True, kw_only=True):
     loses_more: bool
     worse: list[str]
     stopped_by: list[str]
-    """Names of the guard measures that got worse by more than is allowed."""
+    """Names of the guard measures that got significantly worse, by more than is allowed."""
 
 
 class PowerSummary(Summary, frozen=True, kw_only=True):
@@ -637,8 +637,8 @@ class BoundSummary(Summary, frozen=True, kw_only=True):
     limit: float
     figure: EstimateSummary
     sure: float | None
-    """Limit within which one more repetition would stay 19 times out of 20; None if there are too
-    few repetitions.
+    """Limit of the figure within which one more repetition would stay 19 times out of 20; None if
+    there is too little data, or if a run does not have the figure.
     """
     used: float | None
     """Share of the bound that `sure` uses (1 is at the limit); the share that the figure uses if
@@ -663,8 +663,8 @@ class CountSummary(Summary, frozen=True, kw_only=True):
     """
     cost_per_hour: float | None
     used: float | None
-    """Highest share that the figures use of any SLO bound (1 is exactly at the bound); None if the
-    share of a bound is unknown.
+    """Highest share that the 95 % limits of the figures (the figures, with too few runs) use of any
+    SLO bound (1 is exactly at the bound); None if the share of a bound is unknown.
     """
     bounds: list[BoundSummary]
 
@@ -689,12 +689,13 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     or if none was found before an interruption.
     """
     pods_perhaps: int | None
-    """Smallest number of pods below `pods` whose figures are within the bounds while their 95 %
-    limits are not; None if there is none.
+    """Smallest number of pods below `pods` (any number if `pods` is None) that was run with every
+    seed and whose figures are within the bounds while their 95 % limits are not; None if there is
+    none.
     """
     used: float | None
-    """Highest share that the figures with `pods` pods use of any SLO bound (1 is exactly at the
-    bound).
+    """Highest share that the 95 % limits of the figures with `pods` pods use of any SLO bound (1 is
+    exactly at the bound); None if `pods` is None or a share is unknown.
     """
     cost_per_hour: float | None
     cost_per_million_tokens: float | None
@@ -767,10 +768,6 @@ class AutoscalingSummary(Summary, frozen=True, kw_only=True):
     pods_min: int
     pods_max: int
     startup_s: float
-    whole_trace: bool
-    """True if the replayed trace is longer than the period for which the pool was sized; False if
-    that period is the whole trace.
-    """
     runs: int
     varied: str
     pods_mean: float | None
@@ -805,7 +802,9 @@ class WarmUpSummary(Summary, frozen=True, kw_only=True):
     busiest_s: float
     """Length in seconds of the busiest part of the unchanged trace."""
     busiest_from_s: float
-    """Start of the busiest part, in seconds from the start of the unchanged trace."""
+    """Start of the busiest part, in seconds of the unchanged trace after the first request of the
+    period that is sized for.
+    """
     busiest_excluded: bool
     warning: str
     """Warning, or "" if the warm-up excludes at most a quarter of the requests and not the busiest

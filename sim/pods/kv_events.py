@@ -62,7 +62,9 @@ class KVEvents:
         self, block_size_tokens: int, *, rank: int = 0, kept_max: int = FRAMES_KEPT_MAX
     ) -> None:
         self.send: Callable[[int, bytes], None] | None = None
-        """Function (frame number, payload) that sends a frame, or None if nothing is connected."""
+        """Function (frame number, payload) that sends a frame of KV events to subscribers, or None
+        while the sockets for them are closed.
+        """
         self._rank = rank
         self._block_size_tokens = block_size_tokens
         self._events: list[dict[str, Any]] = []
@@ -100,7 +102,9 @@ class KVEvents:
         ]
 
     def cleared(self) -> None:
-        """Record that the whole cache was cleared. The event is sent with those of the next step."""
+        """Record that the engine's whole cache was cleared. The event is sent with those of the next
+        engine step.
+        """
         self._events.append({"type": "AllBlocksCleared"})
 
     def end_step(self, at_s: Seconds) -> None:
@@ -118,5 +122,5 @@ class KVEvents:
             self.send(*frame)
 
     def kept_from(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the stored frames from frame number `first` on, as (number, payload)."""
+        """Return the stored frames of KV events from frame number `first` on, as (number, payload)."""
         return [frame for frame in self._kept if frame[0] >= first]

@@ -90,7 +90,9 @@ class HeldBlocks:
     """
 
     def __init__(self, owner: LegOwner, connector: KVConnector, speed: float) -> None:
-        """Create an empty set. Leases end in simulated time, `speed` times as fast as real time."""
+        """Create a set without held KV blocks. Leases end in simulated time, `speed` times as fast
+        as real time.
+        """
         self.engine_id: Final = uuid4().hex
         """Identity of this process of the engine; a restarted engine has another one."""
         self._owner = owner
@@ -102,7 +104,9 @@ class HeldBlocks:
         return request_id in self._held
 
     def hold(self, request: EngineRequest) -> None:
-        """Hold the blocks of a prefill leg that has finished, until its lease ends."""
+        """Hold the KV blocks of a prefill leg that has finished, until a decode engine releases
+        them or their lease ends.
+        """
         self._lease(request, self._connector.lease_s)
 
     def answer(self, engine_id: str, request_id: str, action: str) -> bool:
@@ -125,7 +129,7 @@ class HeldBlocks:
         return True
 
     def close(self) -> None:
-        """Drop all held blocks, and cancel the timers that would release them."""
+        """Forget all held KV blocks, and cancel the timers that would end their leases."""
         for _, timer in self._held.values():
             timer.cancel()
         self._held.clear()
@@ -235,7 +239,9 @@ class BlockReader:
             self._reads.pop(leg.request.request_id, None)
 
     async def _wait_for_room(self, client: aiohttp.ClientSession, read: _Read) -> None:
-        """Wait until the engine has reserved blocks, and renew the lease meanwhile."""
+        """Wait until the decode engine has reserved KV blocks for the leg. Meanwhile, renew the
+        lease of the blocks in the prefill engine.
+        """
         while not read.reserved.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._connector.heartbeat_s / self._speed):

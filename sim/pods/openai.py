@@ -19,7 +19,9 @@ _MAX_TOKENS_DEFAULT: Final = 16
 
 
 class ApiError(Exception):
-    """An error in a request that the server answers with an HTTP status and an error object."""
+    """An error of a request that the simulated server answers with an HTTP status and an error
+    object.
+    """
 
     def __init__(
         self, status: int, message: str, *, kind: str = "BadRequestError", param: str | None = None

@@ -42,8 +42,9 @@ _LIMITS: Final[dict[str, tuple[str, ...]]] = {
     "/v1/responses": ("max_output_tokens",),
     "/inference/v1/generate": ("max_tokens", "min_tokens"),
 }
-"""Members that limit the length of an answer, by request path. The sidecar sets them to 1 in
-requests to prefill and encode pods. It passes requests with other paths to its own engine only.
+"""Members of a request body that limit the length of the answer, by request path. The sidecar sets
+them to 1 in requests to prefill and encode pods. It passes requests with other paths to its own
+engine only.
 """
 _PARAMETERS_PATH: Final = "/inference/v1/generate"
 """Path whose requests have the limits in the member `sampling_params`."""
@@ -280,7 +281,7 @@ async def _parts(answer: aiohttp.ClientResponse, cached_tokens: int | None) -> A
 
 def _first_token(path: str, members: _Members, *, encode: bool = False) -> bytes:
     """Return the body of a request with these members, for an answer of one token that is not
-    streamed. Unless `encode`, it tells the engine to hold its KV blocks for another one.
+    streamed. Unless `encode`, it tells the engine to hold its KV blocks for another engine.
     """
     limits = dict.fromkeys(_LIMITS[path], 1)
     changed: dict[str, Any] = {

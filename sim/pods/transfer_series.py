@@ -90,12 +90,12 @@ class TransferSeries:
         self._fetched.set(after.fetched)
 
     def transferred(self, size_bytes: float, transfer_s: Seconds) -> None:
-        """Count a transfer that this engine received."""
+        """Count a KV transfer whose blocks this decode engine received."""
         self._histograms["nixl_bytes_transferred"].observe(size_bytes)
         self._histograms["nixl_xfer_time_seconds"].observe(transfer_s)
 
     def transfer_failed(self) -> None:
-        """Count a transfer whose bytes did not arrive at this engine."""
+        """Count a KV transfer whose blocks did not arrive at this decode engine."""
         self._counters["nixl_num_failed_transfers"].inc()
 
     def lease_expired(self) -> None:

@@ -174,7 +174,7 @@ class Dots(Struct, frozen=True, kw_only=True):
 
     bare: Collection[str] = ()
     large: Mapping[str, Points] = {}
-    """Points that get a larger dot, by series."""
+    """Points of a line chart that get a larger dot, by series."""
 
 
 def grid_line(y: float, text: str, size: Size = FULL) -> str:

@@ -72,8 +72,8 @@ _NAMES_MAX: Final = 6
 _FAR: Final = 2.0
 """Ratio to the best strategy from which a table cell has the darkest shade."""
 _MARKS: Final = (
-    "An asterisk marks the best of its case. An equals sign marks a strategy within its 95 % "
-    "confidence interval of the best: on the same requests, the two may not differ."
+    "An asterisk marks the best of its case. An equals sign marks a strategy that is level with the "
+    "best: the 95 % confidence interval of its difference from the best contains 0."
 )
 
 
@@ -102,7 +102,7 @@ class Part(Struct, frozen=True, kw_only=True):
 def leaderboard_table(summary: LeaderboardSummary) -> str:
     """Return the rankings, the cases and the conditions of `sim leaderboard` for the terminal."""
     if not summary.rows:
-        return "no case has run with every strategy yet"
+        return _without_rows(summary)
     told = [f"{part.title}\n{table(part.rows)}" for part in ranking_parts(summary)]
     return "\n\n".join([*told, table(_case_rows(summary)), basis(summary)]) + "\n"
 
@@ -127,7 +127,8 @@ def leaderboard_report(summary: LeaderboardSummary) -> str:
 def leaderboard_page(summary: LeaderboardSummary) -> str:
     """Return the content of report.html of `sim leaderboard`."""
     if not summary.rows:
-        return page("Leaderboard", "No case has run with every strategy yet.", "")
+        parts = "".join(part.as_html() for part in board_parts(summary))
+        return page("Leaderboard", _without_rows(summary), parts)
     told = [part.as_html() for part in ranking_parts(summary)]
     told += [_bars(summary, measure) for measure in _JUDGED]
     ladders = [_over(summary, ladder) for ladder in summary.ladders if len(ladder.steps) > 1]
@@ -150,9 +151,10 @@ _TIMES_SAY: Final = (
     "unanswered than the best; its ratio in these cases counts as 1 or more."
 )
 _LEVEL_SAYS: Final = (
-    "The table shows the number of cases in which each strategy is the best, or level with the best "
-    "(within its 95 % interval of it). A strategy whose figures vary between random draws has a wide "
-    "interval, so it may be level with the best although its mean is far from it."
+    "The table shows the number of cases in which each strategy is the best, or level with the best: "
+    "the 95 % interval of its difference from the best contains 0. A strategy whose figures vary "
+    "between random draws has a wide interval, so it may be level with the best although its mean is "
+    "far from it."
 )
 _CASES_SAY: Final = (
     "The best strategy of a case has the lowest mean E2E. Another strategy is level with the best "
@@ -198,8 +200,8 @@ def behind_part(summary: LeaderboardSummary) -> Part:
     rows = _behind_rows(summary)
     cases = {row.case for row in summary.rows}
     which = (
-        f"{_first(summary)} is not within the 95 % interval of the best strategy and more than "
-        f"{BEHIND - 1:.0%} behind it"
+        f"{_first(summary)} is not level with the best strategy, and more than {BEHIND - 1:.0%} "
+        "behind it"
     )
     measures = ", ".join(_JUDGED.values())
     if len(rows) == 1:
@@ -522,7 +524,7 @@ def _conditions(case: CaseSummary) -> str:
     )
     told.append(
         f"goodput: a first token within {case.ttft_target_s:g} s, later ones within "
-        f"{1000 * case.tpot_target_s:g} ms each"
+        f"{1000 * case.tpot_target_s:g} ms each on average"
     )
     held = " This case is a hold-out." if case.hold_out else ""
     return f"{what}: {', '.join(told)}.{held}"
@@ -531,13 +533,24 @@ def _conditions(case: CaseSummary) -> str:
 def basis(summary: LeaderboardSummary) -> str:
     """Return a paragraph about the leaderboard's strategies, cases, requests and seeds."""
     first, seeds = summary.first_seed, summary.seeds
-    failed = f" {len(summary.failed):,} runs failed." if summary.failed else ""
     return (
         f"The leaderboard has {len(summary.strategies)} strategies on {len(summary.cases)} cases, "
         f"{summary.requests:,} requests each, seeds {first} to {first + seeds - 1}. All "
         "strategies get the same requests at the same times within a case and a seed. Hold-outs "
-        f"are cases with parameters of their own, on which nothing was tuned.{failed}"
+        f"are cases with parameters of their own, on which nothing was tuned.{_failures(summary)}"
     )
+
+
+def _without_rows(summary: LeaderboardSummary) -> str:
+    """Return why the leaderboard has no figures, in one or two sentences."""
+    return (
+        "No case has figures, because in each case all strategies failed or one has not run with "
+        f"the first seed.{_failures(summary)}"
+    )
+
+
+def _failures(summary: LeaderboardSummary) -> str:
+    return f" {len(summary.failed):,} runs failed." if summary.failed else ""
 
 
 def _paragraph(text: str) -> str:

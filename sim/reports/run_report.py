@@ -104,7 +104,9 @@ def _facts(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def _ttft_over_rate(series: Series) -> str:
-    """Return a chart of TTFT over the arrival rate, with a point for each of 40 windows of the run."""
+    """Return a chart of TTFT over the rate of completed requests, with the mean and p90 of each of
+    40 equally long windows of the run.
+    """
     caption = "TTFT over the arrival rate, by window of the run"
     if len(series) < _WINDOWS:
         return figure(caption, "<p>Too few requests.</p>")

@@ -335,10 +335,7 @@ def _autoscaling_rows(summary: SizeSummary) -> list[list[str]]:
         ["target of HPA or KEDA", f"{number(found.target)} {found.metric} per pod"],
         ["pods allowed", f"{found.pods_min:,} to {found.pods_max:,}"],
         ["start-up time of a new pod", limit(found.startup_s)],
-        [
-            "replayed",
-            "the whole trace" if found.whole_trace else "the period for which the pool was sized",
-        ],
+        ["replayed", "the whole trace"],
         ["pods, mean and maximum", f"{number(found.pods_mean)}, {found.pods_highest or '-'}"],
         ["pod-hours", f"{number(found.pod_hours)}, fixed {number(found.fixed_pod_hours)}"],
         ["used more" if saved is not None and saved < 0 else "saved", share(saved and abs(saved))],
@@ -397,8 +394,8 @@ def _conclusion(summary: SizeSummary) -> str:
 
 
 def _other_kind(summary: SizeSummary, chosen: SizedSummary) -> str:
-    """Return a sentence about the best option with a split if the chosen one has none, or the
-    reverse; "" if all options are of one kind.
+    """Return a sentence about the best option of the chosen profile with a split if the chosen
+    option has none, or the reverse; "" if all options of the profile are of one kind.
     """
     split = chosen.prefill_share is UNSET
     others = [

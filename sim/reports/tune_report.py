@@ -333,7 +333,8 @@ def _trial_rows(summary: TuneSummary) -> list[list[str]]:
 
 def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
     """Return the ratio of each objective of a trial to that of the present configuration, in the
-    trial's last run.
+    trial's last run. Penalties for lost requests and broken guards are included as if the objective
+    were worse.
     """
     return [
         math.exp(-cost if name in summary.higher_is_better else cost)

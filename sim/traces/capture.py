@@ -91,7 +91,7 @@ class CaptureWriter:
 
         `after` becomes a line number of the new capture, or None if that request was not written.
         Times are rounded to microseconds. `salt` replaces ids, session names, cache salts and
-        header values by keyed hashes.
+        header values by keyed hashes, except the latencies that clients ask for in headers.
         """
         blocks: Iterable[int] = arrival.blocks
         answer = arrival.answer
@@ -212,7 +212,6 @@ def _capture(first: bytes, options: ReadOptions) -> Parse:
 
 CAPTURE: Final = LineFormat(
     name="capture",
-    says="Homing's capture JSONL, docs/capture-format.md",
     recognises=lambda line: FORMAT_NAME.encode() in line,
     parser=_capture,
     has_header=True,

@@ -98,8 +98,9 @@ class RowParser:
         return known
 
     def arrival(self, index: int, cells: Mapping[str, Any]) -> Arrival | None:
-        """Return the request in a row, or None if the row is a conversation without question or
-        answer.
+        """Return the request in a row of a trace. Return None if the row's prompt is a ShareGPT
+        conversation without question or answer, or an empty list in a trace without numbers of
+        prompt tokens.
 
         Raises the exceptions in `MALFORMED`.
         """
@@ -131,7 +132,8 @@ class RowParser:
     def _asked(self, index: int, row: _Row) -> Arrival | None:
         """Return the request of a row whose prompt is a text, at time 0.
 
-        Return None if the row is a conversation without question or answer.
+        Return None if the prompt is an empty list, or a ShareGPT conversation without question or
+        answer.
         """
         prompt = prompt_in(row.cells, row.name("prompt"), row.text("model"))
         if prompt is None:
@@ -259,7 +261,6 @@ def _has_prompt(line: bytes) -> bool:
 
 TABLE: Final = LineFormat(
     name="csv",
-    says="CSV or TSV with a header: columns for time, prompt tokens and output tokens",
     recognises=is_header,
     parser=_table,
     takes=_TAKES,
@@ -267,7 +268,6 @@ TABLE: Final = LineFormat(
 )
 PROMPTS: Final = LineFormat(
     name="prompts",
-    says="prompts as text or messages: ShareGPT, vLLM custom, AIPerf; JSON Lines, array or Parquet",
     recognises=_has_prompt,
     parser=_objects,
     takes=_TAKES,
@@ -275,7 +275,6 @@ PROMPTS: Final = LineFormat(
 )
 OBJECTS: Final = LineFormat(
     name="json",
-    says="JSON Lines, a JSON array or Parquet: columns for time, prompt tokens and output tokens",
     recognises=_is_object,
     parser=_objects,
     takes=_TAKES,

@@ -37,7 +37,8 @@ _ESTIMATES: Final = (
     *("ceilings.per_pod", "ceilings.one_cache_at_capacity", "ceilings.per_pod_at_capacity"),
     *("ceilings.affinity_load_max_over_mean", "place"),
 )
-"""Fields in the JSON output of `sim trace inspect` that are estimates. All others are exact counts.
+"""Fields in the JSON output of `sim trace inspect` that are always estimates. The others are exact,
+except `_TOKEN_ESTIMATES` for prompts as text, and times between uses above a million uses.
 """
 _TOKEN_ESTIMATES: Final = (
     *("prompt_tokens", "output_tokens", "prompt_tokens_total", "output_tokens_total"),

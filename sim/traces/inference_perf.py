@@ -230,7 +230,6 @@ def _spread(distribution: _Distribution | None, otherwise: float, where: str) ->
 
 INFERENCE_PERF: Final = DocumentFormat(
     name="inference-perf",
-    says="kubernetes-sigs/inference-perf YAML: requests are made from its parameters",
     recognises=lambda head: b"\ndata:" in b"\n" + head and b"\nload:" in b"\n" + head,
     generated=workload_of,
 )

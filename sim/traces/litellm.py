@@ -133,7 +133,6 @@ def _find(document: object, name: str) -> Any:
 
 LITELLM: Final = LineFormat(
     name="litellm",
-    says="LiteLLM spend logs JSONL with prefix_block_hashes",
     recognises=lambda line: b'"startTime"' in line and b'"prompt_tokens"' in line,
     parser=_parser,
 )

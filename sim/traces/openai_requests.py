@@ -172,7 +172,6 @@ def _recognises(line: bytes) -> bool:
 
 OPENAI: Final = LineFormat(
     name="openai",
-    says="raw OpenAI request bodies JSONL, bare or under `body` (batch files)",
     recognises=_recognises,
     parser=_parser,
     token_estimate=TOKEN_ESTIMATE,

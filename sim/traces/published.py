@@ -187,28 +187,24 @@ def _is_mooncake(line: bytes) -> bool:
 
 MOONCAKE: Final = LineFormat(
     name="mooncake",
-    says="Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids of 512 tokens",
     recognises=_is_mooncake,
     takes=frozenset({"time_unit"}),
     parser=_mooncake,
 )
 BAILIAN: Final = LineFormat(
     name="bailian",
-    says="Qwen-Bailian JSONL: chat_id, timestamp (s), hash_ids of 16 tokens, not chained",
     recognises=_is_bailian,
     takes=frozenset({"time_unit"}),
     parser=_bailian,
 )
 AZURE: Final = LineFormat(
     name="azure",
-    says="Azure LLM inference CSV: TIMESTAMP, ContextTokens, GeneratedTokens",
     recognises=lambda line: b"ContextTokens" in line and _may_be_csv(line),
     parser=_azure,
     has_header=True,
 )
 BURSTGPT: Final = LineFormat(
     name="burstgpt",
-    says="BurstGPT CSV: Timestamp (s), Model, Request tokens, Response tokens",
     recognises=lambda line: b"Request tokens" in line and _may_be_csv(line),
     takes=frozenset({"time_unit"}),
     parser=_burstgpt,

@@ -89,8 +89,6 @@ class LineFormat(Struct, frozen=True, kw_only=True):
     """A trace format with one request on each line."""
 
     name: str
-    says: str
-    """Description of the format in one line."""
     recognises: Callable[[bytes], bool]
     """Function that returns whether a line, cut to 64 KiB, has this format."""
     parser: Callable[[bytes, ReadOptions], Parse]
@@ -115,7 +113,6 @@ class DocumentFormat(Struct, frozen=True, kw_only=True):
     """A trace format whose file is one document that describes a workload."""
 
     name: str
-    says: str
     recognises: Callable[[bytes], bool]
     """Function that returns whether a document, cut to 64 KiB, has this format."""
     generated: Callable[[bytes], Generated]

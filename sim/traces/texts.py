@@ -109,8 +109,8 @@ def _collect(value: Any, parts: list[str]) -> None:
 
 
 def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | None:
-    """Return the prompt in the member `name` of `row`; None if the member is a conversation without
-    question or answer.
+    """Return the prompt in the member `name` of `row`; None if the member is an empty list, or a
+    ShareGPT conversation without question or answer.
 
     The member is a text, messages as OpenAI or ShareGPT write them, or a whole request. The prompt
     of a ShareGPT conversation is its first question with everything before it, as in the benchmarks

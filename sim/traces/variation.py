@@ -18,7 +18,7 @@ Kuensch's form for series: Annals of Statistics 17, 1989):
 
 Sessions are those that the trace names, joined with those whose answers they wait for. If it names
 none, a prompt continues an earlier session if it begins with all full blocks of a prompt at most
-`SESSION_GAP_S` before it.
+`SESSION_GAP_S` before it, and has at least one more full block.
 """
 
 import math
@@ -229,8 +229,9 @@ def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
 
 def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
     """Return the session (by its first request's index) of the longest earlier prompt with which
-    this prompt begins, or `otherwise` if there is none at most `SESSION_GAP_S` before. Record that
-    the session now ends with this prompt, and forget the ends that were looked up.
+    this prompt begins and that is shorter by at least one full block, or `otherwise` if there is
+    none at most `SESSION_GAP_S` before. Record that the session now ends with this prompt, and
+    forget the ends that were looked up.
     """
     full = arrival.blocks[: sum(1 for _ in arrival.spans())]
     session = otherwise

@@ -187,8 +187,8 @@ def fit(
     served: Sequence[RecordedRequest],
     report: ReportProgress,
 ) -> Profile:
-    """Return `profile` with the host time and skew with which the simulation has the same mean
-    latencies of the first requests as the recording.
+    """Return `profile` with the host time and skew with which the simulation comes closest to the
+    recording in the mean latencies of the first `FITTED_ON` requests.
 
     The method is Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical
     slopes.

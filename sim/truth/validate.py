@@ -6,9 +6,10 @@ recordings of a known kind need no code. Two recordings come with the simulator,
 `sim/truth/recordings`: one made for it, and a published table. Recordings of other projects are not
 included. A run without them names them and the places where they are searched.
 
-Exit codes: 0 if all errors are within the tolerances, 1 if not or if a recording is unreadable, 2
-if no recording was found, and 130 if interrupted. An interrupted run prints the completed
-recordings.
+Exit codes: 0 if all errors are within the tolerances, 1 if not, if a recording is unreadable, or if
+the file of `--json` cannot be written, 2 if there is no recording in the folders of `--truth`
+(without it, in the shared folder, if there is one), and 130 if interrupted. An interrupted run
+prints the completed recordings.
 """
 
 import argparse

@@ -1,11 +1,14 @@
 """The short form of make attack, and an attack that does not reach the picker."""
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bench.attack.__main__ import main
-from bench.attack.attacks import ATTACKS
+from bench.attack.attacks import ATTACKS, Target
 from bench.attack.effects import PROOFS, Watch, require_reached
 from bench.effect import NoEffectError
+from bench.place import Place, Pods, free_ports
 from tests.envoy.rig import ENVOY
 
 SHORT = ("--seconds", "2")
@@ -43,6 +46,38 @@ def test_an_attack_that_sends_nothing_prints_no_table(capsys, monkeypatch):
     told = capsys.readouterr()
     assert "attack resets: the fault did not take effect: observed 3 streams" in told.err
     assert told.out == ""
+
+
+async def test_the_picker_is_read_while_the_attacked_pod_does_not_answer(tmp_path):
+    async def metrics(_):
+        return web.Response(text="homing_extproc_connections 3\n")
+
+    application = web.Application()
+    application.router.add_get("/metrics", metrics)
+    async with TestServer(application) as picker:
+        watch = Watch(
+            Place(
+                folder=tmp_path,
+                picker="",
+                gateway="",
+                pages=str(picker.make_url("")),
+                pods=Pods(tmp_path, free_ports(1)),
+                picker_pid=0,
+            )
+        )
+        await watch.read()
+    assert watch.last == {"homing_extproc_connections": 3.0}
+    assert not watch.pod_pages
+
+
+async def test_requests_of_a_burst_that_are_lost_are_results_of_the_attack(monkeypatch):
+    """Its clients are innocent, so the command ends with 1 if one of them is lost."""
+    monkeypatch.setattr("bench.attack.attacks.BURST", 3)
+    (port,) = free_ports(1)
+    target = Target("", f"http://127.0.0.1:{port}", 0.1, [])
+    said = await ATTACKS["burst"](target)
+    assert target.lost == ["ClientConnectorError"] * 3
+    assert said == "3 of 3 lost: 3 ClientConnectorError"
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
@@ -493,6 +494,38 @@ def test_a_picker_that_loses_requests_meets_no_aim_by_being_cheap():
     burst = next(row for row in told if "4,000" in row.title)
     assert burst.verdict is Verdict.NOT_MET
     assert burst.seen["ngh2"].high == 2.0
+
+
+@pytest.mark.parametrize(
+    ("loser", "titles"),
+    [
+        (homing("ngh2", "10 endpoints"), ["8 KB, 1,000 endpoints against 10"]),
+        (homing("ngh2", "1,000 endpoints"), ["8 KB, 1,000 endpoints against 10"]),
+        (
+            homing("ngh2", operators.EVERYTHING),
+            [f"{load.title}: {operators.EVERYTHING}" for load in workloads.OPERATED],
+        ),
+        (
+            homing("ngh2", operators.NOTHING),
+            [
+                f"{load.title}: {name}"
+                for load in workloads.OPERATED
+                for name in (operators.EVERYTHING, operators.SPARINGLY)
+            ],
+        ),
+    ],
+)
+def test_requests_lost_by_a_compared_picker_fail_the_aims_of_its_comparisons(loser, titles):
+    """A comparison names its two pickers by their settings, unlike the other rows."""
+    played = results(cpu_us=25.0)
+    samples = [
+        msgspec.structs.replace(each, failed={"reset 8": 2} if each.contestant == loser else {})
+        for each in played.samples
+    ]
+    told = rows(msgspec.structs.replace(played, samples=samples), TRANSPORTS)
+    not_met = [row for row in told if row.verdict is Verdict.NOT_MET]
+    assert [row.title for row in not_met] == titles
+    assert {row.reason for row in not_met} == {"10 requests failed"}
 
 
 def test_on_a_busy_machine_no_row_has_a_verdict():

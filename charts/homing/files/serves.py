@@ -1,4 +1,6 @@
-"""Check health and send one request that reaches no model server: HOST:PORT tls|plaintext."""
+"""Check a picker's health and send it one request that reaches no model server: HOST:PORT
+tls|plaintext.
+"""
 
 import ssl
 import sys
@@ -12,13 +14,17 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest, ProcessingRes
 
 TIMEOUT_S = 10
 SERVICE = "readiness"
-"""Health name that a standby serves too, because it can answer."""
+"""Service name of the gRPC health check that a standby picker reports as serving too, because it
+can answer.
+"""
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 HEADERS = {":method": "GET", ":path": "/v1/models", ":authority": "helm-test"}
 
 
 def connect(address: str, security: str) -> grpc.Channel:
-    """Connect as gateways do, accepting any certificate."""
+    """Return a gRPC channel to the picker at `address` that accepts any certificate, as gateways
+    do.
+    """
     if security == "plaintext":
         return grpc.insecure_channel(address)
     host, _, port = address.rpartition(":")

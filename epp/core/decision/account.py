@@ -56,8 +56,8 @@ class Route(StrEnum):
     ENCODE_DECODE = "encode-decode"
     ENCODE_PREFILL_DECODE = "encode-prefill-decode"
     AGGREGATED_FALLBACK = "aggregated-fallback"
-    """One endpoint serves the whole request, because no endpoint was left for a stage that had to
-    run.
+    """One endpoint serves the whole request, because no endpoint was left for a prefill or encode
+    stage that had to run.
     """
 
 
@@ -199,8 +199,8 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
     ahead: int
     """Number of requests that waited already when this one began to."""
     behind: str
-    """Id of the flow of the same band that had most waiting requests when this one began to wait; ""
-    if these named none.
+    """Id of the flow of the same band that had most waiting requests when this one began to wait;
+    "" if those requests named none.
     """
     behind_requests: int
     """Number of waiting requests of the flow `behind`; 0 if none of the band waited."""
@@ -237,8 +237,8 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
     route: Route | None = None
     """Route of the request through the stages, or None if the configuration has only one stage."""
     uncached_tokens: int = 0
-    """Number of prompt tokens that the decode endpoint is estimated not to have cached, if the
-    configuration has several stages.
+    """Number of prompt tokens that the decode endpoint is estimated not to have cached; 0 if the
+    configuration has only one stage.
     """
     queued: Queued | None = None
     """Wait of the request in the picker's queue, or None if it did not wait there."""

@@ -41,8 +41,8 @@ class ProfileState(Struct):
 
 
 class Staleness(Struct, frozen=True):
-    """The limits beyond which an endpoint ranks below all others: the age of its metrics, and
-    scrapes without an answer.
+    """The limits beyond which an endpoint is chosen only if no other is left: the age of its
+    metrics, and scrapes without an answer.
     """
 
     age_s_max: Seconds
@@ -107,7 +107,7 @@ def choose(
     The result depends on the arguments alone. Only `state` changes. `rotation` counts decisions and
     breaks ties round robin. `staleness` is None if no candidate is stale or unreachable. `acting`
     is the choice of another profile for the same request and candidates, in which no plugin failed,
-    or None. Results of plugins that both profiles have are taken from it.
+    or None. Results of plugins that both profiles have may be taken from it.
     """
     failures = state.failures
     failed_before = failures.so_far
@@ -120,10 +120,10 @@ def choose(
             return nobody_left(kept, len(candidates))
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
-    if state.own_cold:
-        cold = not ranked.matched_most()
-        if cold is not request.moment.cold:
-            request = structs.replace(request, moment=structs.replace(request.moment, cold=cold))
+    # A prompt that no endpoint of the pool has is cold for every profile.
+    may_be_cold = state.own_cold and not request.moment.cold
+    if may_be_cold and profile.reads_cold:
+        request = _with_own_cold(request, ranked)
     known: Floats | None = None
     if acting is not None and (
         ranked is acting.ranked or np.array_equal(ranked.slot, acting.ranked.slot)
@@ -134,12 +134,26 @@ def choose(
     sound = failures.so_far == failed_before
     picked: list[int] = picks.tolist()
     slot = ranked.slot.item(picked[0])
+    # The indexes read the request too, but later. The prompt is not cold if the chosen candidate has
+    # a part of it.
+    if may_be_cold and not profile.reads_cold and not ranked.prefix_match(picked[0])[0]:
+        request = _with_own_cold(request, ranked)
     return Choice(candidates, ranked, dropped, scored, picked, sound, request, slot)
 
 
+def _with_own_cold(request: InferenceRequest, ranked: Candidates) -> InferenceRequest:
+    """Return `request`, some of whose prompt an endpoint of the pool has, with `moment.cold` True
+    if no candidate in `ranked` has any.
+    """
+    if ranked.matched_most():
+        return request
+    return structs.replace(request, moment=structs.replace(request.moment, cold=True))
+
+
 def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
-    """Return the candidates of `kept` and the slots that were dropped, by reason. Stale endpoints
-    are dropped if any fresh one is left, and unreachable ones if any other is left.
+    """Return the candidates of `kept` and the slots that were dropped, by reason. Unreachable
+    endpoints are dropped if any other is left; of the reachable ones, stale ones are dropped if any
+    is fresh.
     """
     unreachable = staleness.unreachable[kept.candidates.slot]
     stale = kept.candidates.metrics_age_s > staleness.age_s_max

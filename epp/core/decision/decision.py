@@ -22,7 +22,7 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     request_markers: tuple[RequestMarker, ...] = ()
     """Plugins that set headers on the request to the endpoint."""
     offered: Candidates | None = None
-    """Candidates of the decision before filtering, or None if no plugin sets headers on requests."""
+    """Candidates of the decision before filtering, or None if there are no `request_markers`."""
     earlier: tuple[Leg, ...] = ()
     """Legs of the prefill and encode stages; () if one endpoint serves the whole request."""
     primary_port: int = 0
@@ -47,13 +47,13 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def prefiller(self) -> Endpoint | None:
-        """Return the endpoint that prefills, or None if the request's endpoint does it."""
+        """Return the endpoint of the prefill leg, or None if the request has no such leg."""
         legs = (leg for leg in self.earlier if leg.stage is Stage.PREFILL)
         return next((leg.endpoint for leg in legs), None)
 
     @property
     def encoders(self) -> tuple[Endpoint, ...]:
-        """Return the endpoints that encode media; () if the endpoint that prefills does it."""
+        """Return the endpoints that encode media; () if the request has no encode leg."""
         legs = (leg for leg in self.earlier if leg.stage is Stage.ENCODE)
         return next(((leg.endpoint, *leg.fallbacks) for leg in legs), ())
 

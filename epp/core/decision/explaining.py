@@ -38,7 +38,7 @@ class Explained(Struct, frozen=True):
     """Legs of the prefill and encode stages of the same request."""
     prefill_s: Seconds | None = None
     """Expected time in seconds until the prefill endpoint has computed the prompt, or None if there
-    is none or if it is unknown.
+    is no prefill leg or if the time is unknown.
     """
 
 
@@ -63,8 +63,8 @@ def explained(
 
 
 def prefill_s_of(earlier: Sequence[Leg]) -> Seconds | None:
-    """Return the expected time in seconds of the prefill among `earlier`, the legs of a request that
-    was just decided, or None if there is none or if it is unknown.
+    """Return the expected time in seconds of the prefill among `earlier`, the legs of a request
+    that was just decided, or None if there is no prefill leg or if the time is unknown.
     """
     for leg in earlier:
         if leg.stage is Stage.PREFILL:

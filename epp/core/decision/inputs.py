@@ -102,8 +102,8 @@ class IndexMemoryLimited(Struct, frozen=True, gc=False):
 
 
 class PeerRecorded(Struct, frozen=True, gc=False):
-    """A decision of a peer: the peer recorded `keys` for `slot` at `stamp` in its index with the
-    same name as `index`.
+    """A decision of a peer: the peer recorded the index keys `keys` for the endpoint in `slot` at
+    the time `stamp`, in its index with the same name as `index`.
     """
 
     index: str
@@ -195,8 +195,8 @@ class Effects(Struct, frozen=True):
     """The consequences of one input on which the caller of `Scheduler.take` must act."""
 
     set_aside: Endpoint | None = None
-    """Endpoint that reached the limit of failed requests with this input, or None. It receives no
-    requests until its next successful scrape.
+    """Endpoint that is set aside because of failed requests with this input, or None. It receives
+    no requests until its next successful scrape, or for a fixed time if it serves no metrics.
     """
     restarted: tuple[str, ...] = ()
     """Names of the affinity indexes that start empty, because they are new or cannot adopt the new

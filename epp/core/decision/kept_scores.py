@@ -2,12 +2,13 @@
 
 Scores of some scorers stay valid for several requests: those that declare to read only the values
 in `KEPT_READS`, which change with the reports of engines. Such a scorer runs again for the same
-candidates only after a column that it reads has changed. A scorer that failed runs at every
-decision. Cached scores are final: they are clamped, and unknown values are filled in. The cached
+candidates only after a column that it reads has changed. A scorer that failed runs again at the
+next decision. Cached scores are final: they are clamped, and unknown values are filled in. The cached
 arrays are never shared with plugins.
 
 Other scores are borrowed. If the shadow profile has the very same scorer as the acting profile, it
-uses the scores that the acting profile just computed.
+uses the scores that the acting profile just computed, provided that both score the same candidates
+and that no plugin of the acting profile failed.
 """
 
 from collections import OrderedDict

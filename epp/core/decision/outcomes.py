@@ -96,7 +96,9 @@ class Outcomes:
         state.ledger.close_earlier(lease, now)
 
     def _present(self, lease: Lease) -> list[Lease]:
-        """Return the leases of the request of `lease` whose endpoints are in the pool."""
+        """Return the open leases of the request of `lease` whose endpoints have neither left nor
+        restarted since.
+        """
         is_live = self._state.ledger.is_live
         return [one for one in (lease, *lease.earlier) if is_live(one)]
 
@@ -160,8 +162,10 @@ class Outcomes:
     def _blame(
         self, present: list[Lease], lease: Lease, status: int | None, now: Seconds
     ) -> Endpoint | None:
-        """Find the endpoint that explains the failure of the request of `lease`, and eject it.
-        `present` are the leases of the request whose endpoints are in the pool. Return the endpoint
+        """Find the endpoint that explains the failure of the request of `lease`, and eject it if
+        the limits of ejection allow it.
+        `present` are the open leases of the request whose endpoints have neither left nor restarted
+        since. Return the endpoint
         that is set aside, or None.
 
         A status 503 waits for the next pages first, if any of the endpoints counts refusals.
@@ -180,7 +184,8 @@ class Outcomes:
         return self._blame_pair(slots, now)
 
     def _blame_pair(self, slots: Sequence[int], now: Seconds) -> Endpoint | None:
-        """Eject the endpoint of `slots` that explains their failures, if any. Return the endpoint
+        """Eject the endpoint of `slots` that explains their failures, if there is one and the
+        limits of ejection allow it. Return the endpoint
         that is set aside, or None.
         """
         state, set_aside = self._state, None
@@ -191,8 +196,8 @@ class Outcomes:
         return set_aside
 
     def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
-        """Record the HTTP status of a response. Return whether it makes the pool exclude the
-        endpoint until its next good scrape. A refusal for lack of capacity makes the endpoint full
+        """Record the HTTP status of a response. Return whether it makes the pool set the endpoint
+        aside. A refusal for lack of capacity makes the endpoint full
         instead.
         """
         state = self._state

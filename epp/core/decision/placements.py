@@ -46,7 +46,8 @@ class Placements:
         """Decisions to share with peers, oldest first, or None if the scheduler has no peers."""
         self.rank_choices: dict[RankChoice, int] = {}
         """Number of requests that were sent to endpoints with several data-parallel ranks, by the
-        outcome of the choice of the rank. Empty if no plugin selects ranks.
+        outcome of the choice of the rank. Empty until a configuration has a plugin that selects
+        ranks.
         """
         self.rank_chooser: RankChooser | None = None
         """Plugin that selects a data-parallel rank, or None if none is configured."""

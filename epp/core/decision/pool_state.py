@@ -79,10 +79,10 @@ class PoolState:
         receives nothing at present.
         """
         self.load_reports = 0
-        """Number of load reports of engines that were read from response headers."""
+        """Number of engines' load reports in response headers that the picker read and applied."""
         self.load_reports_unread = 0
         """Number of load reports in response headers that were ignored, because they were
-        malformed, or because their endpoint was never scraped, has left or has restarted.
+        malformed, or because their endpoint was never scraped, is not in the pool or has restarted.
         """
 
     def configure(self, settings: SchedulerSettings, now: Seconds = 0.0) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class PoolState:
         return restarted
 
     def read_load(self, given: LoadReported) -> None:
-        """Apply a load report in the headers of a response, and count whether it could be read."""
+        """Apply a load report in the headers of a response, and count it as applied or ignored."""
         lease, report = given.lease, read_load_report(given.header)
         if (
             report is not None

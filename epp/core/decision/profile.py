@@ -220,6 +220,9 @@ class Scored(Struct, frozen=True, gc=False):
 
     def parts_of(self, position: int) -> list[float]:
         """Return the weighted score of the candidate at `position` by each scorer."""
+        if len(self.scores) == 1:
+            # The only part is the sum.
+            return [self.total.item(position)]
         # A profile has few scorers, so that Python multiplies in half the time of numpy.
         return list(map(mul, self.scores[:, position].tolist(), self.weights.tolist()))
 
@@ -321,6 +324,12 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @cached_property
+    def reads_cold(self) -> bool:
+        """Return whether any scorer may read `request.moment.cold`."""
+        reads = [one.plugin.abilities.reads for one in self.scorers]
+        return any(names is None or "cold" in names for names in reads)
+
+    @cached_property
     def reads_peer(self) -> bool:
         """Return whether a scorer that computes costs may read the endpoint of another stage."""
         reads = [
@@ -396,8 +405,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         if all are NaN.
 
         If a scorer fails, all its scores are `UNKNOWN`, and the failure is counted in `failures`.
-        `kept` is this profile's cache: its valid scores are not computed again. `acting` are scores of another profile for the same request
-        and candidates, and the cache may borrow from them.
+        `kept` is this profile's cache: its valid scores are not computed again. `acting` are scores
+        of another profile for the same request and candidates, and the cache may borrow from them.
         """
         n = len(candidates)
         shape = (n,)
@@ -495,7 +504,8 @@ def highest(scores: Floats) -> Ints:
     ascending; at least one.
     """
     best = scores.item(scores.argmax())
-    tied: Ints = (scores >= best * _TIE).nonzero()[0]
+    # A Python float as bound would cost twice as much.
+    tied: Ints = (scores >= np.array(best * _TIE)).nonzero()[0]
     return tied
 
 

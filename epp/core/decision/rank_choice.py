@@ -23,7 +23,9 @@ class RankChoice(StrEnum):
     ALIKE = "alike"
     """No rank has so much more of the prompt cached than the others that the plugin prefers it."""
     CROWDED = "crowded"
-    """The rank with the longest cached prefix already received too many requests."""
+    """The plugin would select a rank by its cached prefix, but not with the running requests that
+    this picker sent to the ranks.
+    """
     FALLBACK = "fallback"
     """A fallback endpoint does not have the selected rank, and all receive the same header."""
     FAILED = "failed"

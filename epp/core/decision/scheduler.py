@@ -144,7 +144,9 @@ class Scheduler:
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         """Choose an endpoint for `request` and count the request there as running from now on.
-        Return a refusal if no endpoint may serve it, or if it is shed because of its priority.
+        Return a refusal if no endpoint may serve it, if it is shed because of its priority, if too
+        little of its prompt is cached for `Prefer: if-available`, or if its header names no
+        profile.
         """
         if self.witness is None:
             return self._schedule(request, now)
@@ -284,12 +286,15 @@ class Scheduler:
             if together is not None:
                 affinities[name] = together
         prefix = affinities.get(name)
+        most = 0 if prefix is None else prefix.most
+        if prefix is not None and most is None:
+            most = prefix.matched.item(prefix.matched.argmax())
         moment = Moment(
             replicas_unheard=self.state.replicas_unheard,
             sessions_return=self.placements.session_returns.expected,
             answer_tokens=self.answer_lengths.tokens,
             session_tokens=self.settings.session_tokens,
-            cold=prefix is None or not prefix.matched.item(prefix.matched.argmax()),
+            cold=not most,
             token_ids=request.moment.token_ids,
             token_media=request.moment.token_media,
             known_tokens=request.moment.known_tokens,

@@ -38,8 +38,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     block_tokens: int = 64
     """Number of tokens in a block of the `prefix` index."""
     beliefs: tuple[str, ...] = ()
-    """Names of the indexes that estimate what endpoints have cached. The record of a request in
-    them is undone if the request is not served.
+    """Names of the indexes that count cached blocks. The record of a request in them is undone if
+    the request is not served.
     """
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
@@ -50,8 +50,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     latency: LatencyPrediction | None = None
     """Settings of latency prediction, or None if no latency is predicted."""
     metrics_staleness_s: Seconds = 2.0
-    """Age of metrics in seconds above which an endpoint ranks below every endpoint with fresher
-    metrics.
+    """Age in seconds above which an endpoint's metrics are stale. Such an endpoint is not chosen
+    while a reachable endpoint with fresh metrics is left.
     """
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     """Prefill speed in tokens per second of each endpoint whose labels match none of

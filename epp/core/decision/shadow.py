@@ -154,8 +154,8 @@ class Shadow:
         its own.
 
         `failures` counts failures of the shadow's plugins alone, because the acting profile may use
-        the same plugins without failing. Scores of plugins that both profiles have are taken from
-        the acting profile.
+        the same plugins without failing. Results of plugins that both profiles have may be taken
+        from the acting profile.
         """
         self.profile = profile
         self._share = share

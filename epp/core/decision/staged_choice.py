@@ -23,7 +23,7 @@ from epp.core.decision.stages import (
     may_prefill_elsewhere,
 )
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Refusal, RefusalReason, Stage
+from epp.core.types import DECODE, ENCODE, PREFILL, Refusal, RefusalReason, Stage
 
 
 class StageChoice(Protocol):
@@ -48,12 +48,12 @@ class StagedChoice(Struct, frozen=True):
 
     decode: Choice
     prefill: Choice | None = None
-    """Choice of the prefill endpoint, or None if the decode endpoint prefills."""
+    """Choice of the prefill endpoint, or None if the request has no prefill leg."""
     encode: Choice | None = None
-    """Choice of the encode endpoints, or None if the endpoint that prefills encodes."""
+    """Choice of the encode endpoints, or None if the request has no encode leg."""
     cached_tokens: int = 0
     """Number of prompt tokens that the decode endpoint is estimated to have cached."""
-    work: Stage = Stage.DECODE
+    work: Stage = DECODE
     """Stage that the request itself asks for. The choice `decode` is that of an endpoint for it."""
     prefilled: bool = False
     """True if another request prefilled the prompt of this one elsewhere."""
@@ -77,9 +77,9 @@ def decode_first(
     """Choose the endpoints of a request: decode, then encode, then prefill near the decode
     endpoint. Return the refusal of the first stage that must run and has none.
     """
-    decode = choose(Stage.DECODE, -1)
+    decode = choose(DECODE, -1)
     if isinstance(decode, Refusal):
-        return _named(Stage.DECODE, decode)
+        return _named(DECODE, decode)
     cached_tokens = cached_at(decode)
     encode = None if stages.encode is None else _encode(stages, request, choose, cached_tokens)
     if isinstance(encode, Refusal):
@@ -117,9 +117,9 @@ def prefill_first(
     if isinstance(encode, Refusal):
         return encode
     peer = -1 if prefill is None else prefill.slot
-    decode = choose(Stage.DECODE, peer)
+    decode = choose(DECODE, peer)
     if isinstance(decode, Refusal):
-        return _named(Stage.DECODE, decode)
+        return _named(DECODE, decode)
     chosen = StagedChoice(decode, prefill, encode, cached_at(decode))
     return _without_detours(_within_time(chosen, stages, request))
 
@@ -128,10 +128,10 @@ def _prefill(stages: Stages, choose: StageChoice, peer: int) -> Choice | Refusal
     """Return the choice of the prefill endpoint, or None if there is none and the prefill is not
     required to run elsewhere, because its rule is by time.
     """
-    chosen = choose(Stage.PREFILL, peer)
+    chosen = choose(PREFILL, peer)
     if isinstance(chosen, Refusal):
         by_time = isinstance(stages.prefill_if, ByTime)
-        return None if by_time else _named(Stage.PREFILL, chosen)
+        return None if by_time else _named(PREFILL, chosen)
     return chosen
 
 
@@ -178,7 +178,8 @@ def one_request(
 
     A profile with the name of a stage does the work of that stage. A request that asks for decode
     was prefilled by an earlier one, unless the client wants a cached prompt only. Return a refusal
-    if the header names no profile, or if too little of the prompt is cached for such a client.
+    if the header names no profile, if no endpoint is left, or if too little of the prompt is cached
+    for a client that wants a cached prompt only.
     """
     name = stages.named_by(request) if stages.named else ""
     if isinstance(name, Refusal):
@@ -187,20 +188,20 @@ def one_request(
     if not (name or available_only):
         order = prefill_first if stages.order is Order.PREFILL_FIRST else decode_first
         return order(stages, request, choose, cached_at)
-    choice = choose(Stage.DECODE, -1, name)
+    choice = choose(DECODE, -1, name)
     if isinstance(choice, Refusal):
         return choice
     cached_tokens = cached_at(choice)
     if available_only and not stages.enough_cached(request, cached_tokens):
         where = choice.ranked.name_of(choice.picked[0])
         return not_cached(where, request.prompt_tokens, cached_tokens)
-    work = Stage(name) if name in set(Stage) else Stage.DECODE
+    work = Stage(name) if name in set(Stage) else DECODE
     return StagedChoice(
         choice,
         cached_tokens=cached_tokens,
         work=work,
-        prefilled=work is Stage.DECODE
-        and Stage.PREFILL in stages.named
+        prefilled=work is DECODE
+        and PREFILL in stages.named
         and stages.header in request.headers
         and not available_only,
         profile=name,
@@ -215,8 +216,8 @@ def _encode(
     """
     if not (may_encode_elsewhere(request) and stages.encode_if.applies(request, cached_tokens)):
         return None
-    chosen = choose(Stage.ENCODE, -1)
-    return _named(Stage.ENCODE, chosen) if isinstance(chosen, Refusal) else chosen
+    chosen = choose(ENCODE, -1)
+    return _named(ENCODE, chosen) if isinstance(chosen, Refusal) else chosen
 
 
 def _without_detours(chosen: StagedChoice) -> StagedChoice:

@@ -1,6 +1,7 @@
 """Decisions about requests whose stages may run on different endpoints."""
 
 from collections.abc import Mapping
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -36,7 +37,7 @@ from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.inflight import Lease
 from epp.core.knowledge.overdue_prefills import prefill_of
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Refusal, Seconds, Stage
+from epp.core.types import DECODE, ENCODE, PREFILL, Refusal, Seconds, Stage
 
 _FALLBACK: Final = "fallback"
 
@@ -76,9 +77,9 @@ class StagedScheduler:
         """
         stages, failures = self._state.settings.stages, self._state.failures
         named = (
-            (Stage.DECODE, stages.decode),
-            (Stage.PREFILL, stages.prefill),
-            (Stage.ENCODE, stages.encode),
+            (DECODE, stages.decode),
+            (PREFILL, stages.prefill),
+            (ENCODE, stages.encode),
             (_FALLBACK, stages.fallback),
             *stages.named.items(),
         )
@@ -101,7 +102,8 @@ class StagedScheduler:
         self, request: InferenceRequest, offer: Offer, shadow: Shadow | None
     ) -> Decision | Refusal:
         """Choose an endpoint of `offer` for each stage of `request`, and count the request there.
-        Return a refusal if a stage that must run has no endpoint, or if the request is shed.
+        Return a refusal if a stage that must run has no endpoint, if the request is shed, or if
+        `one_request` refuses it.
         """
         state, stages = self._state, self._state.settings.stages
         if stages.screen is not None:
@@ -167,14 +169,14 @@ class StagedScheduler:
     def _choose(
         self, request: InferenceRequest, offer: Offer
     ) -> tuple[SchedulingProfile, StagedChoice, Route] | Refusal:
-        """Return the decode profile that acted, the endpoints of all stages and the route; or the
-        refusal of the first stage that must run and has no endpoint.
+        """Return the decode profile that acted, the endpoints of all stages and the route; or a
+        refusal. If a prefill or encode stage that must run has no endpoint, the fallback profile
+        chooses one for the whole request, if there is such a profile.
         """
         settings = self._state.settings
         stages = settings.stages
 
-        def choose_for(stage: Stage, peer: int, named: str = "") -> Choice | Refusal:
-            return self._choose_for(request, offer, stage, peer, named)
+        choose_for = partial(self._choose_for, request, offer)
 
         def cached_at(choice: Choice) -> int:
             matched, _ = choice.ranked.prefix_match(choice.picked[0])
@@ -187,16 +189,16 @@ class StagedScheduler:
         if not isinstance(chosen, Refusal):
             decode = stages.named[chosen.profile] if chosen.profile else stages.decode
             return decode, chosen, chosen.route
-        if stages.fallback is None or chosen.stage in {None, Stage.DECODE}:
+        if stages.fallback is None or chosen.stage in {None, DECODE}:
             return chosen
-        alone = choose_for(Stage.DECODE, -1, _FALLBACK)
+        alone = choose_for(DECODE, -1, _FALLBACK)
         if isinstance(alone, Refusal):
             return alone
         whole = StagedChoice(alone, cached_tokens=cached_at(alone))
         return stages.fallback, whole, Route.AGGREGATED_FALLBACK
 
     def _choose_for(
-        self, request: InferenceRequest, offer: Offer, stage: Stage, peer: int, named: str
+        self, request: InferenceRequest, offer: Offer, stage: Stage, peer: int, named: str = "", /
     ) -> Choice | Refusal:
         """Return the choice of an endpoint for `stage` (see `StageChoice`), also among full
         endpoints if filters dropped all others. With a fallback profile, return a refusal instead
@@ -212,7 +214,7 @@ class StagedScheduler:
             # too.
             wider = state.candidates(available.in_service, offer.affinities, request, offer.now)
             choice = choose(profile, request, wider.near(peer), profile_state, turn, staleness)
-        if state.settings.stages.fallback is None or stage is Stage.DECODE:
+        if state.settings.stages.fallback is None or stage is DECODE:
             return choice
         return reached(choice, staleness)
 
@@ -237,16 +239,13 @@ class StagedScheduler:
         decode.
         """
         stages = self._state.settings.stages
-        named = (
-            (Stage.PREFILL, stages.prefill, chosen.prefill),
-            (Stage.ENCODE, stages.encode, chosen.encode),
-            (Stage.DECODE, decode, chosen.decode),
-        )
-        return [
-            (stage, profile, choice)
-            for stage, profile, choice in named
-            if profile is not None and choice is not None
-        ]
+        found: list[tuple[Stage, SchedulingProfile, Choice]] = []
+        if stages.prefill is not None and chosen.prefill is not None:
+            found.append((PREFILL, stages.prefill, chosen.prefill))
+        if stages.encode is not None and chosen.encode is not None:
+            found.append((ENCODE, stages.encode, chosen.encode))
+        found.append((DECODE, decode, chosen.decode))
+        return found
 
     def _place(
         self, chosen: StagedChoice, decode: SchedulingProfile, offer: Offer
@@ -260,7 +259,7 @@ class StagedScheduler:
             leg = self._place_stage(chosen, stage, profile, choice, offer)
             legs.append(leg)
             leases.append(leg.lease)
-            if stage is Stage.ENCODE:
+            if stage is ENCODE:
                 also_encode = self._placements.also_encode
                 leases += [also_encode(leg.lease, slot, offer.now) for slot in choice.others]
         *earlier, lease = leases
@@ -281,10 +280,10 @@ class StagedScheduler:
             left_out = available.left_out(choice.offered.slot, self._state.pool.columns)
             dropped = left_out | dict(offer.screened) | choice.dropped
             choice = structs.replace(choice, dropped=dropped)
-        work = chosen.work if stage is Stage.DECODE else stage
+        work = chosen.work if stage is DECODE else stage
         elsewhere = chosen.prefill is not None or chosen.prefilled
-        prefills = work is Stage.PREFILL or (work is Stage.DECODE and not elsewhere)
-        encodes = chosen.encode is not None or Stage.ENCODE in self._state.settings.stages.named
+        prefills = work is PREFILL or (work is DECODE and not elsewhere)
+        encodes = chosen.encode is not None or ENCODE in self._state.settings.stages.named
         return self._placements.place(
             choice.request,
             choice,

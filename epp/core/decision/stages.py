@@ -59,7 +59,9 @@ REMOTE_OVERHEAD_S: Final[Seconds] = 0.012
 and a second server that reads the request. The simulator's profiles have 10 ms for the latter.
 """
 REMOTE_OVERHEAD_S_PER_TOKEN: Final[Seconds] = 10e-6
-"""Assumed time in which the second server tokenizes one token, as in the simulator's profiles."""
+"""Assumed time in which the server of the prefill endpoint tokenizes one token of a prompt, as in
+the simulator's profiles.
+"""
 
 _ENCODE_PATHS: Final = ("/v1/chat/completions",)
 _PREFILL_PATHS: Final = (
@@ -137,20 +139,24 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     """The work of one endpoint that would compute the prompt of a request."""
 
     uncached_tokens: float
-    """Number of prompt tokens that the endpoint has not cached."""
+    """Number of tokens of the request's prompt that the endpoint has not cached."""
     pending_tokens: float
-    """Number of uncached prompt tokens of earlier requests that it has not computed yet."""
+    """Number of uncached prompt tokens of earlier requests that the endpoint has not computed yet.
+    """
     tokens_per_s: float
     """Prefill speed of the endpoint, above 0."""
     decoding_requests: float = 0.0
     """Number of requests that the endpoint decodes and that its prefill delays."""
     receiving_tokens: float = 0.0
-    """Number of prompt tokens of earlier requests whose KV blocks it still has to receive."""
+    """Number of prompt tokens of earlier requests whose KV blocks the endpoint still has to
+    receive.
+    """
     sending_tokens: float = 0.0
-    """Number of prompt tokens of earlier requests whose KV blocks it still has to send."""
+    """Number of prompt tokens of earlier requests whose KV blocks the endpoint still has to send.
+    """
     link_bytes_per_s: float = math.nan
-    """Measured speed of KV transfers to the endpoint; 0 if the next transfer will show it, NaN if none
-    will.
+    """Measured speed in bytes per second of KV transfers to the endpoint; 0 if the next transfer will
+    show it, NaN if none will.
     """
 
 
@@ -274,11 +280,11 @@ class Stages(Struct, frozen=True, kw_only=True):
     effect.
     """
     fallback: SchedulingProfile | None = None
-    """Profile that chooses one endpoint for the whole request if a stage that must run has no
-    endpoint. If it is None, such a request is refused.
+    """Profile that chooses one endpoint for the whole request if the prefill or encode stage must
+    run and has no endpoint. If it is None, such a request is refused.
     """
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
-    """Event at which the prefill and encode endpoints stop counting the request."""
+    """Event from which on the request no longer counts at its prefill and encode endpoints."""
     prefill_deadline_s: Seconds = 60.0
     """Time in seconds after which a prefill stage that has not ended counts as overdue."""
     screen: SchedulingProfile | None = None
@@ -301,7 +307,7 @@ class Stages(Struct, frozen=True, kw_only=True):
 
     def named_by(self, request: InferenceRequest) -> str | Refusal:
         """Return the name in `named` of the profile that chooses an endpoint for `request`, or a
-        refusal if its header names another.
+        refusal if its header names another. If `named` has only one profile, the header is ignored.
         """
         told = request.headers.get(self.header, "")
         if not told or len(self.named) == 1:

@@ -30,8 +30,8 @@ have queues of their own.
 """
 SHARED_FLOWS: Final = 64
 LOUDEST_OF: Final = 64
-"""Number of flows that are compared to find the loudest one again, once that has lost half of its
-tickets. They are those that have had waiting tickets for the longest time.
+"""Number of flows that are compared to find the one with most waiting tickets again, once that has
+lost half of its tickets. They are those that have had waiting tickets for the longest time.
 """
 
 
@@ -63,9 +63,12 @@ class Ticket(Struct, kw_only=True, eq=False):
     of the settings. A value above that maximum has no effect.
     """
     answer_within_s: Seconds | None = None
-    """Seconds after which the gateway ends the request if it still waits, or None if it does not."""
+    """Seconds after its arrival at which the gateway ends the request if it still waits, or None if
+    the gateway does not.
+    """
     first_token_within_s: Seconds | None = None
-    """Seconds after its arrival in which the client expects the first token, or None."""
+    """Seconds after the request's arrival within which the client expects the first token, or None.
+    """
     state: State = State.NEW
     enqueued_at_s: Seconds = 0.0
     held_since_s: Seconds | None = None
@@ -151,7 +154,9 @@ class Band:
         """Number of waiting tickets by the id of their flow, whatever queue they are in."""
         self._loudest = ""
         self._loudest_most = 0
-        """Number of tickets of the loudest flow when it was found."""
+        """Number of waiting tickets of the flow `_loudest` when it was found, or when a ticket was
+        last added to it.
+        """
 
     def __repr__(self) -> str:
         return f"<Band [{self.requests} requests of {self.flows} flows, {self.bytes} bytes]>"
@@ -239,7 +244,7 @@ class Band:
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Charge the flow of `ticket`, which was placed, with `tokens`, or with one request under
-        `Fairness.REQUESTS`, and record the charge for peers.
+        `Fairness.REQUESTS`, and record the charge for peers, except under `Fairness.NONE`.
         """
         ticket.charged_tokens = tokens
         self._add(ticket, 1.0 if self.settings.fairness is Fairness.REQUESTS else tokens, now)
@@ -295,7 +300,7 @@ class Band:
             yield flow.head()
 
     def of_flow(self, ticket: Ticket) -> Iterator[Ticket]:
-        """Yield the waiting tickets of the flow of `ticket`, oldest first."""
+        """Yield the tickets that wait in the same queue as `ticket`, oldest first."""
         return iter(self._flows[ticket.queue].tickets.values())
 
     def tickets(self) -> Iterator[Ticket]:
@@ -329,8 +334,8 @@ class Band:
             flow.charged_at_s = now
 
     def _forget_decayed(self) -> None:
-        """Keep the number of idle flows bounded: forget the one with the lowest counter if there are
-        too many. Its charges have decayed most.
+        """Keep the number of flows bounded: if there are too many, forget the one with the lowest
+        counter among those without a waiting ticket.
         """
         if len(self._flows) < FLOWS_MAX + SHARED_FLOWS:
             return

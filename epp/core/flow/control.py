@@ -24,8 +24,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Seconds
 
 PLACED_MAX: Final = 64
-"""Maximum number of waiting requests that one call places, and maximum number that one call refuses
-because they have waited too long. `next_wake` then asks for another call at once, so that a burst
+"""Maximum number of waiting requests that are placed at once (in one call, or after one eviction),
+and maximum number that one call refuses because they have waited too long. `next_wake` then asks for another call at once, so that a burst
 does not block the event loop.
 """
 HEADS_MAX: Final = 16
@@ -105,7 +105,7 @@ Verdicts = list[Verdict]
 
 
 class FlowControl:
-    """The queue. A caller must call `pump` soon after each event that may make room, after each
+    """The picker's queue. A caller must call `pump` soon after each event that may make room, after each
     `enqueue` of a ticket that waits and after each `cancel`; and `expire` at `next_wake`.
 
     Every ticket gets exactly one verdict, from whichever call causes it.
@@ -141,8 +141,8 @@ class FlowControl:
         did.
         """
         self._again_at_s: Seconds | None = None
-        """Time of the last pump if it stopped at `PLACED_MAX`, so that another pump is due at once;
-        None otherwise.
+        """Time of the last pump if it stopped at `PLACED_MAX` or `EVICTED_MAX`, so that another
+        pump is due at once; None otherwise.
         """
 
     def __repr__(self) -> str:
@@ -417,8 +417,9 @@ class FlowControl:
         return self._pool.admits(ticket.request, now - ticket.enqueued_at_s, now)
 
     def _next_of(self, band: Band, now: Seconds) -> Ticket | None:
-        """Return the first ticket of `band`, in the order in which its flows take turns, that has
-        room; None if there is none.
+        """Return the first ticket of `band`, in the order in which its flows take turns, that may
+        be placed now. Return None if there is none, or if an agent session before it waits for
+        admission.
         """
         if not band.requests:
             return None
@@ -472,7 +473,7 @@ class FlowControl:
 
     def _evict(self, now: Seconds) -> bool:
         """Evict one running request for a ticket of higher priority that has waited long enough.
-        Return False if there is none.
+        Return False if there is no such ticket or request, or while evictions pause.
         """
         if self._empty_pool or now < self.evictions.paused_until_s:
             return False

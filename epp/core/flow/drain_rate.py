@@ -7,7 +7,9 @@ from typing import Final
 from epp.core.types import Seconds
 
 PLACED_KEPT: Final = 64
-"""Number of the last placements from which the rate is measured."""
+"""Maximum number of placements, the latest ones, from which the rate at which the queue drains is
+measured.
+"""
 RETRY_AFTER_S_MIN: Final = 1
 RETRY_AFTER_S_MAX: Final = 60
 """Bounds of `retry-after` in seconds. A longer one would outlast most bursts."""

@@ -33,7 +33,7 @@ class Running(Struct, frozen=True, eq=False):
 
 
 class Evictions:
-    """The running requests that may be evicted, and the time before which none is."""
+    """The running requests that may be evicted, and the time before which none is evicted."""
 
     def __init__(self) -> None:
         self.evicted: Counter[int] = Counter()

@@ -72,7 +72,9 @@ class Gate:
         self._learns = isinstance(settings.detector, RoomDetector)
         self._plain = settings.policy == StaticCeiling()
         self.restricts = not (self._learns and self._plain)
-        """True if a detector or a ceiling says which endpoints a decision without stages may choose."""
+        """True if the configuration has another detector or ceiling than the defaults, which then
+        says which endpoints a decision without stages may choose.
+        """
         self.know_priorities(self._priorities)
 
     def know_priorities(self, priorities: Iterable[int]) -> None:
@@ -98,9 +100,10 @@ class Gate:
         `stages` are the candidates of each stage that `request` may need. A stage without candidates
         does not close the gate, because a decision then refuses the request or does without it.
 
-        If the room is learned (`RoomDetector`), the gate records the room that it saw, and the time
-        since which there is none. The limit of prefill tokens does not close the gate until that
-        has lasted for `STANDING_S` or requests wait in the queue.
+        If the room is learned and the ceiling is the default (`restricts` is False), the gate records
+        the room that it saw. The limit of prefill tokens then closes the gate only if other requests
+        would pass `request`, and only once endpoints have been full again and again for `STANDING_S`
+        or requests wait in the queue.
         """
         offered = [(stage, candidates) for stage, candidates in stages if len(candidates)]
         if self.restricts:

@@ -16,8 +16,9 @@ RIVALS_S: Final = 60.0
 the default of `defaultRequestTTL`, because a request of either may still wait for that long.
 """
 STANDING_S: Final = 1.0
-"""Seconds for which endpoints must be full before requests wait. A burst that ends sooner is served
-sooner if all of it is at the engines.
+"""Seconds for which endpoints must be full again and again before requests wait. A burst that ends
+sooner is served sooner if all of it is at the engines. In a large pool that is overloaded, some
+endpoint has room every now and then, so room that is gone within this time does not end the burst.
 """
 
 
@@ -38,7 +39,14 @@ class Rivalry:
         self._until_s: Seconds = -math.inf
         """Time until which flows or priorities compete."""
         self._full_since_s: Seconds = math.inf
-        """Time since which no request that competes found room, or inf."""
+        """Time since which requests that compete have found no room again and again: less than
+        `STANDING_S` apart, or with no request in between that found room. Inf before the first of
+        them.
+        """
+        self._full_at_s: Seconds = -math.inf
+        """Time at which a request that competes last found no room."""
+        self._had_room = True
+        """True if a request found room since `_full_at_s`."""
 
     def met(self, flow: str, priority: int, now: Seconds) -> bool:
         """Note that a request of `flow` with `priority` arrived. Return whether a competition begins
@@ -60,20 +68,21 @@ class Rivalry:
         return now >= self._until_s and settings.band(priority).ordering is Ordering.ARRIVAL
 
     def is_outranked(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether requests of a higher priority than that of `request` compete with it."""
+        """Return whether a request of higher priority than `request` came within `RIVALS_S` and
+        flows or priorities compete.
+        """
         outranked = self.settings.by_priority and request.priority < self._highest
         return outranked and now < min(self._highest_until_s, self._until_s)
 
     def found_room(self) -> None:
-        """Note that a request found room. This has no effect while requests wait in the queue."""
-        if not self.holding:
-            self._full_since_s = math.inf
+        """Note that a request found room."""
+        self._had_room = True
 
     def must_wait(self, now: Seconds) -> bool:
-        """Note that a request that competes found no room. Return whether it must wait, because
-        others wait already or because none found room for `STANDING_S`.
-        """
-        self._full_since_s = min(self._full_since_s, now)
+        """Note that a request that competes found no room. Return whether it must wait."""
+        if self._had_room and now - self._full_at_s >= STANDING_S:
+            self._full_since_s = now
+        self._had_room, self._full_at_s = False, now
         return self.holding or now - self._full_since_s >= STANDING_S
 
     def _passes(self, flow: str, priority: int, last_flow: str, last_priority: int) -> bool:

@@ -186,7 +186,8 @@ class Rooms:
         return f"<Rooms [{self._rows.shape[1]} slots]>"
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> tuple[float, float]:
-        """Learn from a good page of the endpoint in `slot`, and count what is sent to it anew. Return
+        """Learn from a good page of the endpoint in `slot`, and restart the counts of requests and
+        tokens that were sent to it since its last page. Return
         the number of further requests and of tokens of the KV cache for which it has room; the
         tokens are inf if unknown.
         """
@@ -237,7 +238,9 @@ class Rooms:
             self._rows[:, slot] = _UNKNOWN
 
     def load(self, candidates: Candidates, lead: Lead = NO_LEAD) -> Floats:
-        """Return float64[n]: the largest of the three shares of room that are used."""
+        """Return float64[n], the load of each candidate: the largest of the used shares of its
+        slots and queue, of its KV cache and of its limit of prefill tokens.
+        """
         slots, queue, requests, kv, pending, pending_max = self._parts(candidates, lead)
         load: Floats = np.maximum(requests / (slots + queue), pending / pending_max)
         return np.fmax(load, kv)
@@ -418,7 +421,9 @@ class Rooms:
         return float(own + columns.peers.requests(np.array([slot]), len(columns)).item(0))
 
     def _begin_untold(self) -> None:
-        """Forget what was sent before the last report to peers, which know it now."""
+        """Set to 0 the requests and tokens that were sent to endpoints and not yet reported to
+        peers, if a report was made since the last call.
+        """
         if self._reports != self._shares.reports:
             self._reports = self._shares.reports
             self._rows[_UNTOLD:] = 0.0

@@ -27,12 +27,12 @@ class Fairness(StrEnum):
     NONE = "none"
     """The band is one queue, whatever flow a request belongs to."""
     REQUESTS = "requests"
-    """The flow that was charged the fewest requests is next."""
+    """The flow that was charged the fewest requests, divided by its weight, is next."""
     TOKENS = "tokens"
-    """The flow that was charged the fewest tokens is next."""
+    """The flow that was charged the fewest tokens, divided by its weight, is next."""
     DECAYING_TOKENS = "decaying-tokens"
-    """The flow that was charged the fewest tokens is next. Charges lose half of their weight each
-    `half_life_s`, and a flow keeps them while it does not wait.
+    """The flow that was charged the fewest tokens, divided by its weight, is next. Charges halve in
+    each `half_life_s`, and a flow keeps them while it does not wait.
     """
     SESSIONS = "agent-sessions"
     """Each flow is an agent session. Admitted sessions are first, and others wait until an endpoint
@@ -45,10 +45,10 @@ class Ordering(StrEnum):
 
     ARRIVAL = "arrival"
     DEADLINE = "deadline"
-    """The request whose wait ends first is next."""
+    """The request whose maximum wait is over first is next."""
     FIRST_OUTPUT = "first-output"
-    """The request whose first token is due first is next. A request without a target is due when
-    its wait ends.
+    """The request whose first token is due first is next. A request without a limit
+    for its first token is due when its maximum wait is over.
     """
 
 
@@ -57,30 +57,41 @@ class BandSettings(Struct, frozen=True, kw_only=True):
 
     requests_max: Annotated[int, Meta(ge=1)] = BAND_REQUESTS_MAX
     bytes_max: Annotated[int, Meta(ge=1)] = BAND_BYTES_MAX
-    """Maximum number of body bytes of the band's waiting requests."""
+    """Maximum number of body bytes of the band's waiting requests; the pickers of a pool divide it.
+    """
     wait_s_max: Annotated[float, Meta(ge=0)] | None = None
-    """Maximum wait in seconds while the pool has endpoints; 0 for no limit, or None for that of the
-    queue.
+    """Maximum wait in seconds of a request of the band while the pool has endpoints; 0 for no
+    limit, or None for that of the queue.
     """
     fairness: Fairness = Fairness.NONE
     half_life_s: Annotated[float, Meta(gt=0)] = HALF_LIFE_S
-    """Seconds in which a charge loses half of its weight under `Fairness.DECAYING_TOKENS`."""
+    """Seconds in which the charges of a flow halve under `Fairness.DECAYING_TOKENS`."""
     ordering: Ordering = Ordering.ARRIVAL
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight of a flow by its id, above 0. A flow without an entry has weight 1."""
+    """Weight of a flow by its id, above 0: its charges are divided by it. A flow without an entry
+    has weight 1.
+    """
 
 
 class FlowSettings(Struct, frozen=True, kw_only=True):
     """The settings of the picker's queue: its limits, bands, order and measure of load."""
 
     requests_max: Annotated[int, Meta(ge=0)] = 0
-    """Maximum number of waiting requests of all bands; 0 for no limit."""
+    """Maximum number of waiting requests of all bands; 0 for no limit. The pickers of a pool divide
+    it.
+    """
     bytes_max: Annotated[int, Meta(ge=0)] = 0
-    """Maximum number of body bytes of all waiting requests; 0 for no limit."""
+    """Maximum number of body bytes of all waiting requests; 0 for no limit. The pickers of a pool
+    divide it.
+    """
     wait_s_max: Annotated[float, Meta(ge=0)] = WAIT_S_MAX
-    """Maximum wait in seconds while the pool has endpoints; 0 for no limit."""
+    """Maximum wait of a request in the queue in seconds while the pool has endpoints; 0 for no
+    limit. A band may have a limit of its own.
+    """
     empty_pool_wait_s_max: Annotated[float, Meta(ge=0)] = WAIT_S_MAX
-    """Maximum wait in seconds while the pool has no endpoint; 0 for no limit."""
+    """Maximum wait of a request in the queue in seconds while the pool has no endpoint; 0 for no
+    limit.
+    """
     waits_for_endpoints: bool = True
     """True if requests wait while the pool has no endpoint; False to refuse them at once."""
     memory_bytes_max: int = 0
@@ -91,14 +102,14 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
     """Settings of the admission of agent sessions, or None if no band has `Fairness.SESSIONS`."""
     identity_headers: tuple[str, ...] = ()
     """Headers, in lower case, that name the flow of a request without a fairness id
-    (`x-llm-d-inference-fairness-id`); the first that it has decides.
+    (`x-llm-d-inference-fairness-id`); the first that the request has decides.
     """
     evicts: bool = False
     """True if running requests of negative priority may be evicted for waiting ones of higher
     priority.
     """
     by_priority: bool = True
-    """True if each priority has a band of its own; False for one band."""
+    """True if each priority has a band of its own; False for one band of all requests."""
     bands: Mapping[int, BandSettings] = field(default_factory=dict)
     """Settings of a band by its priority."""
     default_band: BandSettings = BandSettings()
@@ -140,8 +151,8 @@ class FlowSettings(Struct, frozen=True, kw_only=True):
         return self.wait_s_max if band.wait_s_max is None else band.wait_s_max
 
     def longest_wait_s(self, priority: int) -> Seconds:
-        """Return the longest wait in seconds of a request with `priority` in either state of the
-        pool; 0 for no limit.
+        """Return the larger of the maximum waits in seconds, with and without endpoints in the
+        pool, of requests with `priority`; 0 if one of the two has no limit.
         """
         band = self.band(priority if self.by_priority else 0)
         limits_s = [self.budget_s(band, empty_pool=empty) for empty in (False, True)]

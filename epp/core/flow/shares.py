@@ -9,8 +9,8 @@ Every picker has a queue of its own. Three things make several queues behave lik
   each peer has sent as many requests since its last report as the picker has since its own. Pickers
   in whose queues requests wait divide the room evenly. Otherwise the picker that has most requests
   in flight would learn of room first, and keep it.
-- Charges of flows are exchanged as totals since the start of each picker. A lost report is repaired
-  by the next one.
+- Charges of flows are exchanged as totals, not as differences. A lost report is repaired by the
+  next one that contains the flow.
 
 Flows are identified by hashes, because their ids are names of clients and never leave a process.
 """
@@ -116,10 +116,11 @@ class FlowShares:
     # Peers.
 
     def hear(self, origin: Origin, totals: Mapping[Key, float], *, whole: bool) -> None:
-        """Note the totals that the peer `origin` reports. If `whole`, it has no others.
+        """Store the totals of flows that the peer `origin` reports, and add their increases to
+        `fresh`. If `whole`, the peer has no other totals.
 
         The first report of a peer is the basis of later ones: what a flow was charged before does
-        not count. It is ignored if it is not `whole`, or above `ORIGINS_MAX` peers.
+        not count. The first report is ignored if it is not `whole`, or above `ORIGINS_MAX` peers.
         """
         known = self._peers.get(origin)
         if known is None:
@@ -135,13 +136,15 @@ class FlowShares:
             del known[next(iter(known))]
 
     def forget(self, origin: Origin) -> None:
-        """Drop the totals of a peer that is gone. What it charged stays with the flows."""
+        """Drop the totals of flows that the peer `origin` reported, because the peer is gone. Its
+        charges stay counted for the flows. Requests no longer count as waiting in its queue.
+        """
         self._peers.pop(origin, None)
         self._waiting_peers.discard(origin)
 
     def waits(self, origin: Origin, *, waits: bool) -> bool:
-        """Note whether requests wait in the queue of the peer `origin`. Return whether that is
-        new.
+        """Store whether requests wait in the queue of the peer `origin`. Return whether that
+        differs from what was stored.
         """
         if waits == (origin in self._waiting_peers):
             return False

@@ -11,15 +11,15 @@ from msgspec import Struct
 from epp.core.types import Seconds
 
 WINDOW_S: Final = 60.0
-"""Length of the windows in seconds over which waits and tokens are added up."""
+"""Length in seconds of the windows over which the waits and the tokens of flows are added up."""
 FLOWS_MAX: Final = 1_024
-"""Maximum number of flows of a band in a window; later ones are not looked at."""
+"""Maximum number of flows of a band that are counted in a window; later ones are ignored."""
 LIGHT_SHARE: Final = 0.5
-"""Share of the mean use below which a flow is light."""
+"""Share of the mean use of a band's flows below which a flow is light."""
 
 
 class FlowUse(Struct):
-    """The requests of one flow that waited and left the queue in a window."""
+    """The requests of one flow that waited and were placed or refused in a window."""
 
     tokens: float = 0.0
     """Number of tokens that the flow was charged for these requests."""
@@ -39,8 +39,9 @@ class FlowUses:
     def left(
         self, priority: int, flow: str, *, tokens: float, waited_s: Seconds, now: Seconds
     ) -> None:
-        """Note that a request of `flow` left the queue after `waited_s`, charged with `tokens`; 0 if
-        it was not placed. Flows above `FLOWS_MAX` of a band are ignored.
+        """Note that a request of `flow` was placed or refused after it had waited for `waited_s`.
+        `tokens` are those that its flow was charged for it, 0 if it was not placed. Flows above
+        `FLOWS_MAX` of a band are ignored.
         """
         self._turn(now)
         uses = self._bands.setdefault(priority, {})

@@ -141,7 +141,9 @@ class Opened(_Event, frozen=True, kw_only=True):
     """Number of records that were lost between the previous segment and this one."""
     seed: int = 0
     salt: str = ""
-    """Value of `Salt.identity` of the salt that was used, or "" at the level of decisions."""
+    """Value of `Salt.identity` of the salt of the segment's keyed hashes, or "" at the level of
+    decisions.
+    """
     share: float = 1.0
     """Share of the sessions whose requests are recorded, 0 to 1."""
     decisions: int = 0
@@ -320,8 +322,8 @@ _PLAIN_INPUTS: Final = {event: given for given, event in PLAIN.items()}
 
 
 class Learnt(_Event, frozen=True, kw_only=True):
-    """The number of records that peers shared since the previous event of this type. The content of
-    the records is not captured.
+    """The number of records that peers shared with the picker since the previous event of this
+    type. The content of the records is not captured.
     """
 
     records: int

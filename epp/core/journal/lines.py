@@ -66,7 +66,9 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     blocks: bytes = b""
     """Hash of each block of the first prompt, eight bytes each, little-endian; base64 in the file."""
     parts: tuple[tuple[BlockId, _Positive], ...] = ()
-    """Consecutive parts of the prompt with different lengths as (id, tokens), instead of `blocks`."""
+    """Consecutive parts of the prompt as (id, tokens), instead of `blocks`. Their lengths may
+    differ.
+    """
     answer: BlockId | None = None
     model: str = ""
     adapter: str = ""

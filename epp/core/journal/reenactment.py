@@ -65,7 +65,7 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
 DIFFERENCES_SHOWN_MAX: Final = 10
 _NOWHERE: Final = ""
-"""Address that stands for an endpoint that is unknown here; no endpoint has it."""
+"""Address that stands for an endpoint that the re-enactment does not know; no endpoint has it."""
 
 
 class Difference(StrEnum):
@@ -114,7 +114,7 @@ class Reenacted(Struct, kw_only=True):
     """Number of records that peers shared with the live picker; their content is not captured."""
     begins_late: bool = False
     """True if the live picker had events before the first segment, so that the indexes of the
-    re-enactment start empty, or between two segments of which others are missing.
+    re-enactment start empty.
     """
     share: float = 1.0
     coarse: bool = False
@@ -173,7 +173,7 @@ class Reenactment:
     def feed(self, event: Event) -> Difference | None:
         """Apply the captured `event`; repeat the decision if it is one.
 
-        Return why the repeated decision differs, or None if it is the same or there was none.
+        Return why the repeated decision differs, or None if it is the same or none was repeated.
         """
         match event:
             case Opened():
@@ -195,11 +195,12 @@ class Reenactment:
     def _open(self, opened: Opened) -> None:
         after, self._segment = self._segment, opened.segment
         self._seed = opened.seed
+        self._decisions = opened.decisions
         self.result.share = opened.share
-        if after < 0 or opened.segment != after + 1:
-            self.result.gaps += opened.segment - after - 1 if after >= 0 else 0
-            self.result.begins_late = self.result.begins_late or bool(opened.context)
-            self._decisions = opened.decisions
+        if after < 0:
+            self.result.begins_late = bool(opened.context)
+        else:
+            self.result.gaps += opened.segment - after - 1
 
     def _configure(self, event: Configured) -> None:
         settings = self._settings_of(event)

@@ -33,7 +33,9 @@ that are at most 10,000 out of order.
 """
 _OUTPUT_TOKENS_MAX: Final = 10_000_000
 _FAILED_FROM: Final = 400
-"""Lowest HTTP status of responses that count as failed. A failed request has no answer tokens."""
+"""Lowest HTTP status of responses that count as failed. The answer tokens of a
+failed request are not estimated.
+"""
 
 
 def request_lines(events: Iterable[Event]) -> Iterator[CaptureLine]:

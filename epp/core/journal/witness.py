@@ -1,4 +1,5 @@
-"""A witness that records every input and decision of a scheduler, for re-enactment.
+"""A witness that records the inputs and the decisions of a scheduler, for re-enactment. It may
+record the requests of a sample of sessions only.
 
 A record costs a few microseconds per request; hashing and writing happen elsewhere. A witness that
 fails does not affect decisions. After its first failure, it records nothing more.
@@ -111,7 +112,9 @@ class Sample:
 
 
 class CaptureWitness:
-    """A `Witness` of a scheduler that passes a note of each input and decision to `tell`."""
+    """A `Witness` of a scheduler that passes notes of inputs and decisions to `tell`. Requests
+    outside the sample are left out.
+    """
 
     def __init__(
         self,
@@ -121,8 +124,8 @@ class CaptureWitness:
         tell: Callable[[Note], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Create a witness of `scheduler`. `failed` is called once, if `tell` or the making of a
-        note raises.
+        """Create a witness of `scheduler`. `failed` is called once, at the first error of
+        this witness or of `tell`.
         """
         self._scheduler = scheduler
         self._sample = sample
@@ -156,7 +159,9 @@ class CaptureWitness:
             self._note(lambda: self._decided(request, session, decision, now))
 
     def took(self, given: Input, effects: Effects, now: Seconds) -> None:
-        """Record the input `given`, without content that must not be written."""
+        """Record the input `given`, without content that must not be written. Inputs about requests
+        that are not recorded are left out, and records of peers are only counted.
+        """
         match given:
             case (
                 ResponseStarted(lease)

@@ -324,11 +324,11 @@ class NoHitLruSettings(
 
 
 class NoHitLru:
-    """An affinity index of the order in which endpoints last received a cold prompt, which no
-    endpoint had cached.
+    """An affinity index of the order in which endpoints last received a cold prompt, that is, a
+    prompt of which no endpoint had cached a part.
 
-    A match is a rank: 0 if the endpoint never received one, 1 for the least recently used endpoint,
-    up to the number of remembered endpoints, which is the total.
+    A match is a rank: 0 if no cold prompt of the endpoint is remembered, 1 for the least recently
+    used endpoint, up to the number of remembered endpoints, which is the total.
     """
 
     def __init__(self, settings: NoHitLruSettings) -> None:
@@ -346,7 +346,7 @@ class NoHitLru:
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return a match whose `matched` is the rank of each endpoint by the time of its last cold
-        prompt: 0 for never, 1 for the longest ago.
+        prompt: 0 if none is remembered, 1 for the longest ago.
         """
         ranks = np.zeros(max(slots, max(self._slots, default=0) + 1), dtype=np.int64)
         if self._slots:
@@ -361,7 +361,7 @@ class NoHitLru:
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """Make `slot` the most recently used slot if `request` is cold, that is, if no endpoint had
-        its prompt cached.
+        a part of its prompt cached.
         """
         if not request.moment.cold:
             return
@@ -388,8 +388,8 @@ class NoHitLru:
         self._fit()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Yield (slot, time, keys) of each slot that received a cold prompt, least recently used
-        first.
+        """Yield (slot, time, keys) of each slot that received a cold prompt and still has it as its
+        last one, least recently used first. Slots whose last one was retracted are left out.
         """
         for slot, used_at in tuple(self._slots.items()):
             if used_at > -math.inf:

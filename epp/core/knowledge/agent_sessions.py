@@ -140,8 +140,9 @@ class _Session(Struct, kw_only=True, eq=False):
 
 
 class AgentSessions:
-    """An affinity index of agent sessions. A match is 1 of 1 at the endpoint of the session's last
-    turn.
+    """An affinity index of agent sessions, which also counts the KV-cache tokens that the admitted
+    sessions need. A match is 1 of 1 at the endpoint of the session's last turn, with the column
+    `ROOM`.
     """
 
     def __init__(self, settings: AgentSessionSettings) -> None:
@@ -221,7 +222,8 @@ class AgentSessions:
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return a match of 1 in the slot of the session's last turn, with the column `ROOM`.
 
-        The column is `Room.FREE` everywhere for an admitted session, and for a request without one.
+        The column is `Room.FREE` everywhere for an admitted session, and for a request that names
+        no session.
         """
         matched = np.zeros(slots, dtype=np.int64)
         key = self._key_of(request)
@@ -341,7 +343,9 @@ class AgentSessions:
         return Room.NONE
 
     def _pause(self, slot: int) -> None:
-        """Pause idle sessions in `slot`, longest idle first, until the others fit or one is left."""
+        """Pause idle sessions in `slot`, longest idle first, until the admitted sessions fit, none
+        of them is idle, or one is left.
+        """
         idle = self._idle.get(slot)
         if not idle:
             return

@@ -54,8 +54,8 @@ class AnswerLengths:
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self.tokens: float | None = None
-        """Average number of tokens in an answer of the pool at the last `tick`, or None if no
-        endpoint has enough answers.
+        """Median over the pool's endpoints of the average number of tokens in an answer, at least
+        `TOKENS_MIN`, at the last `tick`. It is None if no endpoint has `ANSWERS_MIN` answers.
         """
 
     def scraped(self, slot: int, metrics: EndpointMetrics) -> None:
@@ -81,7 +81,9 @@ class AnswerLengths:
         self._slots.pop(slot, None)
 
     def tick(self) -> None:
-        """Compute the pool's average answer length, `tokens`, from the metrics pages so far."""
+        """Compute `tokens`, the median of the endpoints' average answer lengths, from the metrics
+        pages so far.
+        """
         lengths = [
             one.tokens / one.answers for one in self._slots.values() if one.answers >= ANSWERS_MIN
         ]

@@ -1,5 +1,5 @@
 """Selection of the ready endpoints that may serve a request now: those that are neither ejected nor
-full.
+full. If all are ejected, or all full, that reason excludes none.
 """
 
 import numpy as np
@@ -19,15 +19,18 @@ class Available(Struct, frozen=True, gc=False):
     ready: Ints
     """Slots of ready endpoints that the gateway's subset hint allows."""
     in_service: Ints
-    """Slots of `ready` whose endpoints are not ejected, or all of `ready` if every one is ejected."""
+    """Slots of `ready` whose endpoints are not ejected, or all of `ready` if every one is ejected;
+    without those that the filters before all stages of a staged scheduler dropped.
+    """
     with_room: Ints
     """Slots of `in_service` whose endpoints are not full, or all of `in_service` if every one is
-    full. It is the same array as `in_service` if none is excluded.
+    full. It is the same array as `in_service` if no endpoint was excluded as full before these
+    filters dropped any.
     """
 
     def left_out(self, slots: Ints, columns: Columns) -> dict[str, Ints]:
-        """Return the slots of the ready endpoints that are not in `slots`, by the reason: ejected
-        or full. `slots` is `with_room` or `in_service` of this object.
+        """Return the slots of the ready endpoints that are not in `slots` because they are ejected
+        or full, by that reason. `slots` is `with_room` or `in_service` of this object.
         """
         found: dict[str, Ints] = {}
         if len(self.in_service) < len(self.ready):
@@ -44,7 +47,7 @@ def available(
     ready: Ints, columns: Columns, ejection: Ejection, full: FullEndpoints, now: Seconds
 ) -> Available:
     """Return the slots of the `ready` endpoints that are not ejected, and of these the ones that
-    are not full.
+    are not full. A reason that holds for all of them excludes none.
     """
     in_service = ready
     if ejection.masked:

@@ -61,6 +61,8 @@ _ROWS: Final = (
     *("prefill_tokens_per_s", "prefill_drain_tokens_per_s"),
 )
 """Names of the columns that are rows of the array `Columns.rows`, in this order."""
+_VIEWS: Final = frozenset({*_ROWS, "by_slot"})
+"""Names of the attributes of `Columns` that are views of its array `rows`."""
 
 LABELLED_MAX: Final = 64
 """Maximum number of label conditions whose results are kept until labels change."""
@@ -70,7 +72,7 @@ unknown for every endpoint.
 """
 
 PREDICTED_LATENCY: Final = "predicted latency"
-"""Key of the predictions among the affinities of candidates."""
+"""Key of the predicted latencies among the affinities of candidates."""
 PREDICTED_TTFT: Final = "ttft_s"
 PREDICTED_TPOT: Final = "tpot_s"
 PREDICTED_TTFT_ERROR: Final = "ttft_error"
@@ -96,6 +98,8 @@ class Affinity(Struct, frozen=True, eq=False, gc=False):
     matched: Ints
     total: int
     columns: Mapping[str, Floats] = NO_COLUMNS
+    most: int | None = None
+    """Largest of `matched`, or None if the index does not tell it."""
 
 
 class EngineLoad(Struct, frozen=True, eq=False):
@@ -156,10 +160,12 @@ class Columns:
     """Tokens per second by which `prefill_backlog_tokens` of each endpoint fall until the endpoint
     is observed again.
     """
+    by_slot: Floats
+    """View of `rows` as float64[slots, rows]."""
 
     first_slots: Ints | None = None
-    """Array of the ready slots if these are the first slots of the pool in order, none left out; else
-    None. It is compared by identity.
+    """Read-only array of the ready slots if these are the first slots of the pool in order, none left
+    out; else None. It is compared by identity.
     """
 
     def __init__(self) -> None:
@@ -393,12 +399,13 @@ class Columns:
             self.changed("attribute")
 
     def _name_rows(self) -> None:
+        self.by_slot = self.rows.T
         for name, row in zip(_ROWS, self.rows, strict=True):
             setattr(self, name, row)
 
     def _grow(self, capacity: int) -> None:
         for name, array in vars(self).items():
-            if isinstance(array, np.ndarray) and name not in _ROWS:
+            if isinstance(array, np.ndarray) and name not in _VIEWS:
                 grown = np.zeros((*array.shape[:-1], capacity), dtype=array.dtype)
                 grown[..., : array.shape[-1]] = array
                 setattr(self, name, grown)
@@ -523,7 +530,8 @@ class Candidates:
         """Create candidates from the endpoints in the slots `slot`. `affinities` are the matches of
         the request, by name of the index; `prefix` names the default prefix index.
         """
-        slot.setflags(write=False)
+        if slot is not columns.first_slots:
+            slot.setflags(write=False)
         self._slot = slot
         self.block_tokens = block_tokens
         """Number of tokens in one block of `matched_blocks`."""
@@ -621,7 +629,8 @@ class Candidates:
         """Return the load that the candidates' engines reported last: the waiting requests, all
         requests, and the used and the total tokens of the KV cache.
 
-        The result is gathered once for all requests between two changes of scraped values.
+        If all ready endpoints are candidates, the result is gathered once for all requests between
+        two changes of scraped values.
         """
         columns, slot = self._columns, self._slot
         last = columns.last_load
@@ -645,7 +654,8 @@ class Candidates:
         """Return the requests that the candidates' engines report in `load`, and those in flight.
 
         The result is valid until the next change of requests in flight. It is gathered once for
-        all requests between two changes of scraped values, if all slots are candidates.
+        all requests between two changes of scraped values, if all slots are candidates and there
+        are no peers.
         """
         columns, slot = self._columns, self._slot
         known = columns.last_requests
@@ -721,7 +731,7 @@ class Candidates:
     @property
     def saturated(self) -> Bools:
         """Return bool[n]: whether each engine refused a request, with 503 and without
-        `retry-after`, since its last good scrape.
+        `retry-after`, since its last scrape that succeeded or got no answer.
         """
         return self._columns.saturated[self._slot]
 
@@ -955,8 +965,8 @@ class Candidates:
 
     @property
     def nearness(self) -> Ints:
-        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`;
-        all 0 if there is no peer.
+        """Return int64[n]: the nearest place (`Nearness`) that each candidate shares with `peer`,
+        the endpoint that was chosen for the other stage; all 0 if none was chosen yet.
         """
         if self.peer < 0:
             return np.zeros(len(self._slot), dtype=np.int64)
@@ -974,7 +984,9 @@ class Candidates:
     def prefix_match(self, position: int) -> tuple[int, int]:
         """Return `matched_blocks` and `total_blocks` of the candidate at `position`."""
         known = self._affinities.get(self._prefix)
-        return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
+        if known is None:
+            return 0, 0
+        return known.matched.item(self._slot.item(position)), known.total
 
     def matched_most(self) -> int:
         """Return the largest number of leading full blocks that any candidate is estimated to have
@@ -983,6 +995,9 @@ class Candidates:
         known = self._affinities.get(self._prefix)
         if known is None:
             return 0
+        every = self._slot is self._columns.first_slots and len(self._slot) == len(known.matched)
+        if every and known.most is not None:
+            return known.most
         matched = known.matched[self._slot]
         return matched.item(matched.argmax())
 
@@ -1000,11 +1015,13 @@ class Candidates:
         columns of all candidates.
         """
         columns, slot, now = self._columns, self._slot.item(position), self._now
-        waiting, running, usage, capacity, observed_at_s, *prefill = columns.rows[:, slot].tolist()
+        waiting, running, usage, capacity, observed_at_s, *prefill = columns.by_slot[slot].tolist()
         backlog_tokens, drained_at_s, speed, drain_speed = prefill
         requests = columns.inflight_requests.item(slot)
         context_tokens = columns.inflight_context_tokens.item(slot)
-        prefill_tokens = max(0.0, backlog_tokens - (now - drained_at_s) * drain_speed)
+        prefill_tokens = backlog_tokens - (now - drained_at_s) * drain_speed
+        if not prefill_tokens > 0.0:
+            prefill_tokens = 0.0
         if columns.peers is not None:
             alone = self._slot[position : position + 1]
             requests += columns.peers.requests(alone, len(columns)).item(0)
@@ -1031,8 +1048,9 @@ class Candidates:
         These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
         prefill speed in tokens per second, its running requests, the tokens whose KV blocks it still
         has to receive and to send, and the measured speed in bytes per second of KV transfers to it.
-        This speed is 0 if the next transfer will show it, and NaN if none will. If it does not report its running requests, or not lately, all its requests
-        in flight run.
+        This speed is 0 if the next transfer will show it, and NaN if none will. If the candidate does
+        not report its running requests, or not within `REPORTED_S_MAX`, the number of its requests in
+        flight is returned instead.
         """
         columns, slot = self._columns, self._slot.item(position)
         _, running, _, _, age_s, inflight, _, pending, speed, matched = self.numbers_of(position)
@@ -1059,7 +1077,9 @@ class Candidates:
 
     @property
     def peer_candidates(self) -> "Candidates | None":
-        """Return the peer as the only candidate, or None if there is no peer."""
+        """Return the endpoint `peer`, which was chosen for the other of the stages prefill and
+        decode, as the only candidate; None if none was chosen yet.
+        """
         if self.peer < 0:
             return None
         return Candidates(

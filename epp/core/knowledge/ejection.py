@@ -1,11 +1,12 @@
 """Outlier ejection: which endpoints are excluded for a while, how many at a time, and how they
 return.
 
-An endpoint that `outliers` finds failing or slow is *away*: no decision considers it, regardless of
-the configured filters. After a time that grows with each ejection, it is *probed* with one request,
-then with two at a time. If they succeed, the endpoint returns. If one fails, it is ejected again,
-for longer. The times and the share follow Envoy's outlier detection (envoyproxy.io, "Outlier
-detection"). The half-open state of a circuit breaker replaces Envoy's return at full load.
+Within the limits below, an endpoint that `outliers` finds failing or slow is *away*: regardless of
+the configured filters, no decision considers it while another ready endpoint is left. After a time
+that grows with each ejection, it is *probed* with one request, then with two at a time. If they
+succeed, the endpoint returns. If one fails, it is ejected again, for longer. The times and the
+share follow Envoy's outlier detection (envoyproxy.io, "Outlier detection"). The half-open state of
+a circuit breaker replaces Envoy's return at full load.
 
 Limits keep a wrong ejection cheaper than the benefit of a right one. Endpoints that serve some of
 their requests are ejected only up to a small share of the pool. Endpoints that return nothing but
@@ -100,8 +101,8 @@ class OutlierEjection(Parameters, frozen=True):
             )
 
     def away_max(self, endpoints: int, *, serving_some: bool) -> int:
-        """Return how many of a pool's `endpoints` may be ejected at a time: more if they serve
-        nothing than if they serve some requests.
+        """Return how many of a pool's `endpoints` may be ejected at a time: by
+        `max_ejection_percent` if they serve some requests, by `max_failing_percent` if none.
         """
         if not serving_some:
             return int(endpoints * self.max_failing_percent / 100.0)
@@ -176,7 +177,8 @@ class Ejection:
                 self._end(slot)
 
     def eject(self, slot: int, cause: Cause, now: Seconds, *, serving_some: bool) -> bool:
-        """Eject the endpoint in `slot`, for longer than last time, at most `max_ejection_time`.
+        """Eject the endpoint in `slot` for a time that grows with the number of its ejections, at
+        most `max_ejection_time`.
         Return False if ejection is disabled, if too many other endpoints are ejected, or if this
         endpoint is ejected and not being probed.
         """
@@ -226,7 +228,8 @@ class Ejection:
 
     def probe_ended(self, lease: Lease, *, passed: bool) -> bool:
         """End the probe with the request of `lease`. `passed` is True if it counts as a success.
-        Return True if the endpoint has had enough successes to return to service.
+        Do nothing if the request was sent before the present ejection was over. Return True if the
+        endpoint has had enough successes to return to service.
         """
         lease.probe = False
         one = self.away.get(lease.slot)

@@ -74,12 +74,13 @@ from epp.core.types import Seconds
 TOKENS_MAX: Final = 131_072
 """Maximum number of tokens of a prompt that the exact prefix index looks up."""
 SWEPT_MAX: Final = 8_192
-"""Maximum number of blocks that one `expire` removes from mirrors of endpoints that left or
-restarted.
+"""Maximum number of blocks that one `expire` removes from dropped mirrors, for example those of
+endpoints that left or restarted.
 """
 SWEPT_AT_ONCE_MAX: Final = 1_024
-"""Maximum number of blocks of a mirror that is removed at once after its endpoint left or
-restarted, rather than in steps. Larger mirrors are removed at once only if too many of them wait.
+"""Maximum number of blocks of a dropped mirror, for example of an endpoint that left, that is
+removed at once rather than in steps. Larger mirrors are removed at once only if too many of them
+wait.
 """
 KNOWN_SPARE_MAX: Final = 4_096
 """Maximum number of blocks that the exact prefix index may store before it checks its memory limit
@@ -173,7 +174,7 @@ class ExactIndex:
         self._places: list[Place | None] = []
         self._slot_of: list[int] = []
         """Slot of the endpoint of each place by the place's number, where a place stands for one
-        engine rank; -1 if the endpoint left or restarted.
+        engine rank; -1 if the place was dropped, for example because the endpoint left.
         """
         self._forgotten: list[Place] = []
         self._counted = 0
@@ -241,7 +242,7 @@ class ExactIndex:
     @property
     def entries(self) -> int:
         """Return the number of (key, engine rank) pairs in all tiers of the index, including those
-        of endpoints that left and are not yet removed.
+        of dropped mirrors that are not yet removed.
         """
         return self._rows.entries
 
@@ -559,8 +560,8 @@ class ExactIndex:
         self.clear(slot)
 
     def expire(self, now: Seconds) -> None:
-        """Remove a bounded number of blocks: those of endpoints that left or restarted, those above
-        the memory limit, and those of old decisions. Check for KV-cache events that are awaited.
+        """Remove a bounded number of blocks: those of dropped mirrors, those above the memory
+        limit, and those of old decisions. Check for KV-cache events that are awaited.
         """
         self._look_for_awaited(now)
         left = SWEPT_MAX
@@ -857,7 +858,7 @@ class ExactIndex:
     # Memory.
 
     def _sweep(self, place: Place, blocks_max: int) -> int:
-        """Remove at most `blocks_max` blocks of `place`, whose endpoint left or restarted. Return
+        """Remove at most `blocks_max` blocks of `place`, which was dropped. Return
         how many blocks were removed, at least 1.
         """
         changes: list[Changed] = []

@@ -31,9 +31,9 @@ class AwaitedEvents:
         self._rows = rows
         self._block_tokens = block_tokens
         self._any = False
-        """True if the index waits for any KV-cache event."""
+        """True if the exact prefix index waits for any KV-cache event."""
         self._looked_at_s: Seconds = -math.inf
-        """Time of the last check for awaited KV-cache events."""
+        """Time at which the exact prefix index last checked for awaited KV-cache events."""
 
     def sent(self, known: SlotState, chain: bytes, now: Seconds) -> None:
         """Begin to wait for the KV-cache event of a prompt that is sent to an endpoint now. Do

@@ -49,7 +49,7 @@ class Rows:
         """Apply stored and removed block keys to the rows of the place (engine rank) with the bit
         `bit`. Return how many of its keys were removed.
 
-        `known` is the state of the place's endpoint, or None if the endpoint left or restarted.
+        `known` is the state of the place's endpoint, or None if the place was dropped.
         """
         new = gone = 0
         for changed in changes:

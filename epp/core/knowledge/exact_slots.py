@@ -30,7 +30,9 @@ class Place:
         self.number = number
         self.bit = 1 << number
         self.slot = slot
-        """Slot of the endpoint of this rank; -1 if the endpoint left or restarted."""
+        """Slot of the endpoint of this rank; -1 once its blocks are dropped, for example because
+        the endpoint left.
+        """
         self.rank = rank
         self.mirror = mirror
         self.mirror_rows, self.mirror_numbers = 0, 0
@@ -98,7 +100,8 @@ class SlotState:
 
     def track(self, key: int, held: Held) -> Held:
         """Keep `held`, the reported part of a prompt, up to date from now on and return it. If the
-        prompt that ends with `key` already has such an object, return that one.
+        prompt that ends with `key` already has such an object, return that one. Above
+        `TRACKED_MAX`, the oldest such object becomes void.
         """
         tracked = self.tracked
         known = tracked.get(key)

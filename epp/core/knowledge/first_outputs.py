@@ -84,7 +84,7 @@ class FirstOutputs:
         """Number of increases until the counter of first outputs, whose value fell, is used again.
         """
         self._known = 0
-        """Number of first outputs that the picker saw since the last metrics page."""
+        """Number of first outputs that the picker saw or assumed since the last metrics page."""
         self._late = 0
         """Number of first outputs that the picker saw before the last metrics page was read, but
         that this page did not count.
@@ -112,7 +112,7 @@ class FirstOutputs:
 
     def scraped(self, metrics: EndpointMetrics, inflight_requests: int, *, since_s: Seconds) -> int:
         """Return how many first outputs of this picker's requests the counter on this metrics page
-        shows that the picker did not see itself.
+        shows that the picker did not see itself; 0 if the counter is not usable.
 
         `inflight_requests` is the number of this picker's requests at the endpoint. `since_s` is
         the time since the last page, inf if there was none.

@@ -2,7 +2,8 @@
 
 An endpoint is full from the time at which it refuses a request for lack of capacity. It then
 answers 429, or 503 with `retry-after` (RFC 9110 section 10.2.3, RFC 6585 section 4). It receives no
-requests for as long as its `retry-after` says. After that it may receive one request in the first
+requests for as long as its `retry-after` says; without one, the pause doubles with each refusal.
+After that it may receive one request in the first
 second, two in the next, then four, and so on. The first of these requests that it serves ends the
 state. So does the end of the seventh second, because long answers give no sign for minutes.
 

@@ -56,9 +56,9 @@ KEPT_SHARE: Final = 0.5
 """Weight of the sums of each window relative to those of the following window, which has weight 1.
 """
 ALL_KNOWN_SHARE: Final = 0.95
-"""Share of an engine's requests that this picker must have sent, or its peers must have reported,
-before the engine counts as having no other clients. It is below 1, because the two counts are never
-of the same time.
+"""Share of an engine's requests that this picker and its peers must have sent together before the
+engine counts as having no other clients. It is below 1, because the two counts are never of the
+same time.
 """
 BYTES_PER_TOKEN_MIN: Final = 1.0
 BYTES_PER_TOKEN_MAX: Final = 16.0

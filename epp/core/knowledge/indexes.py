@@ -285,7 +285,7 @@ class Indexes(Mapping[str, AffinityIndex]):
 
     def correct(self, correction: Correction) -> None:
         """Pass a comparison of predicted and counted cache hits on to the index that made the
-        prediction. Do nothing if several indexes made it jointly.
+        prediction. Do nothing if several indexes made it jointly, or if it does not correct itself.
         """
         prefix = self._settings.prefix
         # A joint prediction of several indexes does not show which of them was wrong.
@@ -542,6 +542,8 @@ def affinity_fault(found: object, slots: int) -> str:
         return f"an Affinity with matched = {array_fault(matched, INTS, slots)}"
     if type(total) is not int or total < 0:
         return f"an Affinity with total = {kind_of(total)}, expected int of 0 or more"
+    if found.most is not None and type(found.most) is not int:
+        return f"an Affinity with most = {kind_of(found.most)}, expected int or None"
     for name, column in found.columns.items():
         fault = array_fault(column, FLOATS, slots)
         if fault:

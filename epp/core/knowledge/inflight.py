@@ -60,8 +60,8 @@ used if no event shows the end of the stage.
 """
 SHOWN_S_MAX: Final = 10.0
 """Time in seconds since the last first chunk of an answer from an endpoint after which the picker
-assumes that the gateway no longer shows answers. It has no effect if the endpoint's metrics page
-counts first outputs.
+assumes that the gateway no longer shows answers. If the endpoint's metrics page counts first
+outputs, it has an effect only while there are peers.
 """
 
 
@@ -159,8 +159,8 @@ class Lease(Struct, eq=False, gc=False):
     sent, because they were estimated not to be cached; 0 if another endpoint computes the prompt.
     """
     prefilled: bool = False
-    """True once the prompt of this request is known to be computed at the endpoint, or known never
-    to be.
+    """True once the prompt of this request is known to be computed at the endpoint or known never
+    to be, or is assumed to be computed because no evidence of its first output came in time.
     """
     assumed: bool = False
     """True if the prompt of this request was assumed to be computed without evidence of any first

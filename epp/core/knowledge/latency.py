@@ -43,9 +43,9 @@ OBSERVED_MIN: Final = 16
 estimate is used, and its error is unknown.
 """
 ERRORS_KEPT: Final = 200
-"""Number of the last errors of an endpoint of which the median is computed."""
+"""Number of the last prediction errors at an endpoint of which the median is computed."""
 _JUDGED_EVERY: Final = 8
-"""Number of observations after which the median errors are computed again."""
+"""Number of observed latencies of an endpoint after which its median errors are computed again."""
 FORGETTING: Final = 0.99
 """Factor by which the weight of an observation falls with each later one of the same endpoint."""
 CORRECTION_MAX: Final = 10.0
@@ -58,8 +58,8 @@ SECONDS_MAX: Final = 3600.0
 """Bounds of observations and predictions in seconds. Observations outside are ignored."""
 _FEATURE_MAX: Final = 1e6
 _PRIOR_WEIGHT: Final = 0.01
-"""Weight with which each coefficient is drawn to its first value, relative to one observation: a
-coefficient may be wrong by 1, and an observation deviates by 0.1 of itself.
+"""Weight with which each coefficient of a regression is drawn to its first value, relative to one
+observation: a coefficient may be wrong by 1, and an observation deviates by 0.1 of itself.
 """
 _RELATIVE_MAX: Final = 1.0
 """Bound of the length of an observation's features divided by m. A longer one gets less weight, so
@@ -76,7 +76,9 @@ server's front end tokenizes one.
 _CONSTANT_S: Final = 1e-2
 """Value in seconds of the feature that is the same for every request."""
 _PARTS: Final = 3
-"""Number of features of either kind that are parts of the estimate. The others begin at 0."""
+"""Number of features of each regression that are parts of the estimate. Their coefficients begin at
+1, those of the other features at 0.
+"""
 _FEATURES: Final = 7
 
 TTFT_HEADERS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -95,7 +97,7 @@ class ExpectedLatency(Struct, frozen=True, eq=False):
     """
 
     queue_s: Floats
-    """Time until prompts that were sent before are prefilled."""
+    """Time until the prompts that were sent to the candidate before are prefilled."""
     prefill_s: Floats
     """Time to prefill the request's own prompt, and to load its adapter."""
     step_s: Floats
@@ -123,8 +125,8 @@ class LatencyPrediction(Struct, frozen=True, kw_only=True):
 
 
 class Slo(Struct, frozen=True):
-    """The maximum latencies in seconds that a client asks for, of the first token and of each later
-    one; None for no limit.
+    """The maximum time to first token and the maximum time per output token in seconds that a
+    client asks for; None for no limit.
     """
 
     ttft_s: Seconds | None = None
@@ -165,8 +167,8 @@ def _limit_s(headers: Mapping[str, str], names: tuple[str, ...]) -> Seconds | No
 
 
 class PlacedPrediction(Struct, frozen=True, eq=False, gc=False):
-    """The prediction for a request at the endpoint that serves it, to compare with what is observed
-    there.
+    """The predicted latency of a request at the endpoint that serves it, to compare with the
+    latency that is observed there.
     """
 
     ttft_features: Floats
@@ -199,7 +201,7 @@ class LatencyErrors(Struct, frozen=True):
         return min(self.estimate, self.learned)
 
     def told(self) -> dict[str, float]:
-        """Return the known errors by "estimate" and "learned"."""
+        """Return the known median errors of predictions by their source, "estimate" or "learned"."""
         errors = {"estimate": self.estimate, "learned": self.learned}
         return {name: error for name, error in errors.items() if not math.isnan(error)}
 
@@ -224,7 +226,7 @@ class _Regression:
         features, float64[features], by slot: the normal equations.
         """
         self._errors: dict[int, tuple[deque[float], deque[float]]] = {}
-        """Errors of the estimate and of the regression, by slot."""
+        """The last relative errors of the estimated and of the learned latencies, by slot."""
         self._seen: dict[int, deque[tuple[Seconds, Seconds, Seconds]]] = {}
         """Estimates, predictions of the regression and observations in seconds, by slot, one of each
         for each error in `_errors`.
@@ -258,8 +260,8 @@ class _Regression:
         return found
 
     def observe(self, slot: int, features: Floats, predicted_s: Seconds, seen_s: Seconds) -> None:
-        """Learn that a request at the endpoint in `slot` took `seen_s`, for which `predicted_s` was
-        predicted. Ignore a time outside the bounds.
+        """Learn that a request at the endpoint in `slot` had the TTFT or TPOT `seen_s`, for which
+        the regression predicted `predicted_s`. Ignore a time outside the bounds.
         """
         if not SECONDS_MIN <= seen_s <= SECONDS_MAX:
             return
@@ -352,7 +354,7 @@ def _descend(coefficients: Floats, products: Floats, sums: Floats) -> None:
 
 
 class Predicted(Struct, frozen=True, eq=False):
-    """The predictions for one request at each of its candidates."""
+    """The predicted latencies of one request at each of its candidates."""
 
     slot: Ints
     ttft_features: Floats
@@ -360,10 +362,10 @@ class Predicted(Struct, frozen=True, eq=False):
     ttft_learned_s: Floats
     tpot_learned_s: Floats
     affinity: Affinity
-    """The predictions as columns by slot, which plugins read."""
+    """The predicted latencies as columns by slot, which plugins read."""
 
     def at(self, slot: int) -> PlacedPrediction | None:
-        """Return the prediction for the endpoint in `slot`, or None if it was no candidate."""
+        """Return the predicted latency at the endpoint in `slot`, or None if it was no candidate."""
         position = int(np.searchsorted(self.slot, slot))
         if position == len(self.slot) or self.slot.item(position) != slot:
             return None
@@ -376,7 +378,9 @@ class Predicted(Struct, frozen=True, eq=False):
 
 
 class LatencyModel:
-    """The predictions of a pool, learned from the first outputs and the ends of its requests."""
+    """A model that predicts the latency at each endpoint of a pool. It learns from the first
+    outputs and the ends of requests.
+    """
 
     def __init__(self, settings: LatencyPrediction) -> None:
         self.settings = settings
@@ -384,8 +388,8 @@ class LatencyModel:
         self._tpot = _Regression()
 
     def predict(self, request: InferenceRequest, candidates: Candidates, slots: int) -> Predicted:
-        """Return the predictions for `request` at each of `candidates`; `slots` is the number of
-        slots of the pool.
+        """Return the predicted latencies of `request` at each of `candidates`; `slots` is the
+        number of slots of the pool.
         """
         expected = self.settings.estimator.expected_latency(request, candidates)
         slot, none = candidates.slot, np.zeros(len(candidates))
@@ -413,11 +417,15 @@ class LatencyModel:
         return Predicted(slot, ttft, tpot, ttft_s, tpot_s, affinity)
 
     def first_output(self, slot: int, placed: PlacedPrediction, ttft_s: Seconds) -> None:
-        """Record that the first output came `ttft_s` seconds after the decision."""
+        """Record that the first output of a request at the endpoint in `slot` came `ttft_s` seconds
+        after the decision.
+        """
         self._ttft.observe(slot, placed.ttft_features, placed.ttft_s, ttft_s)
 
     def ended(self, slot: int, placed: PlacedPrediction, tpot_s: Seconds) -> None:
-        """Record that each output token after the first took `tpot_s` seconds."""
+        """Record that the output tokens after the first of a request at the endpoint in `slot` took
+        `tpot_s` seconds each on average.
+        """
         self._tpot.observe(slot, placed.tpot_features, placed.tpot_s, tpot_s)
 
     def is_hopeless(self, request: InferenceRequest, candidates: Candidates) -> bool:

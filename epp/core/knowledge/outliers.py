@@ -13,15 +13,16 @@ long.
 
 **Failing.** An endpoint fails if more responses in a row were errors than chance explains at the
 others in service. It also fails if a large share of its last responses were errors, while others
-have less than half of that. If all endpoints fail, none is ejected, and ejected ones return. The
-cause is then the model or the requests.
+have less than half of that. If all endpoints fail, none is ejected for it, and those that were
+return. The cause is then the model or the requests.
 
 **Full is not failing.** An endpoint that answers 429, or 503 with `retry-after`, is full
 (`fullness`), and its answer does not count here. vLLM answers 503 when its admission limits are
 reached, and counts it in `vllm:admission_rejections`. A 503 without `retry-after` counts as such a
-refusal until a page contradicts it. A page does so if the counter stands still, or if there is no
-counter and no request waits. Each of these responses then counts as an error. An endpoint that
-refuses `REFUSALS_MAX` requests in a row without one answer is not full, whatever its counter shows.
+refusal until a page contradicts it, unless the last page is older than `PAGE_S`. A page does so if
+the counter stands still, or if there is no counter and no request waits. Each of these responses
+then counts as an error. An endpoint that refuses `REFUSALS_MAX` requests in a row without one
+answer is not full, whatever its counter shows.
 
 Module `ejection` applies the consequences to decisions.
 """
@@ -65,8 +66,8 @@ flicker. Endpoints above it count as similar to the slow ones.
 """
 EVALUATE_EVERY_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.2
-"""Shortest time in seconds between two attempts to eject a failing endpoint, because each attempt
-compares all endpoints.
+"""Time in seconds after an attempt to eject a failing endpoint that did not eject it, until the
+next attempt for any endpoint, because each attempt compares all endpoints.
 """
 PAGES_TO_CONTRADICT: Final = 2
 """Number of metrics pages after a 503 that must not count it as a refusal before it counts as an

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Final
 
 from epp.core.knowledge.inflight import InflightLedger, Lease
-from epp.core.types import Seconds, Stage
+from epp.core.types import PREFILL, Seconds
 
 WATCHED_MAX: Final = 65_536
 """Maximum number of watched requests; the oldest are no longer watched when there are more."""
@@ -54,8 +54,8 @@ class OverduePrefills:
                 self.total += 1
 
     def in_flight(self, ledger: InflightLedger) -> Counter[tuple[int, int]]:
-        """Return the number of prefills that have not ended, by slot of the prefill and of the
-        decode endpoint, among the `COUNTED_MAX` latest requests.
+        """Return the number of prefills that have neither ended nor become overdue, by slot of the
+        prefill and of the decode endpoint, among the `COUNTED_MAX` latest watched requests.
         """
         return Counter(
             (prefill.slot, decode.slot)
@@ -81,4 +81,7 @@ def prefill_of(lease: Lease) -> Lease | None:
     """Return the lease of the endpoint that prefills for the request of `lease`, or None if no
     other endpoint does.
     """
-    return next((one for one in lease.earlier if one.stage is Stage.PREFILL), None)
+    for one in lease.earlier:
+        if one.stage is PREFILL:
+            return one
+    return None

@@ -91,10 +91,11 @@ class _Member:
 class EndpointPool:
     """The endpoints of the pool by slot. A slot is reused once its endpoint has left.
 
-    An endpoint is *ready* if its engine is awake and it was scraped, or `ready_after_s` after it
-    joined. It is not ready while it is *set aside* (excluded): after two upstream failures in a row
-    without a good scrape in between, it receives no requests until its next good scrape, or for 10
-    s if it serves no metrics. At most half the pool is set aside at a time.
+    An endpoint is *ready* if its engine is awake, and if the endpoint was scraped or joined at
+    least `ready_after_s` ago. It is not ready while it is *set aside* (excluded): after two
+    upstream failures in a row without a good scrape in between, it receives no requests until its
+    next good scrape, or for 10 s if it serves no metrics. At most half the pool is set aside at a
+    time.
 
     A pod can have several ports, of which some have no server. In such a pod, a port whose scrapes
     never got an answer is not ready if any endpoint of the pool has answered.
@@ -289,9 +290,9 @@ class EndpointPool:
         """Record the HTTP status of a response of `slot`. Return True if this failure makes the
         pool set the endpoint aside.
 
-        Only 502, 503 and 504 count as failures; another status ends a row of them. A 503 of the
-        engine also marks the endpoint as saturated until its next scrape that succeeds or gets no
-        answer.
+        Only 502, 503 and 504 count as failures; another status ends a row of them. Unless
+        the last scrape got no answer, a 503 of the engine also marks the endpoint as saturated,
+        until its next scrape that succeeds or gets no answer.
 
         `by_gateway` is True if the response is the gateway's own, because it could not reach the
         endpoint.
@@ -333,7 +334,7 @@ class EndpointPool:
         """Return the standing of each endpoint by slot. Metrics older than `staleness_s` seconds
         are stale.
 
-        If no endpoint serves metrics, none counts as stale.
+        If no endpoint has a good scrape, none counts as stale.
         """
         ready = set(self.ready(None, now).tolist())
         observed_at_s = self.columns.observed_at_s.tolist()
@@ -436,6 +437,7 @@ class EndpointPool:
             else:
                 until_s = min(until_s, due_s)
         self._ready = np.array(ready, dtype=np.int64)
+        self._ready.setflags(write=False)
         in_order = ready == list(range(len(ready)))
         self.columns.first_slots = self._ready if in_order else None
         self._ready_until_s = until_s

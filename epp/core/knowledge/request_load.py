@@ -1,5 +1,5 @@
 """The requests at the candidates of a decision: those that engines report, and those in flight from
-this picker.
+this picker and its peers.
 """
 
 from typing import Final
@@ -51,11 +51,11 @@ class RequestLoad:
         self.context_tokens = context_tokens
         self.requests: _Floats = np.fmax(reported, inflight)
         """Number of requests at each candidate that its engine reports, or of those in flight if
-        that is greater.
+        these are more or the engine reports none.
         """
         self.unseen: _Floats = self.requests - inflight
         """Number of requests at each candidate that other clients of the engine sent, not this
-        picker.
+        picker or its peers.
         """
         self.waiting_share: _Floats | None = None
         """Share of the requests at each candidate that wait, or None if none waits at any

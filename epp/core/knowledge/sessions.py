@@ -12,7 +12,8 @@ dropped.
 LOOKED_AT: Final = 64
 """Number of recent requests with a session that decide whether sessions are expected to return."""
 RETURNED_MIN: Final = 1 / 8
-"""Minimum share of the last `LOOKED_AT` requests that must name a known session.
+"""Minimum share of the last `LOOKED_AT` requests with a session that must name a known session,
+so that sessions are expected to return.
 
 If each session has a second turn and four pickers share the turns by chance, one of four second
 turns returns to the same picker. That is one of eight requests.

@@ -16,8 +16,8 @@ ENTRY_BYTES: Final = 160
 
 
 class ChainBook:
-    """The recent hash chains in two generations; the older generation is dropped when the newer one
-    is full.
+    """The hash chains that were recently exchanged with peers, in two generations. The older
+    generation is dropped when the newer one is full.
     """
 
     __slots__ = ("_bytes", "_generation_bytes_max", "_old", "_young")

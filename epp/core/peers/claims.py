@@ -26,12 +26,12 @@ UNSEEN_S: Final[Seconds] = 5.0
 limited. It is used if the page is older or was never read; then nothing else contradicts a peer.
 """
 PROMPT_TOKENS: Final = 2_048.0
-"""Assumed number of uncached tokens of a peer's average request, if this picker has no request in
+"""Assumed number of prompt tokens of a peer's average request, if this picker has no request in
 flight.
 """
 PROMPT_TOKENS_RATIO: Final = 2.0
-"""Largest ratio of the tokens of a peer's average request to those of this picker's, because a
-gateway spreads the same traffic over both.
+"""Largest ratio of the prompt tokens of a peer's average request to those of this picker's, because
+a gateway spreads the same traffic over both.
 """
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
@@ -44,9 +44,9 @@ def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Fl
 
     Requests are those that the endpoint's metrics page showed, without this picker's as far as it
     can include them, plus those that may have been sent since. Tokens are counted for requests that
-    the page showed waiting or that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times this
-    picker's average in flight, or as `PROMPT_TOKENS` if it has none. The prompt of a running
-    request is mostly prefilled.
+    the page showed waiting or that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times the
+    average prompt of this picker's requests in flight, or as `PROMPT_TOKENS` if it has none. The
+    prompt of a running request is mostly prefilled.
     """
     waiting, running = (
         np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)
@@ -90,7 +90,7 @@ def _sent_max(columns: Columns, slots: _Ints, now: Seconds) -> _Floats:
 
 
 def _mean_tokens_max(columns: Columns) -> float:
-    """Return the largest plausible number of tokens of a peer's average request."""
+    """Return the largest plausible number of prompt tokens of a peer's average request."""
     n = len(columns)
     inflight = float(columns.inflight_requests[:n].sum())
     context_tokens = float(columns.inflight_context_tokens[:n].sum())

@@ -28,8 +28,8 @@ ORIGIN_BYTES: Final = 8
 FRAME_BYTES_MAX: Final = 256 * 1024
 """Maximum size in bytes of a frame for peers. Decoding 256 KB takes well below a millisecond."""
 RECORD_BYTES_MAX: Final = 128 * 1024
-"""Maximum size of a record in bytes; the end of a longer chain is not sent. It fits a million
-tokens in blocks of 64.
+"""Maximum size in bytes of one record of a frame for peers. The sender shortens longer hash chains
+(`CHAINS_BYTES_MAX` of `core/peers/exchange`).
 """
 KEYS_MAX: Final = 256
 """Maximum number of keys of one index in one record for peers. If a request has more prompts, only
@@ -79,7 +79,7 @@ class Kind(IntEnum):
 
 
 class Frame(Struct, array_like=True, frozen=True, gc=False):
-    """A message from one picker to all its peers."""
+    """A message from one picker to its peers."""
 
     origin: bytes
     """Random identifier of the process that sends the frame."""

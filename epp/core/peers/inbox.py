@@ -1,5 +1,5 @@
-"""The inbox for the records of one peer: a bounded queue from which they are recorded in the
-indexes one by one.
+"""The inbox for the records of one peer, or of snapshots: a bounded queue from which they are
+recorded in the indexes one by one.
 """
 
 from collections import deque
@@ -32,7 +32,9 @@ class Received(Struct):
     unknown_endpoint: int = 0
     """Number of records for an endpoint that is not in this picker's pool, or restarted since."""
     unknown_chain: int = 0
-    """Number of records that continue a chain whose beginning was lost or has been dropped here."""
+    """Number of records that continue a chain whose beginning was lost or has been dropped here, or
+    in which a chain is malformed or too long.
+    """
     unreadable: int = 0
     """Number of frames of peers with an unreadable record."""
     dropped: int = 0
@@ -51,7 +53,7 @@ class _Waiting(Struct, frozen=True, gc=False):
 
 
 class Inbox:
-    """The queue of the records that one peer sent, in order of arrival."""
+    """The queue of the records that one peer sent, or that came in snapshots, in order of arrival."""
 
     def __init__(self, counts: Received) -> None:
         self._counts = counts

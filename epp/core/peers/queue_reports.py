@@ -36,7 +36,7 @@ class QueueReports:
     def take(self, frame: Frame) -> bool:
         """Record the charges and the waiting requests that the `frame` of a peer reports. Return
         whether requests in this picker's queue may have room now, because the peer's load may have
-        changed, or it began or ceased to wait.
+        changed, or requests began or ceased to wait in the peer's queue.
         """
         shares = self._shares
         if frame.charges or frame.whole:

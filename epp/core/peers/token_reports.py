@@ -28,9 +28,9 @@ class TokenReports:
         """Tokens that were reported last, by slot, with a row for each of `MEMBERS`."""
 
     def collect(self, columns: Columns, hashes: Mapping[int, int], *, whole: bool) -> bytes:
-        """Return what the next frame reports as an array of `TOKENS`: each endpoint whose tokens
-        changed or, if `whole`, each that has any, up to `LOADS_MAX`. These then count as reported.
-        `hashes` are the hashes of endpoints by slot.
+        """Return the tokens that the next frame reports, as an array of `TOKENS`: each endpoint
+        whose tokens changed or, if `whole`, each that has any, up to `LOADS_MAX`. These then count
+        as reported. `hashes` are the hashes of endpoints by slot.
         """
         n = len(columns)
         own = columns.inflight_context_tokens, columns.receiving_tokens, columns.sending_tokens
@@ -51,8 +51,9 @@ class TokenReports:
         return found.tobytes()
 
     def take(self, columns: Columns, slots: Mapping[int, int], frame: Frame, now: Seconds) -> int:
-        """Store what the `frame` of a peer reports, up to the plausible limits. Return the number
-        of endpoints whose report exceeded them. `slots` are the slots of endpoints by their hash.
+        """Store the tokens that the `frame` of a peer reports, up to the plausible limits. Return
+        the number of endpoints whose report exceeded them. `slots` are the slots of endpoints by
+        their hash.
         """
         loads = columns.peers
         if loads is None:

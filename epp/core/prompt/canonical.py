@@ -81,8 +81,8 @@ Python half a microsecond. A body could have as many empty ones as bytes, and bl
 """
 
 FIELDS_EACH: Final = 3
-"""Minimum number of fields that a message, part or call adds: its role or text, a terminator, an
-end.
+"""Number of fields that a message, part or call is assumed to add, before it is written: a message
+has at least its role, a terminator and an end.
 """
 _FIELDS_PER_MEMBER: Final = 8
 """Number of empty fields that are added for each member of a media part, which takes as much time
@@ -181,10 +181,9 @@ def opening_of(prompt: bytes) -> tuple[int, int] | None:
 
 
 def admit_fields(fields: list[bytes], more: Collection[Any], each: int = FIELDS_EACH) -> None:
-    """Raise `TooMuchError` if writing `more` could make `fields` longer than `FIELDS_MAX`.
-
-    Each member of `more` adds `each` fields. The function is called before each loop over members
-    that a client sent.
+    """Raise `TooMuchError` if `fields` would be longer than `FIELDS_MAX` with `each` more fields
+    for every member of `more`. The function is called before each loop over members that a client
+    sent.
     """
     if len(fields) + each * len(more) > FIELDS_MAX:
         what = f"{FIELDS_MAX // each:,} messages, parts and their members"

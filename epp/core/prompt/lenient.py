@@ -61,7 +61,8 @@ Members = Mapping[str, Any]
 
 
 def read_leniently(suffix: str, members: Members) -> Lenient:
-    """Return the prompts in `members`, the decoded body of a request whose path ends in `suffix`.
+    """Return the prompts and the output limit in `members`, the decoded body of a request whose
+    path ends in `suffix`.
 
     There are no prompts if the API or the body has none. Raises `RecursionError` if a part is
     nested too deep, and `TooMuchError` if there are too many fields.

@@ -2,11 +2,11 @@
 refusal. JSON is decoded once.
 
 Members that routing does not need are skipped; the engine validates them. The picker refuses (400)
-invalid JSON, an unpaired surrogate, a body that is not an object, and a missing model if the API
-needs one. It places every other body. If a strict parser does not understand it,
-`core/prompt/lenient` reads it a second time. If reading would take too long
-(`core/prompt/outline`), it is placed without its prompt. The body is forwarded byte for byte; a
-rewrite of the model changes only that value.
+invalid JSON, an unpaired surrogate, a body that is not an object, a model that is not a text, and a
+missing model if the API needs one. It places every other body whose path a parser reads. If a
+strict parser does not understand it, `core/prompt/lenient` reads it a second time. If reading would
+take too long (`core/prompt/outline`), it is placed without its prompt. The body is forwarded byte
+for byte; a rewrite of the model changes only that value.
 """
 
 import math
@@ -168,6 +168,8 @@ _decode_body = Decoder(Body).decode
 _decode_any = Decoder(float_hook=_fraction).decode
 
 
+_TRUE: Final = Raw(b"true")
+_NULL: Final = Raw(b"null")
 _CHAT: Final = ApiKind.CHAT
 """Member of `ApiKind`, which takes a tenth of the time to read as a constant (`core/types`)."""
 
@@ -205,7 +207,7 @@ def _read_chat(body: bytes) -> _Reading:
     }
     prompt = chat_prompt(chat.messages, preamble=preamble)
     output_tokens_max = chat.max_completion_tokens
-    if output_tokens_max is NO_JSON or bytes(output_tokens_max) == b"null":
+    if output_tokens_max is NO_JSON or output_tokens_max == _NULL:
         output_tokens_max = chat.max_tokens
     return _Reading(chat, _CHAT, (prompt,), output_tokens_max)
 
@@ -382,15 +384,17 @@ def parse_request(
             body = rewrite_model(body, model, present=reading.body.model is not UNSET)
         except (msgspec.ValidationError, UnicodeEncodeError) as problem:
             return _invalid(suffix, problem)
+    prompts = reading.prompts
+    prompt_bytes = len(prompts[0]) if len(prompts) == 1 else sum(map(len, prompts))
     request = InferenceRequest(
         request_id=request_id,
         api=reading.api,
         model=model,
-        prompts=reading.prompts,
-        prompt_tokens=sum(map(len, reading.prompts)) // BYTES_PER_TOKEN + reading.tokens_forgotten,
+        prompts=prompts,
+        prompt_tokens=prompt_bytes // BYTES_PER_TOKEN + reading.tokens_forgotten,
         cache_salt=reading.body.cache_salt or "",
         headers=headers,
-        stream=bytes(reading.body.stream) == b"true",
+        stream=reading.body.stream == _TRUE,
         output_tokens_max=_limit(reading.output_tokens_max),
         segments=segments,
     )

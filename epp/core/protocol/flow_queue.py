@@ -108,7 +108,7 @@ class QueueSnapshot(Struct, frozen=True):
     evicted: Mapping[int, int] = field(default_factory=dict)
     """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
     agents: SessionCounts | None = None
-    """Agent sessions, or None if the queue does not admit sessions."""
+    """Counts of the agent sessions, or None if the queue does not admit sessions."""
     agents_waiting: int = 0
     """Number of agent sessions with a waiting request; requests without a session count as one."""
 
@@ -155,7 +155,7 @@ class FlowQueue:
         self._at_once: defaultdict[int, int] = defaultdict(int)
         """Number of requests that had room at once and did not enter the queue, by priority."""
         self._places: dict[int, Place] = {}
-        """Places of the waiting tickets by their numbers."""
+        """The place in the queue of each waiting request, by the number of its ticket."""
         self._owed: list[tuple[Place, Refusal]] = []
         """Verdicts of displaced requests, which are delivered by the next `pump`."""
         self._pumping = False
@@ -171,7 +171,9 @@ class FlowQueue:
         return self._wanted() is not None
 
     def longest_wait_s(self, priority: int) -> Seconds:
-        """Return the longest wait in seconds of a request with `priority`; 0 for no limit."""
+        """Return the maximum wait in seconds, by the settings, of requests with `priority`; 0 for
+        no limit.
+        """
         return self.control.settings.longest_wait_s(priority)
 
     def enter(
@@ -484,7 +486,7 @@ class _SchedulerPool:
         return "" if sessions is None else sessions.session_of(request)
 
     def agents(self) -> SessionCounts | None:
-        """Return the agent sessions, or None if none are admitted."""
+        """Return the counts of the agent sessions, or None if the queue does not admit sessions."""
         sessions = self._sessions
         return None if sessions is None else sessions.counts()
 

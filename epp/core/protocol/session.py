@@ -139,7 +139,9 @@ class Gateway:
     def __init__(self) -> None:
         self.sends_response_headers = False
         self._cuts_s: list[Seconds] = []
-        """Waits after which the last streams ended that waited for a timed answer."""
+        """Seconds that the last requests had waited in the queue when their streams ended, in body
+        modes in which the gateway has a timeout.
+        """
         self._patience_s: Seconds | None = None
         self._patient_until_s: Seconds = -math.inf
         self.unseen = 0
@@ -148,16 +150,17 @@ class Gateway:
         """
 
     def patience_s(self, now: Seconds) -> Seconds | None:
-        """Return the seconds for which a timed answer may wait before the gateway ends the stream, or
-        None if no limit is known.
+        """Return the seconds for which a request may wait in the queue before the gateway ends its
+        stream, in body modes in which the gateway has a timeout. Return None if no limit is known.
         """
         if self._patience_s is not None and now >= self._patient_until_s:
             self._patience_s = None
         return self._patience_s
 
     def cut(self, waited_s: Seconds, now: Seconds) -> None:
-        """Note that a stream ended while its timed answer had waited for `waited_s` seconds. After
-        `CUTS_ALIKE` equal waits in a row, `patience_s` is `PATIENCE_USED` times this wait.
+        """Note that a stream ended while its request had waited in the queue for `waited_s`
+        seconds, in a body mode in which the gateway has a timeout. After `CUTS_ALIKE` equal waits
+        in a row, `patience_s` is `PATIENCE_USED` times this wait.
 
         Clients leave after any time. A gateway's timeout is always the same.
         """
@@ -175,9 +178,9 @@ CUTS_ALIKE: Final = 4
 timeout.
 """
 CUT_SPREAD: Final = 0.05
-"""Relative difference up to which two waits ended after the same time."""
+"""Largest relative difference of waits that count as having ended after the same time."""
 PATIENCE_USED: Final = 0.9
-"""Share of the gateway's timeout after which a request is refused."""
+"""Share of the gateway's timeout after which a request that still waits in the queue is refused."""
 PATIENCE_KEPT_S: Final = 600.0
 """Seconds after which a learned timeout is forgotten, because the gateway's may have changed."""
 TIMEOUT_S_MAX: Final = 3_600.0
@@ -271,7 +274,9 @@ class Exchange(Struct, eq=False):
     first_output_at_s: Seconds | None = None
     status: int | None = None
     by_gateway: bool = False
-    """True if the gateway itself created the response, because no endpoint answered."""
+    """True if the gateway itself seems to have created the response, because it has neither a
+    `date` nor a `server` header: no endpoint answered.
+    """
     retry_after_s: Seconds | None = None
     """Seconds after which a response 429 or 503 asks the client to retry; None if it does not."""
     served: str = ""
@@ -1161,7 +1166,9 @@ class Session:
             self._running = None
 
     def _note_cut(self, now: Seconds) -> None:
-        """Note that the stream ended while the request waited in the queue."""
+        """Note that the stream ended, if the request waited in the queue in a body mode in which
+        the gateway has a timeout.
+        """
         if self._queued and self._modes.request not in _HOLDING:
             self._gateway.cut(now - self._exchange.answered_at_s, now)
 
@@ -1265,7 +1272,9 @@ class Session:
         if trace is not None:
             remove_headers += trace.remove_headers
         leg = decision.leg
-        addresses = leg.endpoint.address, *[endpoint.address for endpoint in leg.fallbacks]
+        addresses: tuple[str, ...] = (leg.endpoint.address,)
+        if leg.fallbacks:
+            addresses += tuple([endpoint.address for endpoint in leg.fallbacks])
         if decision.primary_port:
             # Another pod's sidecar does not know the rank that the header names.
             addresses = (f"{leg.endpoint.host}:{decision.primary_port}",)

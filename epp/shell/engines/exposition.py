@@ -425,7 +425,7 @@ class _Reading(Struct):
     found: _Found
     metrics: EndpointMetrics
     used: bool = False
-    """True if at least one later page was parsed with this one."""
+    """True if at least one later page of the endpoint was read with this parsed page."""
 
     def read(self, page: bytes) -> EndpointMetrics | None:
         """Return the metrics of the endpoint's next page, or None if that page must be parsed

@@ -26,7 +26,7 @@ class FirstTokens(Struct, frozen=True, kw_only=True):
 
     sum_s: Seconds
     """Sum of all times to first token, from the engine's counter; it includes what the engine
-    counted before the first scrape.
+    counted before the first scrape, and what earlier engines at this endpoint counted.
     """
     count: float
     lately_s: Seconds | None

@@ -44,9 +44,9 @@ def places_of(
 
     The host of the endpoint is used, because the engine cannot know its address for this picker. If
     a pod has at least as many `endpoints` as the engine has ranks, only the address of the
-    endpoint's own `rank` is returned. An engine with more ranks distributes requests among them.
-    Its cached blocks are then useful only if a plugin selects the rank (`ranks_chosen`) and the
-    engine is one endpoint.
+    endpoint's own `rank`, or of the only rank, is returned. An engine with more ranks distributes
+    requests among them. Its cached blocks are then useful only if a plugin selects the rank
+    (`ranks_chosen`) and the engine is one endpoint.
     """
     try:
         ranks = msgspec.json.decode(page, type=dict[str, _Published])

@@ -42,8 +42,9 @@ class Reception:
         self.group: asyncio.TaskGroup | None = None
         """Owner of the tasks that request missed events, or None while no events are received."""
         self.gone: Counter[tuple[str, str]] = Counter()
-        """Counts of all closed subscriptions and the rejections of closed servers, added up by kind
-        ("events", "faults", "streams") and name of the counter.
+        """Totals of the counters of all ended subscriptions to KV events, and of the connections
+        and messages that closed servers rejected, by kind ("events", "faults", "streams") and name
+        of the counter.
         """
         self.turns = Turns(clock, self._do)
         self._scheduler = scheduler
@@ -68,8 +69,7 @@ class Reception:
 
     def end_subscription(self, source: Source) -> None:
         """End the subscription of the rank `source`, if it has one, and add its counts to the
-        totals. The blocks that it reported are dropped, unless the slot belongs to another endpoint
-        now.
+        totals. The blocks that it reported are dropped if the slot still belongs to the endpoint.
         """
         subscription, source.subscription = source.subscription, None
         if subscription is None:

@@ -38,8 +38,9 @@ connection. For example, it rejects a message whose topic names an endpoint with
 It is also the maximum number of topics that are remembered of one connection.
 """
 UNHEARD_S: Final[Seconds] = 30.0
-"""Time in seconds for which new connections from an IP address are ignored after it sent more than
-`UNKNOWN_MESSAGES_MAX` messages for other endpoints.
+"""Time in seconds for which new connections from an IP address are ignored after the picker
+rejected more than `UNKNOWN_MESSAGES_MAX` messages of one connection, the last one because it was
+for no endpoint at this address.
 """
 LISTEN_AGAIN_S: Final[Seconds] = 5.0
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -121,10 +122,12 @@ class KVEventServer:
         """
         self.turned: Counter[Rejection] = Counter()
         self.problem = ""
-        """Reason why the server's port cannot be opened, or "" if it is open or not tried yet."""
+        """Reason why the port for engines that send KV events cannot be opened, or "" if it is open
+        or not tried yet.
+        """
         self.port = port
-        """Configured port of the server. If it is 0, the port that was selected, once the server
-        listens.
+        """Configured port to which engines connect to send KV events. If 0 is configured, the port
+        that was selected, once the picker listens.
         """
         self._hears = hears
         self._host = host

@@ -94,18 +94,18 @@ class Source:
         """Sources of the endpoint's other ranks in order; empty for every rank but the first."""
         self.lives = 0
         """Number of the engine's restarts that were known when the endpoint was last asked where it
-        publishes its events.
+        publishes its events, or when `rank_said` was last reset.
         """
         self.asking: asyncio.Task[None] | None = None
-        """Task that asks the endpoint again where it publishes its events, or None if there is no
-        such task.
+        """Latest task that asks the endpoint again where it publishes its events, which may have
+        ended; None if there was none.
         """
         self.subscription: Subscription | None = None
         self.place: Place | None = None
         """Address where the rank publishes its events, or None if unknown."""
         self.heard_at: Place | None = None
-        """Address of the engine at the other end of the open connection `lines`, whether picker or
-        engine opened it.
+        """Address of the engine on the latest connection with events of this rank, whether picker
+        or engine opened it; None before the first one.
         """
         self.problem = ""
         self.rank_said: int | None = None

@@ -11,11 +11,13 @@ This module decides where to connect. The others do the rest:
 - `kv_event_source`: the state of one rank, and its row for operators.
 - `kv_event_reception`: subscriptions, open connections and replays.
 - `kv_event_turns`: the processing of received data, in turns of bounded length.
-- `kv_event_server`: engines that connect themselves. Events of an endpoint arrive in one of two
-  ways at a time: the picker connects to the engine, or the engine connects to the picker. For
-  engines that connect, the number of ranks is configured, and each payload contains its rank. An
-  endpoint whose engine sends more ranks than configured is ignored, because the rank of its cached
-  blocks is unknown.
+- `kv_event_server`: engines that connect themselves.
+
+Events of an endpoint arrive in one of two ways at a time: the picker connects to the engine, or the
+engine connects to the picker. For engines that connect, the number of ranks is configured, and each
+payload contains its rank. If one rank is configured and an engine sends several, its endpoint is
+ignored, because the rank of its cached blocks is unknown. If several are configured, payloads of
+further ranks are rejected.
 
 To connect without a configured port, the picker requests `GET /kv_event_sources` from each
 endpoint, which vLLM supports since 0.31. With an engine that does not support it, the usual port is
@@ -68,7 +70,7 @@ endpoint did not answer, the delay is shorter.
 """
 TAKEN_OVER_S: Final[Seconds] = 5.0
 """Time in seconds without events after which an engine's connection may be replaced by another
-connection for the same endpoint.
+connection for the same rank of the endpoint.
 """
 TRIES_BEFORE_ASKING: Final = 3
 """Number of consecutive failures to connect to a rank after which the endpoint is asked again where
@@ -122,7 +124,8 @@ class KVEventListener:
     # The methods below handle the pool.
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """Replace the endpoints and apply the current configuration of the scheduler.
+        """Replace the endpoints whose KV events are received, and apply the event settings of the
+        scheduler's current configuration.
 
         The scheduler must already know these endpoints and the configuration.
         """
@@ -136,9 +139,9 @@ class KVEventListener:
         self._start()
 
     def _configure(self) -> None:
-        """Read the event settings from the scheduler's configuration. If they changed, drop all
-        sources, which `_replace_sources` creates again, and replace the server to which engines
-        connect.
+        """Read from the scheduler's configuration the event settings, and whether a plugin selects
+        ranks. If either changed, drop all sources, which `_replace_sources` creates again, and
+        replace the server to which engines connect.
         """
         names = self._scheduler.indexes.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
@@ -164,7 +167,8 @@ class KVEventListener:
 
     def _replace_sources(self, endpoints: Sequence[Endpoint]) -> None:
         """Keep the event source of each endpoint whose engine is still the same process, create one
-        for each new endpoint, and drop the others.
+        for each other endpoint in the pool, and drop the rest. If no events are configured, drop
+        all.
         """
         settings = self._settings
         before, self._sources = self._sources, {}
@@ -202,8 +206,8 @@ class KVEventListener:
         return source.worst_row(self._wall_clock(), unconnected)
 
     def snapshot(self) -> KVEventsSnapshot | None:
-        """Return the totals of received events for metrics, or None if no index receives events
-        from engines.
+        """Return the totals of received KV-cache events for metrics, or None if no index receives
+        events from engines.
         """
         if self._settings is None:
             return None
@@ -291,7 +295,7 @@ class KVEventListener:
     def _rank_of_payload(self, first: Source, payload: bytes) -> Source | Rejection:
         """Return the source of the rank that `payload` names, or the reason why the payload is
         rejected. If one rank is configured and the engine sends a second one, ignore the endpoint
-        from now on, and end its connection and subscription.
+        until its engine restarts, and end its connection and subscription.
         """
         rank = rank_in(payload)
         if first.refused:
@@ -346,7 +350,8 @@ class KVEventListener:
 
     def _place_of_connecting(self, source: Source, port: int, settings: KvEventsConfig) -> Place:
         """Return the address of an engine that connects from `port`. Its replay port is the
-        configured one plus the rank.
+        configured one plus the endpoint's position in its pod and the rank, or None if none is
+        configured.
         """
         replay = settings.pod_discovery_config.replay_socket_port
         rank = self._ranks[source.endpoint.endpoint_id] + source.rank

@@ -44,14 +44,14 @@ class LoopShare:
 
     @property
     def stretch(self) -> float:
-        """Factor by which the pauses of all endpoints are extended because the event loop lacks
-        time; at least 1.
+        """Factor by which the pauses between fetches of each endpoint's page are extended because
+        the event loop lacks time; at least 1.
         """
         return max(1.0, self._wanted / SHARE_ALL_MAX)
 
     def open(self) -> "Account":
         """Return an account of the loop time of one more endpoint. The caller closes it when the
-        endpoint is no longer fetched.
+        endpoint's pages are no longer fetched.
         """
         return Account(self)
 

@@ -341,9 +341,9 @@ class PageClient:
 
     async def fetch(self, timeout_s: Seconds) -> bytes:
         """Fetch and return the page. Raises `BadResponseError` for an invalid answer,
-        `TimeoutError` after `timeout_s` seconds, and another `OSError` without an answer. An error
-        or cancellation closes the connection. If a kept-alive connection has closed meanwhile, the
-        request is repeated once on a new one.
+        `TimeoutError` after `timeout_s` seconds on one connection, and another `OSError` if the
+        connection fails. An error or cancellation closes the connection. If a kept-alive connection
+        has closed meanwhile, the request is repeated once on a new one.
         """
         connection = self._connection
         if connection is not None and connection.transport is not None:

@@ -196,12 +196,16 @@ class Scraper:
 
     @property
     def interval_s(self) -> Seconds:
-        """Mean time in seconds between two scrapes of an endpoint that answers."""
+        """Mean time in seconds between two scrapes of an endpoint that answers, is not idle and has
+        a page that is cheap to parse.
+        """
         return max(self._interval_s_min, self._interval_s(len(self._targets)))
 
     @property
     def passed(self) -> bool:
-        """True if every endpoint was scraped at least once, successfully or not."""
+        """True if every endpoint with a metrics target was scraped at least once, successfully or
+        not.
+        """
         return all(target.tried for target in self._targets.values())
 
     def configure(
@@ -245,8 +249,9 @@ class Scraper:
         self._start()
 
     def answered(self, endpoint: Endpoint) -> None:
-        """Scrape a failing `endpoint` at the next regular time and not after its back-off, because
-        it has just served a request. If that scrape fails too, the back-off continues to grow.
+        """Scrape a failing `endpoint` at the next regular time, or at once if that has passed, and
+        not after its back-off, because it has just served a request. If that scrape fails too, the
+        back-off continues to grow.
         """
         target = self._targets.get(endpoint.endpoint_id)
         if target is None or target.problem is None or target.resting is None:
@@ -331,8 +336,8 @@ class Scraper:
             target.account.close()
 
     async def _rest(self, target: _Target) -> None:
-        """Wait until the target's next scrape is due. That time may become earlier during the
-        wait.
+        """Wait until the next scrape of `target`'s endpoint is due. That time may become earlier
+        during the wait.
         """
         loop = asyncio.get_running_loop()
         while (left_s := target.due_s - loop.time()) > CLOCK_S:

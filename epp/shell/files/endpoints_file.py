@@ -68,7 +68,8 @@ class _Document(Struct, frozen=True, forbid_unknown_fields=True):
 def load_endpoints(text: bytes, source: str) -> Found:
     """Parse the text of an endpoints file; `source` is the name of the file in errors.
 
-    Raises `EndpointsFileError` with all problems of the file at once.
+    Raises `EndpointsFileError` with the problems of all endpoints at once, or with the one problem
+    of a file that cannot be read as a document.
     """
     try:
         document = msgspec.convert(_parse(text), _Document)

@@ -55,7 +55,7 @@ class SegmentFolder:
         self._descriptor: int | None = None
         self._open_name = ""
         self.segment_bytes = 0
-        """Size in bytes of the members that were completely written to the open segment."""
+        """Size in bytes of the gzip members that were completely written to the open segment."""
         self.total_bytes = 0
         """Size in bytes of all segments in the folder at the last `append`, including those of
         other processes.

@@ -212,10 +212,10 @@ refused if no picker is known to be healthy.
 """
 
 _CONCURRENT_MAX: Final = 40_000
-"""Maximum number of concurrent connections, requests and retries in each cluster of Envoy, and of
-connections from clients. Envoy's default of 1,024 is reached by 1,024 open generations, each of
-which also has a stream to the picker. Its default of three concurrent retries is exceeded by the
-fourth request of a dead picker.
+"""Maximum number of concurrent connections and requests of Envoy to endpoints and to pickers each,
+of retries to pickers, and of connections from clients. Envoy's default of 1,024 is reached by 1,024
+open generations, each of which also has a stream to the picker. Its default of three concurrent
+retries is exceeded by the fourth request of a dead picker.
 """
 
 _PER_CONNECTION_BUFFER_BYTES: Final = 32_768
@@ -574,8 +574,8 @@ def _picker_retries(second_choice: bool) -> RetryPolicy:
 
 
 def _refusing_pickers() -> OutlierDetection:
-    """Return Envoy's outlier detection for pickers. A refused connection ejects a picker until a
-    health check succeeds.
+    """Return Envoy's outlier detection for pickers. A refused connection ejects a picker for some
+    seconds, or until a health check succeeds.
 
     Five consecutive gRPC errors also eject it, as is Envoy's default. If all pickers are ejected,
     Envoy uses all of them.

@@ -52,8 +52,9 @@ SUBSET_CHARACTERS_MAX: Final = 64 * SUBSET_ENTRIES_MAX
 47.
 """
 ROUTES_MAX: Final = 4_096
-"""Maximum number of cached header answers. An answer depends mainly on the endpoint, and most pools
-have fewer endpoints.
+"""Maximum number of cached answers to request headers. An answer depends mainly on the endpoint,
+and most pools have fewer endpoints. Answers with an additional header have their own cache of this
+size.
 """
 OWN_BYTES_MIN: Final = 16
 """Minimum length in bytes of the value of an additional header for which a cached header answer is
@@ -61,8 +62,8 @@ used. The value's place in that answer is found by a run of zeros, and a run of 
 nowhere else.
 """
 CHUNK_LENGTHS_MAX: Final = 4_096
-"""Maximum number of different lengths of body chunks for which the protobuf bytes around the chunk
-are cached.
+"""Maximum number of cached pairs of the protobuf bytes before and after a body chunk, which depend
+on the chunk's length. The cache of those around a response header's value has the same size.
 """
 
 _BODY_TAGS: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})

@@ -67,7 +67,7 @@ class EnvoyAdmin:
 
     async def idle_for_s(self) -> Seconds:
         """Return for how many seconds since `send_away` Envoy has had no open request, or infinity
-        if its last answer was missing or invalid.
+        if it did not answer the last query with status 200.
 
         Envoy is queried at most every `LOOK_S`.
         """

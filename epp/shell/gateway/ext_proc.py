@@ -64,7 +64,9 @@ class StreamObserver(Protocol):
         ...
 
     def connection_cut(self, reason: Cut) -> None:
-        """Count a connection that the picker closed, though its gateway would have kept it open."""
+        """Count a connection that the picker closed, rejected or asked to leave, although its
+        gateway would have kept it open.
+        """
         ...
 
     def drain_cut(self, streams: int) -> None: ...

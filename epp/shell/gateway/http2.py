@@ -119,8 +119,10 @@ POLL_S: Final = 0.25
 BACKLOG: Final = 1_024
 
 _PREFIX_BYTES: Final = 5
-_read_prefix: Final = struct.Struct(">BI").unpack_from
-"""Parser of the prefix of a gRPC message: whether it is compressed, and its length."""
+_PREFIX: Final = struct.Struct(">BI")
+"""Format of the prefix of a gRPC message: whether it is compressed, and its length."""
+_read_prefix: Final = _PREFIX.unpack_from
+_prefix: Final = _PREFIX.pack
 _CONTENT_TYPE: Final = (b"content-type", b"application/grpc")
 _HEAD: Final = ((b":status", b"200"), _CONTENT_TYPE)
 _GRACEFUL: Final = ErrorCode.NO_ERROR
@@ -673,9 +675,7 @@ class _Connection(asyncio.Protocol):
             if not stream.answered:
                 stream.answered = True
                 self._engine.send_response(stream.stream_id, _HEAD)
-            self._engine.send_data(
-                stream.stream_id, b"\0" + len(message).to_bytes(4, "big") + message
-            )
+            self._engine.send_data(stream.stream_id, _prefix(0, len(message)) + message)
         except NGH2Error:
             # The stream was reset meanwhile; an event reports that.
             return
@@ -1029,7 +1029,7 @@ class Http2Server:
     # Methods that connections call.
 
     def admit(self, connection: _Connection) -> bool:
-        """Give `connection` one of the limited places, if necessary that of an idle connection,
+        """Give `connection` one of the limited places, if necessary that of another connection,
         which is evicted. Return False if there is none. Evictions and rejections are counted.
         """
         admission = self.places.take(connection)

@@ -27,7 +27,9 @@ from epp.shell.supervision import Loop
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
 STOP_S: Final = 0.5
-"""Time in seconds that stopping the service takes if no stream is open."""
+"""Time in seconds, before the drain timeout ends, at which the server begins to stop. Streams that
+are ending have half of it to send their last messages.
+"""
 QUIET_S: Final = 1.0
 """Time in seconds without a new stream after which the drain assumes that no gateway opens further
 streams.

@@ -225,8 +225,8 @@ class ServerCertificate:
     async def watch(self, interval_s: float, report: Callable[[str, bool], None]) -> None:
         """Reload the certificate every `interval_s` seconds until cancelled.
 
-        `report(sentence, good)` is called once for each loaded pair, and once for each new reason
-        why one was rejected. An unchanged reason is not repeated.
+        `report(sentence, good)` is called once for each change that is loaded, and once for each
+        new reason why one is rejected. An unchanged reason is not repeated.
         """
         watched = [str(path) for path in (self._directory, self._client_ca) if path is not None]
         if not watched:

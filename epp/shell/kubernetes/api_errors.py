@@ -22,8 +22,8 @@ class ApiFailure(StrEnum):
     exist.
     """
     CONFLICT = "conflict"
-    """Kind of a failure with HTTP status 409: another client wrote the object since the picker read
-    it.
+    """Kind of a failure with HTTP status 409: another client created the object, or wrote it since
+    the picker read it.
     """
     THROTTLED = "throttled"
     SERVER = "server"

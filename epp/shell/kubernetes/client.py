@@ -96,8 +96,8 @@ class Credentials:
         return paths
 
     async def header(self) -> dict[str, str]:
-        """Return the authorization header for the API server, or {} if a client certificate is
-        used.
+        """Return the authorization header for the API server, or {} if there is no token, for
+        example because a client certificate is used.
 
         Raises `ApiError` if the token cannot be read.
         """

@@ -43,7 +43,7 @@ class Cluster:
     """The picker's connection to the API server of its cluster. Call `connect`, run `run` as a
     task, and call `close`.
 
-    - `on_found(found)` is called when endpoints, objectives or rewrites changed.
+    - `on_found(found)` is called when endpoints, objectives, rewrites or `ready` changed.
     - `on_ready` is called when `ready` may have changed.
     - `on_config(text, told_by)` is called when the configuration that the ConfigMap or its mounted
       file supplies changed.

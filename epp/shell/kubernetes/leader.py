@@ -87,8 +87,8 @@ class Election:
         self.lead_until_s = sent_at_s + self._timing.renew_deadline_s
 
     def lost(self) -> None:
-        """Record that this replica no longer leads, because another one wrote the Lease or the
-        deadline passed.
+        """Record that this replica no longer leads, because another one wrote the Lease, the
+        deadline passed, or this replica stops.
         """
         self.lead_until_s = None
 

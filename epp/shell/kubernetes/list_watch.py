@@ -4,14 +4,15 @@ randomness.
 A list returns every object and a resource version. A watch from that version returns later changes.
 After any failure one question decides: is the resource version still valid? It is valid if the
 connection broke, or the server closed it, restarted or fell silent. The watch then continues from
-the last version, and nothing is lost. It is invalid after a 410, an ERROR event or an unreadable
-line. A new list then replaces all objects at once, and the old objects stay in force until it is
-complete. As a safeguard, the list is repeated periodically. Differences from the watch that it
-finds are counted; there should be none.
+the last version, and nothing is lost. It is invalid after other failures, such as a 410, an ERROR
+event or an unreadable line. A new list then replaces all objects at once, and the old objects stay
+in force until it is complete. As a safeguard, the list is repeated periodically. Differences from
+the watch that it finds are counted; there should be none.
 
 A list is requested as a stream of events, for which the server needs no copy of the list. It is
 requested page by page from servers without this feature (Kubernetes before 1.32, unless its gate
-`WatchList` is enabled), and after any failure since the last list. Every server supports pages.
+`WatchList` is enabled), and after any failure since the last list, except a refusal (403 or 404).
+Every server supports pages.
 
 A list may come from one of several sources that are tried in order: the same kind in a newer and an
 older API group. If a source is absent or forbidden, the next one is used.
@@ -70,8 +71,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     healthy_s: Seconds = 60.0
     """Time in seconds without failures after which the delay for repeated failures is reset."""
     refused_s: Seconds = 30.0
-    """Delay in seconds until a kind of object that is absent or forbidden is tried again; the delay
-    is shorter if the kind was available before.
+    """Delay in seconds until a kind of object that is absent or forbidden is tried again; the first
+    delays are shorter if the kind was available before.
     """
     retry_after_s_max: Seconds = 60.0
 

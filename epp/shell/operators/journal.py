@@ -212,7 +212,7 @@ class Journal:
         started = datetime.now(UTC)
         self.origin = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
         self.queue: deque[tuple[JournalFolder, Any, int]] = deque()
-        """Records that wait to be written, each with its folder and its approximate size in
+        """Journal records that wait to be written, each with its folder and its approximate size in
         bytes.
         """
         self.folders: list[JournalFolder] = []
@@ -220,8 +220,8 @@ class Journal:
         self._stopping = threading.Event()
 
     async def run(self) -> None:
-        """Write records until cancelled, then write the queued ones, for at most `CLOSE_S_MAX`
-        seconds.
+        """Write journal records until cancelled, then write the queued ones, for at most
+        `CLOSE_S_MAX` seconds.
         """
         await beside_the_loop("the journal", self._work, self._stopping, self._close_s_max)
 
@@ -294,8 +294,8 @@ class JournalFolder(ABC):
         self._pending = bytearray()
         self._pending_types: list[type] = []
         self._missing = 0
-        """Number of records that were lost since the last successful write; the next segment
-        reports it.
+        """Number of records that were lost because the disk failed, since the last successful
+        write; the next segment reports it.
         """
         self._healthy = True
         self._retry_at_s: Seconds = 0.0
@@ -344,7 +344,7 @@ class JournalFolder(ABC):
 
     @abstractmethod
     def _size_of(self, record: Any) -> int:
-        """Return the approximate size in bytes of a queued record."""
+        """Return the approximate size in bytes of a queued journal record."""
 
     @abstractmethod
     def _frame(self, record: Any) -> bytes:
@@ -369,8 +369,8 @@ class JournalFolder(ABC):
     # The methods below run in the thread.
 
     def take(self, record: Any, size: int, now: Seconds) -> None:
-        """Convert a record from the queue, and write if enough converted records have accumulated.
-        A defect ends this level; later records are ignored.
+        """Convert a journal record from the queue, and write if enough converted records have
+        accumulated. A defect ends this level; later records are ignored.
         """
         self._bytes_taken += size
         if self._ended:
@@ -387,7 +387,9 @@ class JournalFolder(ABC):
             self.failed(error)
 
     def write_due(self, now: Seconds) -> None:
-        """Write the converted records if the last write was `flush_s` seconds ago or earlier."""
+        """Write the converted journal records if the last write was `flush_s` seconds ago or
+        earlier.
+        """
         if now >= self._flushed_s + self._limits.flush_s:
             self._flush(now)
 

@@ -30,8 +30,8 @@ OBJECTIVE_WARNING_S: Final = 60.0
 clients determine how often that occurs.
 """
 FAILURES_PER_SECOND_MAX: Final = 1
-"""Maximum number of log lines per second about defects in metrics or log lines, which may occur
-with each request.
+"""Maximum number of log lines per second that say that the picker failed to record an event in
+metrics or log lines. Such a failure may recur with each request.
 """
 
 _NOT_SERVED: Final = frozenset({None, *UPSTREAM_FAILURES})

@@ -132,8 +132,8 @@ class Peers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Save the snapshot file if the warm start was over, and send the last frames to peers. The
-        loops must have ended.
+        """Save the snapshot file if the warm start was over, and send the last frames to peers over
+        direct connections. The loops must have ended.
         """
         if self._file is not None and self.ready:
             await self._file.save_last()

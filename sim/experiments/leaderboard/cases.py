@@ -6,9 +6,9 @@ requests that arrive at once, so that queues form and drain. They are lower for 
 adapters. A hold-out resembles another case but has other parameters, and must not be used for
 tuning.
 
-Pickers assume the prefill speed that `epp serve` assumes without a configuration, whatever the
-pods' speed is, because that is what an operator gets after installation. A strategy that configures
-a prefill speed uses its own.
+Except in the case `speed-told-held`, pickers assume the prefill speed that `epp serve` assumes
+without a configuration, whatever the pods' speed is, because that is what an operator gets after
+installation. A strategy that configures a prefill speed uses its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -168,7 +168,7 @@ def _slow_pod(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
 
 
 def _churn(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
-    """Return incidents: the crash of a pod, the drain of a pod that does not return, a new pod, and
+    """Return incidents: the crash of a pod, a new pod, the drain of a pod that does not return, and
     the graceful replacement of a pod.
     """
     tenth_s = span_s / 10
@@ -254,8 +254,8 @@ ENGINES: Final[Mapping[str, Engines]] = MappingProxyType(
         "whole prompts": _whole_prompts,
     }
 )
-"""Functions that replace the pods of a case, by name. They change the engine, or constants of the
-profile; no table of linear layers overrides these constants.
+"""Functions that replace the pods of a case, by name. They change the engine, constants of the
+profile, or the whole profile; no table of linear layers overrides these constants.
 """
 
 SCRAPES: Final[Mapping[str, ScrapeTrouble]] = MappingProxyType(

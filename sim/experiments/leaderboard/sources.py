@@ -19,6 +19,7 @@ _DECIDES: Final = (
     "epp/configuration",
     "epp/core",
     "epp/plugins",
+    "sim/caches",
     "sim/cluster",
     "sim/engine",
     "sim/experiments/leaderboard/cell.py",

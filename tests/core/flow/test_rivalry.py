@@ -65,8 +65,18 @@ def test_a_short_burst_need_not_wait():
     assert not found.must_wait(1.0)
     assert not found.must_wait(0.9 + STANDING_S)
     found.found_room()
-    assert not found.must_wait(1.1 + STANDING_S)
-    assert found.must_wait(1.1 + 2 * STANDING_S)
+    assert not found.must_wait(1.9 + 2 * STANDING_S)
+    assert found.must_wait(1.9 + 3 * STANDING_S)
+
+
+def test_room_that_is_soon_gone_again_does_not_end_a_burst():
+    """In a large pool some endpoint has room every now and then."""
+    found = rivalry()
+    assert not found.must_wait(1.0)
+    found.found_room()
+    assert not found.must_wait(0.9 + STANDING_S)
+    found.found_room()
+    assert found.must_wait(1.0 + STANDING_S)
 
 
 def test_requests_wait_as_long_as_others_wait():

@@ -15,7 +15,7 @@ from epp.core.decision.inputs import (
     StreamChanged,
 )
 from epp.core.decision.scheduler import Decision
-from epp.core.journal.events import Learnt, Lost, Scheduled, Streamed, Told, Voided
+from epp.core.journal.events import Learnt, Lost, Opened, Scheduled, Streamed, Told, Voided
 from epp.core.journal.reenactment import Difference, Reenactment
 from epp.core.knowledge import hit_accuracy
 from epp.core.kv_events.payload import Cleared, Removed, Stored
@@ -200,6 +200,21 @@ def test_a_missing_past_is_named():
     assert result.begins_late
     assert Difference.KNOWLEDGE in result.differences
     assert any("index begins empty" in sentence for sentence in result.caveats())
+
+
+def test_a_gap_between_segments_is_not_a_late_beginning():
+    """The capture begins with the picker; only its second segment is missing."""
+    live = Live(document())
+    live.run(50)
+    first = len(read(live))
+    for _ in range(2):
+        live.begin_segment()
+        live.run(50)
+    events = read(live)
+    third = max(at for at, event in enumerate(events) if isinstance(event, Opened))
+    again = done_again([*events[:first], *events[third:]]).result
+    assert (again.gaps, again.begins_late) == (1, False)
+    assert "1 segments are missing" in again.caveats()
 
 
 def test_what_is_missing_is_counted():

@@ -182,6 +182,10 @@ def test_an_index_is_told_the_size_of_a_cache_until_it_has_taken_it_and_when_it_
             Affinity(np.zeros(N, dtype=np.int64), -1),
             "an Affinity with total = int, expected int of 0 or more",
         ),
+        (
+            Affinity(np.zeros(N, dtype=np.int64), 1, most=np.int64(0)),
+            "an Affinity with most = int64, expected int or None",
+        ),
     ],
 )
 def test_an_index_that_answers_amiss_knows_nothing(found, fault):

@@ -180,6 +180,7 @@ class AgainstModel(RuleBasedStateMachine):
         assert answer.matched.tolist() == [
             sum(self.model.depth(text, slot, self.now) for text in texts) for slot in range(SLOTS)
         ]
+        assert answer.most in {None, max(answer.matched.tolist())}
 
     @invariant()
     def counts_agree(self) -> None:
@@ -229,7 +230,7 @@ def test_colliding_hashes_never_break_the_index(calls):
     for turn, (slot, chain, take_back) in enumerate(calls):
         request = InferenceRequest(request_id="r", chains={BLOCK_BYTES: (chain,)})
         answer = index.match(request, SLOTS, turn)
-        assert max(answer.matched.tolist()) <= answer.total
+        assert answer.most == max(answer.matched.tolist()) <= answer.total
         recorded.append((request, slot, index.record(request, slot, turn)))
         if take_back is not None and take_back < len(recorded):
             index.retract(*recorded[-1 - take_back], turn)
@@ -285,6 +286,10 @@ def test_many_slots_are_matched_as_few_are():
     answer = index.match(request_of("a" * 30), 900, 0.0)
     assert answer.matched.tolist() == [min(30, 1 + slot % 40) for slot in range(900)]
     assert index.match(request_of("a"), 0, 0.0).matched.tolist() == []
+    index.forget(3)
+    answer = index.match(request_of("a" * 30), 1_000, 0.0)
+    expected = [min(30, 1 + slot % 40) if slot != 3 else 0 for slot in range(1_000)]
+    assert (answer.matched.tolist(), answer.most) == (expected, 30)
 
 
 def test_a_prompt_longer_than_the_capacity_keeps_its_head():

@@ -51,6 +51,17 @@ def test_each_block_is_hashed_under_the_one_before():
     assert chain(b"abcdabcd") == [first, xxhash.xxh64_intdigest(b"abcd", first)]
 
 
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 256, 300])
+def test_a_prompt_of_any_length_has_the_hashes_of_its_blocks_one_by_one(count):
+    """Also where the blocks are cut in several steps."""
+    prompt = Random(count).randbytes(4 * count + 3)
+    seed, expected = 7, []
+    for at in range(0, 4 * count, 4):
+        seed = xxhash.xxh64_intdigest(prompt[at : at + 4], seed)
+        expected.append(seed)
+    assert chain(prompt, blocks_max=9_999) == expected
+
+
 @given(st.binary(max_size=40), st.integers(1, 9), st.integers(0, 9))
 def test_only_full_blocks_count_up_to_the_limit(prompt, block_bytes, blocks_max):
     """The rest of the prompt below a block, and all beyond the limit, has no hash."""

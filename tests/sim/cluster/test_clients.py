@@ -6,6 +6,7 @@ from sim.cluster.check import checker
 from sim.cluster.incidents import Leave, Restart, play
 from sim.cluster.settings import ClientSettings
 from sim.cluster.simulated_request import Fate
+from sim.measurement.measures import ttft_of
 from tests.sim.made import arrival, arrivals, cluster
 
 
@@ -37,6 +38,8 @@ def test_what_a_dying_pod_had_is_sent_again_and_completes():
     assert {request.sequence for request in again} & set(failed)
     for request in again:
         assert request.routed_at - request.arrived_at > 0.2
+        first_s = request.first_token_at + 0.0005 - request.arrived_at
+        assert ttft_of(request) == pytest.approx(first_s)
     assert [policy.open_requests for policy in one.pickers.policies] == [0]
 
 

@@ -270,7 +270,7 @@ BUSY = '[[parameters]]\nplugin = "active-request-scorer"\nname = "maxBusyScore"\
         ('[[parameters]]\nplugin = "queue"\nname = "x"', "declares no plugin queue"),
         ('[[plugins]]\nplugin = "queue-scorer"\ntypes = ["load-scorer"]', "load-scorer is unknown"),
         ('[[plugins]]\nplugin = "queue-scorer"\ntypes = ["queue-scorer"]', "types other than"),
-        ("defaults = false", "has nothing to vary: name parameters in --space"),
+        ("defaults = false", "has nothing to vary: name weights, parameters or plugins in the file of"),
     ],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_is_one_sentence(tmp_path, text, told):

@@ -118,7 +118,7 @@ def test_all_in_all_the_distances_are_told_without_adapters_first(summary):
     assert "| one | what one is | best | 2.00 s | level | 1.250 |" in report
     assert (
         "4 pods of a-gpu, 4 pickers, scraped every 0.2 s, prefill at 40,000 or 8,000 tokens/s "
-        "(pickers assume 15,928), goodput: a first token within 1 s, later ones within 50 ms each. "
+        "(pickers assume 15,928), goodput: a first token within 1 s, later ones within 50 ms each on average. "
         "This case is a hold-out." in report
     )
 
@@ -157,7 +157,7 @@ def test_every_judged_figure_has_a_column(summary):
 def test_where_the_first_is_behind_is_told(summary):
     """By more than a twentieth and beyond the interval; the one that is the best is nowhere behind."""
     report = leaderboard_report(summary)
-    assert "The table lists those of the 3 cases in which slower is not within" in report
+    assert "The table lists those of the 3 cases in which slower is not level with" in report
     assert (
         "Number of listed cases by figure: E2E mean 2, TTFT p90 0, TTFT p99 0, ITL p99 0, "
         "throughput 0." in report
@@ -168,7 +168,7 @@ def test_where_the_first_is_behind_is_told(summary):
     summary.strategies.insert(0, summary.strategies.pop(1))
     assert "| E2E mean | lora (LoRA) | 1.91 | slower |" in leaderboard_report(summary)
     summary.rows[:] = [row for row in summary.rows if row.case != "lora"]
-    assert "There is none among the 2 cases in which best is not within" in leaderboard_report(
+    assert "There is none among the 2 cases in which best is not level with" in leaderboard_report(
         summary
     )
 
@@ -206,8 +206,16 @@ def test_what_failed_and_what_is_missing_is_said(summary):
 
 
 def test_a_board_without_a_whole_row_says_so(summary):
-    """As after a Ctrl-C in the first case."""
+    """As after a Ctrl-C in the first case, or if every strategy failed."""
     summary = replace(summary, rows=[], totals=[], complete=False)
-    assert leaderboard_table(summary) == "no case has run with every strategy yet"
+    why = (
+        "No case has figures, because in each case all strategies failed or one has not run with "
+        "the first seed."
+    )
+    assert leaderboard_table(summary) == why
     assert "Not complete" in leaderboard_report(summary)
-    assert "No case has run" in leaderboard_page(summary)
+    assert why in leaderboard_page(summary)
+    failed = [FailedCell(case="one", strategy="best", seed=1, problem="it died")]
+    summary = replace(summary, failed=failed)
+    assert leaderboard_table(summary) == f"{why} 1 runs failed."
+    assert "it died" in leaderboard_page(summary)

@@ -194,6 +194,12 @@ def test_headroom_that_is_still_looked_for_is_not_called_too_much():
     assert "| one pod lost | more than 64 | - |" in size_report(whole)
 
 
+def test_an_autoscaler_runs_over_the_whole_trace():
+    """Also where the trace is so short that the pool was sized for all of it."""
+    short = filled(AutoscalingSummary, bounds=[], runs=1)
+    assert "| replayed | the whole trace |" in size_report(replace(SUMMARY, autoscaling=short))
+
+
 def test_an_autoscaler_that_takes_more_does_not_save():
     """A negative saving is a riddle."""
     more = filled(

@@ -325,7 +325,6 @@ def test_how_many_requests_come_is_known_beforehand(trace_of, text, requests):
     assert trace.requests_expected() == requests == len(list(trace))
 
 
-def test_every_format_says_what_it_is():
-    """Names are unique, for `--format`."""
+def test_every_format_has_a_name_of_its_own():
+    """For `--format`."""
     assert len({known.name for known in FORMATS}) == len(FORMATS)
-    assert all(known.says for known in FORMATS)

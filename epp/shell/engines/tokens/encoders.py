@@ -159,8 +159,8 @@ def _read(file: Path) -> str:
 
 
 def _may_be_cut(described: dict[str, Any]) -> bool:
-    """Return True if no special token of the tokenizer absorbs adjacent blanks, so that texts may
-    be split at special tokens.
+    """Return True if no special token of the tokenizer absorbs adjacent blanks or depends on
+    adjacent words, so that texts may be split at special tokens.
     """
     strips = ("lstrip", "rstrip", "single_word")
     return not any(added.get(strip) for added in described["added_tokens"] for strip in strips)

@@ -61,7 +61,9 @@ class Loaded(Struct, frozen=True, tag=True, array_like=True):
     """Reason why the tokenizer cannot be used, or "" if it was loaded."""
     library: str = ""
     cut: bool = False
-    """True if texts are split at special tokens, so that the token ids of parts are cached."""
+    """True if texts are split at special tokens, so that a longer prompt reuses the cached token
+    ids of its first parts.
+    """
     template: bool = False
     seconds: float = 0.0
 

@@ -30,7 +30,7 @@ class TokensResult(StrEnum):
     closed.
     """
     REFUSED = "refused"
-    """The renderer or the chat template rejects the request as invalid."""
+    """The renderer or the chat template rejects the request, or the template fails."""
     INVALID = "invalid-answer"
     UNSUPPORTED = "unsupported"
     """The backend has no tokens for the request's API or for a member of its body."""

@@ -65,7 +65,7 @@ _PATHS: Final[Mapping[ApiKind, str]] = {
 _TOKENIZED: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
 """APIs whose request bodies a renderer's /tokenize accepts unchanged."""
 _NOT_THERE: Final = frozenset({403, 404, 405, 501})
-"""HTTP statuses of a server that cannot render, or does not support this API."""
+"""HTTP statuses of a server that cannot render, or does not support the API of the request."""
 _FULL: Final = frozenset({408, 429, 503})
 _HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_tokens")

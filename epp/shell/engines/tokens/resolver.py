@@ -23,8 +23,8 @@ from epp.shell.engines.tokens.question import (
 WAITING_MAX: Final = 1_024
 """Maximum number of inference requests that wait for their tokens."""
 BODY_BYTES_MAX: Final = 2 * 1024 * 1024
-"""Maximum size in bytes of a request body whose tokens are requested. Half a million tokens take a
-second, and no engine accepts a third of them.
+"""Maximum size in bytes of a request body whose tokens are requested. Such a body has about half a
+million tokens, which take a second.
 """
 WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
 """APIs for whose requests no tokens are requested, because their prompts are token ids already or

@@ -99,7 +99,9 @@ class Tokens:
         self.resolver: TokenResolver | None = None
 
     def prepare(self, settings: TokenProducer) -> Prepared:
-        """Build a token producer for `settings` without using it yet. Raises `ConfigError`."""
+        """Build a token producer for `settings` without using it yet, or return the current one if
+        it has these settings. Raises `ConfigError`.
+        """
         if settings == self._settings:
             return Prepared(settings, self.resolver)
         match settings.backend:

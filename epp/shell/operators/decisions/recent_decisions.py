@@ -179,7 +179,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 class RecentSums(Struct, kw_only=True):
     """Sums over the decisions and refusals from `since_s` to `until_s`, in Unix time. `since_s` is
-    later than requested if older records were dropped or not examined.
+    later than requested if newer records displaced older ones, or if not all were examined.
     """
 
     since_s: float

@@ -40,8 +40,8 @@ RECORDS_MAX: Final = 10_000
 ms in all, in parts between which the event loop runs.
 """
 ENDPOINTS_MAX: Final = 200
-"""Maximum number of endpoints in the live view; those that are not ready or have most requests come
-first.
+"""Maximum number of endpoints in the live view. Endpoints with a problem take precedence, then
+those with most requests.
 """
 DECISIONS_SHOWN: Final = 12
 PREFILLS_MAX: Final = 64
@@ -187,7 +187,9 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     prefill: str | None = None
     """Name of the endpoint that prefills, or None if the endpoint in `score` does it."""
     encode: str | None = None
-    """Name of the endpoint that encodes media, or None if the endpoint that prefills does it."""
+    """Name of the endpoint that encodes media, or None if the endpoint that prefills does it or
+    nothing is encoded.
+    """
 
 
 class LivePrefills(Struct, frozen=True, kw_only=True):

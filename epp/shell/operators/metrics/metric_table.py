@@ -942,7 +942,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_kv_event_faults_total",
         "events",
-        "Unknown KV events and payloads by reason.",
+        "Unknown KV events and payloads, and rejected connections and messages, by reason.",
         ("reason",),
         "counter",
     ),
@@ -1248,9 +1248,9 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_extproc_connections_cut_total",
         "counter",
         "connections",
-        "Connections that the picker closed, by reason: they only opened and reset streams, "
-        "violated HTTP/2, left much of their window unreturned, or exceeded the number of "
-        "connections.",
+        "Connections that the picker closed, refused or asked to leave, by reason: they only opened "
+        "and reset streams, violated HTTP/2, left much of their window unreturned, or exceeded the "
+        "number of connections.",
         ("reason",),
     ),
     MetricSpec(

@@ -17,17 +17,19 @@ _ROLES: Final = frozenset(
 
 
 class RoleLoad(Struct, frozen=True, kw_only=True):
-    """The load of the endpoints of one role. A mean is None if no endpoint reports the value."""
+    """The load of the ready endpoints of one role. A mean is None if no endpoint reports the value."""
 
     endpoints: int
     waiting_mean: float | None
     running_mean: float | None
     kv_cache_usage_mean: float | None
     inflight_requests: int
-    """Number of requests in flight from this picker and its peers at all endpoints of the role."""
-    inflight_prefill_tokens: float
-    """Estimated number of uncached prompt tokens that are not yet prefilled at all endpoints of the
+    """Number of requests in flight from this picker and its peers at all ready endpoints of the
     role.
+    """
+    inflight_prefill_tokens: float
+    """Estimated number of uncached prompt tokens that are not yet prefilled at all ready endpoints
+    of the role.
     """
 
 

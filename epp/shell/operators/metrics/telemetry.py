@@ -84,8 +84,8 @@ A page with 1,000 endpoints, whose number only the operator controls, stays belo
 """
 ATTEMPTS_BYTES_MAX: Final = 100_000
 ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
-"""Number of bytes per endpoint on a metrics page for picks by model and endpoint. Beyond this,
-picks are counted only by endpoint.
+"""Number of bytes per endpoint on a metrics page for picks by model and endpoint, but at least
+`ATTEMPTS_BYTES_MAX` in all. Beyond this limit, picks are counted only by endpoint.
 """
 WAITING_MAX: Final = 256
 """Maximum number of decisions that wait to be counted.
@@ -886,8 +886,8 @@ class Telemetry:
         self._stream_s.observe(elapsed_s)
 
     def connection_cut(self, reason: Cut) -> None:
-        """Count a gateway's connection that the picker closed although the gateway would have kept
-        it open.
+        """Count a gateway's connection that the picker closed, rejected or asked to leave, although
+        the gateway would have kept it open.
         """
         self._connections_cut(reason.value).inc()
 

@@ -221,6 +221,7 @@ def refreshed(page: str) -> str:
             disaggregation_figures.read()
         ),
         "stage-rule-summary": lambda: stage_rule.summary_table(stage_rule.read()),
+        "stage-rule-links": lambda: stage_rule.links_table(stage_rule.read()),
         "stage-rule-hold-out": lambda: stage_rule.hold_out_table(stage_rule.read()),
         "stage-rule-mixed": lambda: stage_rule.mixed_table(stage_rule.read()),
         "stage-rule-pickers": lambda: stage_rule.picker_table(stage_rule.read()),

@@ -9,6 +9,11 @@ takes about ten minutes on two idle cores; `--resume FILE` keeps the runs of an 
 2. `hold-out`: other lengths, loads and networks, which were measured once the rule was final.
 3. `mixed`: chats, documents and short prompts together, by load and network.
 4. The mixed traffic with one, two and four pickers that share their counts.
+5. `links`: the half of the sweep on which the constant was chosen, on three other networks. The rule
+   has the default speed of the network, and keeps it or replaces it by the measured one.
+
+In the other parts, the rule by time has a fixed speed, which is right unless it is called `default
+link`.
 
 `never` prefills every prompt at its decode pod, and leaves the prefill pods idle. `always` prefills
 none there. `llm-d N` prefills elsewhere from N uncached tokens on. `dynamo` does not if fewer than
@@ -82,7 +87,12 @@ HOLD_OUT_NETWORKS: Final = ("tcp-100gbe", "5:0.004")
 """Networks of the hold-out cases: a name of `LINKS`, and a network of 5 GB/s with a set-up time of
 4 ms.
 """
+LINKS_MEASURED: Final = {"0.625:0.006": 5, "2.5:0.006": 25, "10:0.006": 100}
+"""Speed in Gbit/s of each network of the part `links`, by its name."""
+LINK_SEEDS: Final = (1, 2)
 SWEEP_REQUESTS: Final = 200
+LEARNING_REQUESTS: Final = 50
+"""Number of requests at the start of a run that `late_e2e_s` leaves out."""
 MIXED_REQUESTS: Final = 600
 MIXED_LOADS: Final = (0.4, 0.8, 1.2)
 PICKERS: Final = (1, 2, 4)
@@ -101,10 +111,12 @@ rule counts as worse.
 """
 RULE: Final = "time"
 RULE_UNKNOWN_LINK: Final = "time, default link"
+RULE_LEARNT_LINK: Final = "time, measured link"
 NEVER: Final = "never"
 ALWAYS: Final = "always"
 DYNAMO: Final = "dynamo"
 THRESHOLDS: Final = (16, 512, 2_048)
+LINK_RULES: Final = (RULE_LEARNT_LINK, RULE_UNKNOWN_LINK, NEVER, ALWAYS)
 SWEEP_RULES: Final = (RULE, NEVER, ALWAYS, RULE_UNKNOWN_LINK)
 MIXED_RULES: Final = (RULE, NEVER, ALWAYS, *(f"llm-d {one}" for one in THRESHOLDS), DYNAMO)
 
@@ -149,7 +161,7 @@ class Run(Struct, frozen=True, kw_only=True):
     prefill_delay: float = PREFILL_DELAY
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The means of one run in seconds, over all completed requests."""
 
     part: str
@@ -163,6 +175,10 @@ class Row(Struct, frozen=True, kw_only=True):
     itl_s: float
     remote: float
     """Share of the requests whose prompt was computed at a prefill pod."""
+    late_e2e_s: float = 0.0
+    """Mean E2E of the requests after the first `LEARNING_REQUESTS`; 0 in rows of other parts than
+    `links`.
+    """
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -333,10 +349,12 @@ def stages_of(stages: Stages, rule: str, case: Case, prefill_delay: float) -> St
     """
     by_time = stages.prefill_if
     assert isinstance(by_time, ByTime)
-    by_time = replace(by_time, prefill_delay=prefill_delay)
+    learns = rule == RULE_LEARNT_LINK
+    by_time = replace(by_time, prefill_delay=prefill_delay, learn_link_speed=learns)
     assert stages.prefill is not None
-    prefill, decode = stages.prefill, _delayed(stages.decode, prefill_delay)
-    if rule != RULE_UNKNOWN_LINK:
+    prefill = _with(stages.prefill, learn_link_speed=learns)
+    decode = _with(stages.decode, prefill_delay=prefill_delay, learn_link_speed=learns)
+    if rule not in {RULE_UNKNOWN_LINK, RULE_LEARNT_LINK}:
         link = link_named(case.network).bytes_per_s
         by_time = replace(by_time, link_bytes_per_s=link)
         prefill, decode = _linked(prefill, link), _linked(decode, link)
@@ -356,10 +374,6 @@ def stages_of(stages: Stages, rule: str, case: Case, prefill_delay: float) -> St
 
 def _linked(profile: SchedulingProfile, link: float) -> SchedulingProfile:
     return _with(profile, link_bytes_per_second=link)
-
-
-def _delayed(profile: SchedulingProfile, prefill_delay: float) -> SchedulingProfile:
-    return _with(profile, prefill_delay=prefill_delay)
 
 
 def _with(profile: SchedulingProfile, **parameters: float) -> SchedulingProfile:
@@ -412,6 +426,7 @@ def simulated(run: Run) -> Row:
         stepped=gaps.add,
     ).run()
     done = [request for request in ended if request.fate is Fate.COMPLETE]
+    late = [one for one in done if one.arrival.index >= LEARNING_REQUESTS]
     return Row(
         part=run.part,
         case=case,
@@ -419,11 +434,16 @@ def simulated(run: Run) -> Row:
         seed=run.seed,
         prefill_delay=run.prefill_delay,
         completed=len(done),
-        e2e_s=_mean([(one.ended_at or math.nan) - one.arrived_at for one in done]),
+        e2e_s=_e2e_s(done),
         ttft_s=_mean([ttft_of(one) for one in done]),
         itl_s=rounded(gaps.whole().mean_s) or 0.0,
         remote=_mean([float(one.handover is not None) for one in done]),
+        late_e2e_s=_e2e_s(late) if run.part == "links" else 0.0,
     )
+
+
+def _e2e_s(requests: Sequence[SimulatedRequest]) -> Seconds:
+    return _mean([(one.ended_at or math.nan) - one.arrived_at for one in requests])
 
 
 def _parsed(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
@@ -460,6 +480,20 @@ def hold_out_runs() -> list[Run]:
     ]
 
 
+def link_cases() -> list[Case]:
+    """Return the cases of the part `links`, by network."""
+    half = [case for case in sweep_cases() if chosen_on(case) and case.network == NETWORKS[1]]
+    return [replace(case, network=network) for network in LINKS_MEASURED for case in half]
+
+
+def link_runs() -> list[Run]:
+    """Return the runs of the rule by time with a network whose speed it does not know at first."""
+    return [
+        Run(part="links", case=case, rule=rule, seed=seed)
+        for case, rule, seed in product(link_cases(), LINK_RULES, LINK_SEEDS)
+    ]
+
+
 def finished(file: Path) -> list[Row]:
     """Return the rows in a file of finished runs; none if it does not exist."""
     if not file.exists():
@@ -476,7 +510,7 @@ def planned_runs() -> list[Run]:
         compares = run.prefill_delay != PREFILL_DELAY or run.rule == RULE_UNKNOWN_LINK
         return run.seed, compares, run.part == "sweep" and chosen_on(run.case)
 
-    return sorted([*hold_out_runs(), *sweep_runs(), *mixed_runs()], key=place)
+    return sorted([*hold_out_runs(), *sweep_runs(), *mixed_runs(), *link_runs()], key=place)
 
 
 def mixed_runs() -> list[Run]:
@@ -505,6 +539,11 @@ FIGURES: Final[Mapping[str, Callable[[Row], float]]] = {
     "TTFT": lambda row: row.ttft_s,
     "ITL": lambda row: row.itl_s,
 }
+LATE_E2E: Final = "late E2E"
+_VALUES: Final[Mapping[str, Callable[[Row], float]]] = {
+    **FIGURES,
+    LATE_E2E: lambda row: row.late_e2e_s,
+}
 
 
 class Ratio(Struct, frozen=True):
@@ -525,14 +564,14 @@ def ratio_of(ratios: np.ndarray) -> Ratio:
 
 def by_seed(rows: Sequence[Row], case: Case, rule: str, figure: str) -> np.ndarray:
     """Return one figure of a rule in a case, in the order of the seeds."""
-    value = FIGURES[figure]
+    value = _VALUES[figure]
     found = {row.seed: value(row) for row in rows if row.case == case and row.rule == rule}
-    return np.array([found[seed] for seed in SEEDS])
+    return np.array([found[seed] for seed in sorted(found)])
 
 
-def better(rows: Sequence[Row], case: Case) -> str:
+def better(rows: Sequence[Row], case: Case, figure: str = "E2E") -> str:
     """Return which of `never` and `always` has the lower mean E2E in a case."""
-    return min((NEVER, ALWAYS), key=lambda rule: by_seed(rows, case, rule, "E2E").mean())
+    return min((NEVER, ALWAYS), key=lambda rule: by_seed(rows, case, rule, figure).mean())
 
 
 def ratio(rows: Sequence[Row], case: Case, rule: str, to: str, figure: str = "E2E") -> Ratio:
@@ -607,6 +646,30 @@ def summary_table(measured: Measured) -> str:
 def _shown_ratios(found: Sequence[float]) -> list[str]:
     above = sum(one > WORSE for one in found)
     return [f"{_geometric(found):.3f}", f"{max(found):.3f}", f"{above} of {len(found)}"]
+
+
+def links_table(measured: Measured) -> str:
+    """Return the table of ratios to the better of `never` and `always` on networks whose speed is
+    measured, for all requests and for those after the first `LEARNING_REQUESTS`.
+    """
+    rows = rows_of(measured, "links")
+    table = [
+        [
+            *("network", "rule", "E2E mean", "E2E worst", "above 1.03"),
+            *("later mean", "later worst", "later above 1.03"),
+        ]
+    ]
+    for (network, gbit_per_s), rule in product(LINKS_MEASURED.items(), LINK_RULES):
+        shown: list[str] = []
+        for figure in ("E2E", LATE_E2E):
+            found = [
+                ratio(rows, case, rule, better(rows, case, figure), figure).value
+                for case in link_cases()
+                if case.network == network
+            ]
+            shown += _shown_ratios(found)
+        table.append([f"{gbit_per_s} Gbit/s", rule, *shown])
+    return markdown_table(table)
 
 
 def hold_out_table(measured: Measured) -> str:

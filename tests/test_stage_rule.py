@@ -1,9 +1,21 @@
 """The measurement of the rule by time in docs/disaggregation.md."""
 
 import pytest
+from msgspec.structs import replace
 
 from docs import stage_rule
-from docs.stage_rule import ALWAYS, NEVER, RULE, Case, Run, hold_out_cases, simulated, sweep_cases
+from docs.stage_rule import (
+    ALWAYS,
+    NEVER,
+    RULE,
+    RULE_LEARNT_LINK,
+    RULE_UNKNOWN_LINK,
+    Case,
+    Run,
+    hold_out_cases,
+    simulated,
+    sweep_cases,
+)
 from sim.engine.links import link_named
 from sim.engine.profiles import find_profile
 
@@ -30,6 +42,26 @@ def test_no_run_is_planned_twice():
 def test_a_rule_decides_where_prompts_are_computed(rule, remote):
     row = simulated(Run(part="sweep", case=SHORT, rule=rule, seed=1))
     assert (row.completed, row.remote) == (stage_rule.SWEEP_REQUESTS, remote)
+
+
+def test_the_rule_measures_the_network():
+    """The default is 32 times too fast for the network: prompts wait for others' KV transfers."""
+    slow = replace(SHORT, network="0.625:0.006")
+    e2e_s = {
+        rule: simulated(Run(part="links", case=slow, rule=rule, seed=1)).late_e2e_s
+        for rule in (RULE_LEARNT_LINK, RULE_UNKNOWN_LINK, NEVER)
+    }
+    assert e2e_s[RULE_LEARNT_LINK] <= stage_rule.WORSE * e2e_s[NEVER]
+    assert e2e_s[RULE_UNKNOWN_LINK] > 2.0 * e2e_s[NEVER]
+
+
+def test_the_rule_with_a_measured_network_is_within_3_percent_after_its_first_requests():
+    measured = stage_rule.rows_of(stage_rule.read(), "links")
+    for case in stage_rule.link_cases():
+        late = stage_rule.LATE_E2E
+        to = stage_rule.better(measured, case, late)
+        found = stage_rule.ratio(measured, case, RULE_LEARNT_LINK, to, late)
+        assert found.value <= stage_rule.WORSE, case
 
 
 def test_mixed_traffic_has_chats_whose_turns_follow_their_answers():

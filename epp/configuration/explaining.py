@@ -44,6 +44,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "inflight_requests": "requests in flight",
     "kv_cache_usage": "KV-cache usage",
     "kv_capacity_tokens": "KV-cache size",
+    **dict.fromkeys(("link_bytes_per_s", "link_unmeasured"), "measured speed of KV transfers"),
     "metrics_age_s": "age of metrics",
     "nearness": "places of endpoints",
     "output_tokens_max": "limit of the answer",

@@ -177,6 +177,10 @@ class KvTransfers(Struct, frozen=True, kw_only=True, omit_defaults=True):
     received_tokens: float = math.nan
     """Number of prompt tokens whose KV cache the engine received from another engine."""
     received_bytes: float = math.nan
+    ended: float = math.nan
+    """Number of KV-cache transfers to the engine that ended, one for each of its ranks and request."""
+    ended_s: float = math.nan
+    """Sum of the times of these transfers, in seconds."""
     failed: float = math.nan
     """Number of KV-cache transfers that failed."""
     expired: float = math.nan

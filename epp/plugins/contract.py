@@ -24,6 +24,7 @@ from epp.core.decision.stages import (
     PREFILL_DELAY,
     REMOTE_OVERHEAD_S,
     REMOTE_OVERHEAD_S_PER_TOKEN,
+    UNMEASURED_FACTOR,
     ByTime,
 )
 from epp.core.duration import Duration, check_above_zero
@@ -83,6 +84,7 @@ __all__ = [
     "REPORTED_S_MAX",
     "ROOM",
     "STEP_TOKENS",
+    "UNMEASURED_FACTOR",
     "Abilities",
     "AdapterColumns",
     "Affinity",

@@ -20,6 +20,7 @@ from epp.plugins.contract import (
     REMOTE_OVERHEAD_S,
     REMOTE_OVERHEAD_S_PER_TOKEN,
     STEP_TOKENS,
+    UNMEASURED_FACTOR,
     Abilities,
     ByTime,
     Candidates,
@@ -48,14 +49,38 @@ class TransferTime(Parameters, frozen=True, dict=True):
     """Speed in bytes per second at which KV blocks move between two endpoints, over all of their
     NICs together; 0 if they cannot. The default is RoCE with 200 Gbit/s.
     """
+    learn_link_speed: bool = True
+    """True if `linkBytesPerSecond` is only the speed until engines have reported transfers. The
+    speed is then measured from their sizes and times on the metrics pages.
+    """
 
     @property
     def transfer_s_per_token(self) -> float:
-        """Return the time in seconds in which the KV cache of one token moves. It is infinite without
-        a link.
+        """Return the time in seconds in which the KV cache of one token moves at the configured
+        speed. It is infinite without a link.
         """
         link = self.link_bytes_per_second
         return self.kv_bytes_per_token / link if link else math.inf
+
+    def transfer_to_s_per_token(self, candidates: Candidates) -> Floats | float:
+        """Return the time in seconds in which the KV cache of one token moves to each candidate, at
+        the measured speed if that is known and used, else at the configured one, which must not be
+        0. It is a number if that is the same for all candidates.
+        """
+        link: Floats | float = self.link_bytes_per_second
+        if self.learn_link_speed:
+            link = candidates.link_bytes_per_s(self.link_bytes_per_second)
+        return self.kv_bytes_per_token / link
+
+    def ahead_s(self, tokens: Floats, candidates: Candidates) -> Floats:
+        """Return float64[n]: the time in seconds in which the KV cache of `tokens` of earlier
+        requests moves to each candidate. Until a speed was measured, it is `UNMEASURED_FACTOR` times
+        as long.
+        """
+        ahead_s = tokens * self.transfer_to_s_per_token(candidates)
+        if self.learn_link_speed and candidates.link_unmeasured:
+            ahead_s *= UNMEASURED_FACTOR
+        return ahead_s
 
 
 class RemotePrefillTimes(TransferTime, frozen=True, dict=True):
@@ -91,6 +116,7 @@ class RemotePrefillTimes(TransferTime, frozen=True, dict=True):
             prefill_delay=self.prefill_delay,
             kv_bytes_per_token=self.kv_bytes_per_token,
             link_bytes_per_s=self.link_bytes_per_second,
+            learn_link_speed=self.learn_link_speed,
             overhead_s=float(self.overhead),
             overhead_s_per_token=float(self.overhead_per_token),
         )
@@ -113,6 +139,7 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
         reads=(
             *("matched_blocks", "uncached_tokens", "inflight_prefill_tokens"),
             *("prefill_tokens_per_s", "prompt_tokens", "sending_tokens"),
+            *("link_bytes_per_s", "link_unmeasured"),
         ),
     )
 
@@ -130,7 +157,7 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
         computed_s = candidates.inflight_prefill_tokens / speed + prefill_s
         cost = computed_s + self.eviction_cost * prefill_s
         if self.link_bytes_per_second:
-            ahead_s = candidates.sending_tokens * self.transfer_s_per_token
+            ahead_s = self.ahead_s(candidates.sending_tokens, candidates)
             cost += 2.0 * np.maximum(ahead_s - computed_s, 0.0)
         return scores_of_cost(cost)
 
@@ -155,6 +182,7 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         reads=(
             *(AddedTime.abilities.reads or ()),
             *("uncached_tokens", "peer_candidates", "receiving_tokens", "sending_tokens"),
+            *("link_bytes_per_s", "link_unmeasured"),
         ),
         reads_index=True,
         goes_by_sessions=True,
@@ -259,10 +287,10 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
 
         `queue_s` are the times of earlier prefills at the candidates.
         """
-        transfer_s = self.rule.transfer_s_per_token
+        transfer_s = self.transfer_to_s_per_token(candidates)
         computed_s = self._prefill_s(request, peer)
-        ahead_s = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
-        ahead_s *= transfer_s
+        tokens = np.maximum(candidates.receiving_tokens, peer.sending_tokens)
+        ahead_s = self.ahead_s(tokens, candidates)
         waited_s = np.maximum(np.maximum(computed_s, ahead_s), queue_s)
         moved_s: Floats = candidates.uncached_tokens * transfer_s
         return waited_s, moved_s, np.maximum(ahead_s - computed_s, 0.0)

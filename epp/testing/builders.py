@@ -4,6 +4,7 @@ test does not set.
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -82,6 +83,7 @@ def candidates(  # noqa: PLR0913  one argument per column
     inflight_prefill_tokens: Sequence[float] | None = None,
     receiving_tokens: Sequence[float] | None = None,
     sending_tokens: Sequence[float] | None = None,
+    link_bytes_per_s: Sequence[float] | None = None,
     unreported_requests: Sequence[int] | None = None,
     matched_blocks: Sequence[int] | None = None,
     total_blocks: int = 0,
@@ -103,6 +105,7 @@ def candidates(  # noqa: PLR0913  one argument per column
         waiting_requests, running_requests, kv_cache_usage, metrics_age_s, saturated,
         inflight_requests, inflight_prefill_tokens, receiving_tokens, sending_tokens,
         unreported_requests, matched_blocks, adapters, labels, names, attributes,
+        link_bytes_per_s,
     )  # fmt: skip
     lengths = {len(column) for column in given if column is not None}
     if n is not None:
@@ -133,6 +136,10 @@ def candidates(  # noqa: PLR0913  one argument per column
     fill(columns.prefill_backlog_tokens, inflight_prefill_tokens, 0.0)
     fill(columns.receiving_tokens, receiving_tokens, 0.0)
     fill(columns.sending_tokens, sending_tokens, 0.0)
+    fill(columns.link_bytes_per_s, link_bytes_per_s, math.nan)
+    known_speeds = [one for one in link_bytes_per_s or () if not math.isnan(one)]
+    if known_speeds:
+        columns.pool_link_bytes_per_s = median(known_speeds)
     columns.prefill_drained_at_s[:n] = NOW_S
     columns.observed_at_s[:n] = NOW_S - np.array(metrics_age_s or [0.0] * n)
 

@@ -568,6 +568,7 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
         prompt_tokens=asked.prompt_tokens,
         receiving_tokens=column(lambda: random.uniform(0, 1e6)),
         sending_tokens=column(lambda: random.uniform(0, 1e6)),
+        link_bytes_per_s=column(lambda: random.choice([math.nan, 10 ** random.uniform(6, 13)])),
     )
 
 

@@ -378,6 +378,10 @@ class Handovers:
         totals.size_bytes += handover.size_bytes
         totals.transfer_s += self._loop.now - handover.began_at
         self._release(handover)
+        assert self._settings is not None
+        if not self._settings.push:
+            # A prefill engine that writes the blocks counts the transfer itself.
+            handover.decode_pod.pulled(handover.size_bytes, self._loop.now - handover.began_at)
         handover.decode_pod.received(leg)
 
     def _look_at_lease(self, handover: Handover) -> None:

@@ -298,6 +298,15 @@ class SimulatedPod:
             self.leaving.add(request_id)
         self._follow()
 
+    def pulled(self, size_bytes: float, transfer_s: Seconds) -> None:
+        """Count a transfer of `size_bytes` to this pod that took `transfer_s` seconds. Each NIC counts
+        its part as a transfer, like each rank of vLLM.
+        """
+        self._catch_up()
+        self._received_bytes += size_bytes
+        self._transfers_ended += self.kind.nics
+        self._transfers_ended_s += self.kind.nics * transfer_s
+
     def received(self, request: EngineRequest) -> None:
         """Let a decode leg continue, because its blocks have arrived; an aborted leg leaves the
         engine.
@@ -396,6 +405,8 @@ class SimulatedPod:
         self._started_at = self._loop.now
         self._requests = 0
         self._queried_tokens = self._hit_tokens = 0.0
+        self._received_bytes = self._transfers_ended_s = 0.0
+        self._transfers_ended = 0
         self._show()
         self._due: Seconds | None = None
         self.leaving.clear()
@@ -427,7 +438,12 @@ class SimulatedPod:
             tier_hit_tokens=self._tier_tokens() if self._offloaded else None,
             ttft_count=engine.first_tokens,
             first_outputs_total=engine.first_tokens,
-            transfers=KvTransfers(received_tokens=engine.received_tokens)
+            transfers=KvTransfers(
+                received_tokens=engine.received_tokens,
+                received_bytes=self._received_bytes,
+                ended=self._transfers_ended,
+                ended_s=self._transfers_ended_s,
+            )
             if self._connected
             else None,
             answers_total=engine.answers,

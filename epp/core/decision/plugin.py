@@ -46,6 +46,7 @@ READABLE: Final = tuple(
             *KEPT_READS,
             *(name for name, member in vars(Candidates).items() if isinstance(member, property)),
             "rendezvous",
+            "link_bytes_per_s",
             *InferenceRequest.__struct_fields__,
             *Moment.__struct_fields__,
         )

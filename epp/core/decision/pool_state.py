@@ -1,6 +1,7 @@
 """The state of a pool as its scheduler knows it."""
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 
 from epp.core.decision.inputs import LoadReported
 from epp.core.decision.settings import SchedulerSettings
@@ -14,6 +15,7 @@ from epp.core.knowledge.hit_accuracy import HitAccuracy
 from epp.core.knowledge.indexes import Indexes
 from epp.core.knowledge.inflight import InflightLedger, Lease
 from epp.core.knowledge.latency import LatencyModel, LatencyPrediction
+from epp.core.knowledge.link_speed import LinkSpeeds
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.outliers import Outlier, Outliers
 from epp.core.knowledge.overdue_prefills import OverduePrefills
@@ -39,6 +41,8 @@ class PoolState:
         self.indexes = Indexes(self.failures)
         """Affinity indexes by name; an index that could not be opened is missing."""
         self.ledger = InflightLedger(self.pool.columns, self.indexes.release)
+        self.links = LinkSpeeds(self.pool.columns)
+        """Measured speeds of KV transfers."""
         self.outliers = Outliers(self.pool.columns)
         """Detector of endpoints that are slower or fail more often than the others. It ejects such
         endpoints if its settings allow.
@@ -149,6 +153,9 @@ class PoolState:
         if restarted:
             self._forget(slot)
         self.ledger.scraped(slot, metrics, now)
+        transfers = metrics.transfers
+        if transfers is not None and not isnan(transfers.ended):
+            self.links.scraped(slot, transfers, now)
         if self.gate is not None:
             self.gate.scraped(slot, metrics, now)
         self.outliers.observed(slot, metrics, now)
@@ -184,6 +191,7 @@ class PoolState:
         self.overdue_prefills.tick(self.ledger, self.settings.stages.prefill_deadline_s, now)
         self.outliers.tick(now)
         self.full.tick(now)
+        self.links.tick(now)
         self.answer_lengths.tick()
         if self.gate is not None and self.answer_lengths.tokens is not None:
             self.gate.rooms.answer_tokens = self.answer_lengths.tokens
@@ -193,6 +201,7 @@ class PoolState:
     def _forget(self, slot: int) -> None:
         """Drop all knowledge about the endpoint in `slot`, because it left or restarted."""
         self.ledger.forget(slot)
+        self.links.forget(slot)
         self.outliers.forget(slot)
         self.pairs.forget(slot)
         self.refused_pairs.forget(slot)

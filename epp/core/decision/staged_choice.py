@@ -154,7 +154,7 @@ def _work(choice: Choice, decode: Choice) -> PrefillWork:
     Its prefill delays decoding only if it is among the candidates of the decode stage.
     """
     numbers = choice.ranked.prefill_numbers_of(choice.picked[0])
-    uncached, pending, tokens_per_s, running, receiving, sending = numbers
+    uncached, pending, tokens_per_s, running, receiving, sending, link = numbers
     decodes = choice is decode or bool((decode.ranked.slot == choice.slot).any())
     return PrefillWork(
         uncached_tokens=uncached,
@@ -163,6 +163,7 @@ def _work(choice: Choice, decode: Choice) -> PrefillWork:
         decoding_requests=running if decodes else 0.0,
         receiving_tokens=receiving,
         sending_tokens=sending,
+        link_bytes_per_s=link,
     )
 
 

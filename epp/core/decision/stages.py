@@ -49,6 +49,11 @@ LINK_BYTES_PER_S: Final = 20e9
 """Assumed speed of KV transfers: RoCE with 200 Gbit/s, in the latency profiles of
 llm-d/llm-d-inference-sim.
 """
+UNMEASURED_FACTOR: Final = 100.0
+"""Factor by which KV transfers are assumed to be slower than configured until the first one has shown
+its speed, for those that a request would wait for. Pairs of endpoints thus have one transfer at a
+time until then: a wrong configured speed would else send all prompts over a slow network.
+"""
 REMOTE_OVERHEAD_S: Final[Seconds] = 0.012
 """Assumed additional time of a remote prefill: two messages between sidecar and prefill endpoint,
 and a second server that reads the request. The simulator's profiles have 10 ms for the latter.
@@ -149,6 +154,10 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     sending_tokens: float = 0.0
     """Number of prompt tokens of earlier requests whose KV blocks the endpoint still has to send.
     """
+    link_bytes_per_s: float = math.nan
+    """Measured speed in bytes per second of KV transfers to the endpoint; 0 if the next transfer will
+    show it, NaN if none will.
+    """
 
 
 class ByTime(Struct, frozen=True, kw_only=True):
@@ -180,7 +189,11 @@ class ByTime(Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
     """Size in bytes of the KV cache of one token."""
     link_bytes_per_s: float = LINK_BYTES_PER_S
-    """Speed in bytes per second at which KV blocks move between two endpoints; 0 if they cannot."""
+    """Speed in bytes per second at which KV blocks move between two endpoints; 0 if they cannot. It
+    is used until a speed was measured.
+    """
+    learn_link_speed: bool = True
+    """True if the measured speed of KV transfers replaces `link_bytes_per_s`."""
     overhead_s: Seconds = REMOTE_OVERHEAD_S
     """Time that a remote prefill takes in addition, for any prompt."""
     overhead_s_per_token: Seconds = REMOTE_OVERHEAD_S_PER_TOKEN
@@ -194,6 +207,14 @@ class ByTime(Struct, frozen=True, kw_only=True):
         if not self.link_bytes_per_s:
             return math.inf
         return self.kv_bytes_per_token / self.link_bytes_per_s
+
+    def transfer_to_s_per_token(self, work: PrefillWork) -> Seconds:
+        """Return the time in seconds in which the KV cache of one token moves to the endpoint of
+        `work`, by its measured speed if that is known and used.
+        """
+        if not (self.learn_link_speed and work.link_bytes_per_s > 0.0):
+            return self.transfer_s_per_token
+        return self.kv_bytes_per_token / work.link_bytes_per_s
 
     def prefill_s(self, work: PrefillWork, prompt_tokens: int) -> Seconds:
         """Return the time in seconds until the endpoint of `work` has computed the prompt, with the
@@ -214,8 +235,11 @@ class ByTime(Struct, frozen=True, kw_only=True):
         """
         computed_s = self.prefill_s(remote, prompt_tokens) + self.remote_overhead_s(prompt_tokens)
         queued_s = local.pending_tokens / local.tokens_per_s
-        ahead_s = max(local.receiving_tokens, remote.sending_tokens) * self.transfer_s_per_token
-        moved_s = local.uncached_tokens * self.transfer_s_per_token
+        transfer_s = self.transfer_to_s_per_token(local)
+        ahead_s = max(local.receiving_tokens, remote.sending_tokens) * transfer_s
+        if self.learn_link_speed and not local.link_bytes_per_s:
+            ahead_s *= UNMEASURED_FACTOR
+        moved_s = local.uncached_tokens * transfer_s
         delay_s = max(0.0, ahead_s - computed_s)
         return max(computed_s, queued_s, ahead_s) + moved_s + delay_s
 

@@ -38,6 +38,9 @@ _PROMPT_TOKENS_MAX: Final = 10_000_000
 _UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens"})
 """Names of scraped values that no decision depends on, which the journal omits."""
 
+_DECIDING_TRANSFERS: Final = ("received_tokens", "received_bytes", "ended", "ended_s")
+"""Names of the values of `KvTransfers` on which decisions depend."""
+
 
 class Level(StrEnum):
     """The level of detail of a journal."""
@@ -524,8 +527,9 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
 
 def _deciding(transfers: KvTransfers) -> KvTransfers | None:
     """Return the values of `transfers` on which decisions depend, or None if there are none."""
-    tokens = transfers.received_tokens
-    return None if isnan(tokens) else KvTransfers(received_tokens=tokens)
+    values = {name: getattr(transfers, name) for name in _DECIDING_TRANSFERS}
+    known = {name: value for name, value in values.items() if not isnan(value)}
+    return KvTransfers(**known) if known else None
 
 
 def same_page(one: EndpointMetrics, other: EndpointMetrics) -> bool:

@@ -147,6 +147,12 @@ class Columns:
     """Number of prompt tokens whose KV blocks each endpoint still has to send, or to compute and send,
     for this picker's requests in flight.
     """
+    link_bytes_per_s: Floats
+    """Measured speed in bytes per second at which KV blocks move to each endpoint; NaN if unknown."""
+    pool_link_bytes_per_s: float = math.nan
+    """Median of the known values of `link_bytes_per_s`. If there are none, it is 0 if the next
+    transfer will show its speed, else NaN.
+    """
     adapters_active: Ints
     adapters_resident: Ints
     adapters_idle: Ints
@@ -193,7 +199,7 @@ class Columns:
         """True for each endpoint that outlier ejection excludes now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
-        self.receiving_tokens = self.sending_tokens = np.empty(0)
+        self.receiving_tokens = self.sending_tokens = self.link_bytes_per_s = np.empty(0)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Number of requests that the picker sent to each endpoint since the last load report of
         its engine.
@@ -299,6 +305,7 @@ class Columns:
         self.inflight_context_tokens[slot] = 0
         self.unreported_requests[slot] = 0
         self.receiving_tokens[slot] = self.sending_tokens[slot] = 0.0
+        self.link_bytes_per_s[slot] = math.nan
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
         if self.peers is not None:
@@ -804,6 +811,26 @@ class Candidates:
             own += columns.peers.sending_tokens(self._slot, len(columns))
         return own
 
+    def link_bytes_per_s(self, configured: float) -> Floats | float:
+        """Return float64[n]: the measured speed in bytes per second at which KV blocks move to each
+        candidate. It is the median of the pool if a candidate's speed is unknown. Return
+        `configured` if no speed was measured.
+        """
+        columns = self._columns
+        common = columns.pool_link_bytes_per_s
+        if not common > 0.0:
+            return configured
+        speeds = columns.link_bytes_per_s[self._slot]
+        speeds[np.isnan(speeds)] = common
+        return speeds
+
+    @property
+    def link_unmeasured(self) -> bool:
+        """Return True if no speed of KV transfers was measured yet and the next transfer will show
+        one.
+        """
+        return self._columns.pool_link_bytes_per_s == 0.0
+
     @property
     def own_prefill_tokens(self) -> Floats:
         """Return float64[n]: the part of `inflight_prefill_tokens` that this picker sent."""
@@ -1019,9 +1046,11 @@ class Candidates:
         """Return what determines the time of a prefill at the candidate at `position`.
 
         These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
-        prefill speed in tokens per second, its running requests, and the tokens whose KV blocks it
-        still has to receive and to send. If it does not report its running requests, or not within
-        `REPORTED_S_MAX`, the number of its requests in flight is returned instead.
+        prefill speed in tokens per second, its running requests, the tokens whose KV blocks it still
+        has to receive and to send, and the measured speed in bytes per second of KV transfers to it.
+        This speed is 0 if the next transfer will show it, and NaN if none will. If the candidate does
+        not report its running requests, or not within `REPORTED_S_MAX`, the number of its requests in
+        flight is returned instead.
         """
         columns, slot = self._columns, self._slot.item(position)
         _, running, _, _, age_s, inflight, _, pending, speed, matched = self.numbers_of(position)
@@ -1034,7 +1063,10 @@ class Candidates:
             alone = self._slot[position : position + 1]
             receiving_tokens += columns.peers.receiving_tokens(alone, len(columns)).item(0)
             sending_tokens += columns.peers.sending_tokens(alone, len(columns)).item(0)
-        return uncached, pending, speed, running, receiving_tokens, sending_tokens
+        link = columns.link_bytes_per_s.item(slot)
+        if isnan(link):
+            link = columns.pool_link_bytes_per_s
+        return uncached, pending, speed, running, receiving_tokens, sending_tokens, link
 
     @property
     def prefill_measured_tokens_per_s(self) -> Floats:

@@ -148,6 +148,10 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """Counter of prompt tokens whose KV cache came from another engine."""
     received_bytes: tuple[Selector, ...] = ()
     """Counter of bytes of KV cache that came from other engines."""
+    transfer_time: bytes = b""
+    """Name of a histogram of the seconds of each transfer to this engine; its sum and count are
+    read.
+    """
     failed_transfers: tuple[Selector, ...] = ()
     """Counter of KV-cache transfers that failed."""
     expired_transfers: tuple[Selector, ...] = ()
@@ -235,6 +239,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
             'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}'
         ),
         received_bytes=_selectors("vllm:nixl_bytes_transferred_sum"),
+        transfer_time=b"vllm:nixl_xfer_time_seconds",
         failed_transfers=_selectors("vllm:nixl_num_failed_transfers_total"),
         expired_transfers=_selectors("vllm:nixl_num_kv_expired_reqs_total"),
         awake=_selectors('vllm:engine_sleep_state{sleep_state="awake"}'),
@@ -318,16 +323,23 @@ class _Engine:
         # Selectors that match nothing are harmless.
         self.ttft_sum = (Selector(names.ttft + b"_sum"),) if names.ttft else ()
         self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
+        time = names.transfer_time
+        self.transfer_time_sum = (Selector(time + b"_sum"),) if time else ()
+        self.transfer_time_count = (Selector(time + b"_count"),) if time else ()
         answers = (*names.answers, *names.answer_tokens)
         self.alone = frozenset(
             each.name
-            for each in (*self.ttft_sum, *self.ttft_count, *answers, *names.received_bytes)
+            for each in (
+                *(*self.ttft_sum, *self.ttft_count, *answers, *names.received_bytes),
+                *(*self.transfer_time_sum, *self.transfer_time_count),
+            )
         )
         """Names of the sums and counts of histograms, whose lines stand among those of the
         buckets.
         """
         self.transfers = (
             *(*names.received_tokens, *names.received_bytes),
+            *(*self.transfer_time_sum, *self.transfer_time_count),
             *(*names.failed_transfers, *names.expired_transfers),
         )
         caches = (*names.cache_queried, *names.cache_hit, *self.transfers)
@@ -669,6 +681,8 @@ def _transfers(engine: _Engine, found: _Found) -> KvTransfers | None:
     return KvTransfers(
         received_tokens=_summed(found, names.received_tokens),
         received_bytes=_summed(found, names.received_bytes),
+        ended=_summed(found, engine.transfer_time_count),
+        ended_s=_summed(found, engine.transfer_time_sum),
         failed=_summed(found, names.failed_transfers),
         expired=_summed(found, names.expired_transfers),
     )

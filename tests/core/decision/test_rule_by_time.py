@@ -11,7 +11,7 @@ from epp.core.decision.account import Route
 from epp.core.decision.inputs import PageScraped, RequestEnded
 from epp.core.decision.stages import ByTime, Order, PrefillWork, Stages
 from epp.core.knowledge.inflight import Outcome
-from epp.core.types import EndpointMetrics, Refusal
+from epp.core.types import EndpointMetrics, KvTransfers, Refusal
 from epp.plugins.filters import DecodeRole, PrefillRole
 from epp.plugins.stage_time import DecodeTime, PrefillTime
 from tests.core.decision.staged import chat, pool_of, profile
@@ -221,6 +221,56 @@ def test_transfers_in_flight_keep_prompts_at_the_decode_endpoint_of_a_slow_netwo
         scheduler.take(RequestEnded(one.lease, Outcome(status=200)), 1.0)
     assert not scheduler.pool.columns.receiving_tokens[:2].any()
     assert not scheduler.pool.columns.sending_tokens[:2].any()
+
+
+def told_transfers(scheduler, slot, size_bytes, ended, now=0.0):
+    """Give the scheduler a page that counts transfers of 1 s each."""
+    transfers = KvTransfers(received_bytes=size_bytes, ended=ended, ended_s=ended)
+    page = EndpointMetrics(
+        waiting_requests=0.0, running_requests=8.0, kv_cache_usage=0.0, transfers=transfers
+    )
+    scheduler.take(PageScraped(slot, page), now)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_measured_speed_of_the_network_replaces_the_configured_one(learns):
+    """The network has 1 GB/s instead of the default 20 GB/s, so a transfer takes 1.07 s."""
+    stages = Stages(
+        decode=profile("decode", DecodeRole(), scorers=[DecodeTime(learn_link_speed=learns)]),
+        prefill=profile("prefill", PrefillRole(), scorers=[PrefillTime(learn_link_speed=learns)]),
+        prefill_if=structs.replace(RULE, learn_link_speed=learns),
+        order=Order.PREFILL_FIRST,
+    )
+    scheduler = pool_of(("prefill", "decode"), stages)
+    told_transfers(scheduler, 1, 0.0, 0.0)
+    assert route(scheduler, chat(4_096)) is Route.PREFILL_DECODE
+    told_transfers(scheduler, 1, 1e9, 1.0)
+    measured = Route.DECODE_ONLY if learns else Route.PREFILL_DECODE
+    assert route(scheduler, chat(4_096, text=b"b")) is measured
+    for number in range(2, 50):
+        told_transfers(scheduler, 1, 1e9 + number * 20e9, float(number))
+    assert route(scheduler, chat(4_096, text=b"c")) is Route.PREFILL_DECODE
+
+
+def test_a_pair_has_one_transfer_at_a_time_until_the_first_has_shown_its_speed():
+    scheduler = pool_of(("prefill", "decode"), BY_TIME)
+    told_transfers(scheduler, 1, 0.0, 0.0)
+    texts = [bytes([65 + at]) for at in range(4)]
+    routes = [route(scheduler, chat(4_096, text=text)) for text in texts]
+    assert routes == [Route.PREFILL_DECODE, *[Route.DECODE_ONLY] * 3]
+    told_transfers(scheduler, 1, 20e9, 1.0)
+    assert route(scheduler, chat(4_096, text=b"z")) is Route.PREFILL_DECODE
+
+
+@given(works, works, links)
+def test_the_measured_speed_counts_like_a_configured_one(local, remote, link):
+    measured = structs.replace(local, link_bytes_per_s=link)
+    configured = structs.replace(RULE, link_bytes_per_s=link)
+    assert RULE.remote_s(40_000, measured, remote) == configured.remote_s(40_000, local, remote)
+    fixed = structs.replace(RULE, learn_link_speed=False)
+    assert fixed.remote_s(40_000, measured, remote) == RULE.remote_s(40_000, local, remote)
+    unlinked = structs.replace(RULE, link_bytes_per_s=0.0)
+    assert not saves(unlinked, measured, remote)
 
 
 def test_a_queue_at_the_prefill_endpoints_sends_prompts_to_decode_endpoints():

@@ -24,7 +24,7 @@ from epp.core.journal.events import (
     shape_of,
 )
 from epp.core.journal.lines import Salt
-from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
+from epp.core.types import AdapterReport, EndpointMetrics, KvTransfers, MetricsTarget
 from epp.journal.records import Record
 from tests.builders import endpoint
 
@@ -92,6 +92,15 @@ def test_a_whole_scrape_tells_every_field():
     told = msgspec.structs.asdict(WHOLE)
     left_out = {name for name, value in told.items() if value is unknown[name]}
     assert left_out == {"adapters", "ttft_sum_s", "tier_hit_tokens", "transfers"}
+
+
+def test_of_kv_transfers_what_decisions_depend_on_is_kept():
+    told = KvTransfers(received_tokens=5.0, received_bytes=1e9, ended=2.0, ended_s=0.5, failed=1.0)
+    kept = page_of(EndpointMetrics(transfers=told), SALT).transfers
+    assert (kept.received_tokens, kept.received_bytes) == (5.0, 1e9)
+    assert (kept.ended, kept.ended_s) == (2.0, 0.5)
+    assert math.isnan(kept.failed)
+    assert page_of(EndpointMetrics(transfers=KvTransfers(failed=1.0)), SALT).transfers is None
 
 
 def test_adapters_are_named_as_requests_name_them():

@@ -65,7 +65,7 @@ def test_a_peer_counts_the_context_and_the_kv_transfers_of_every_leg():
 
     def seen():
         found = other.state.candidates(np.arange(len(ROLES)), {}, chat(512), 0.2)
-        numbers = [found.prefill_numbers_of(at)[-2:] for at in range(2)]
+        numbers = [found.prefill_numbers_of(at)[4:6] for at in range(2)]
         receiving, sending = found.receiving_tokens.tolist(), found.sending_tokens.tolist()
         assert numbers == list(zip(receiving[:2], sending[:2], strict=True))
         return found.inflight_context_tokens.tolist(), receiving, sending

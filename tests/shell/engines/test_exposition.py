@@ -642,5 +642,40 @@ def test_transfers_of_kv_caches_are_read():
     assert math.isnan(transfers.expired)
 
 
+NIXL_PAGE = """\
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+# HELP vllm:nixl_xfer_time_seconds Histogram of transfer duration for NIXL KV Cache transfers.
+# TYPE vllm:nixl_xfer_time_seconds histogram
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.005",model_name="m"} 0.0
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="+Inf",model_name="m"} ENDED
+vllm:nixl_xfer_time_seconds_count{engine="0",model_name="m"} ENDED
+vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} SECONDS
+# HELP vllm:nixl_bytes_transferred Histogram of bytes transferred per NIXL KV Cache transfers.
+# TYPE vllm:nixl_bytes_transferred histogram
+vllm:nixl_bytes_transferred_bucket{engine="0",le="2048.0",model_name="m"} 0.0
+vllm:nixl_bytes_transferred_bucket{engine="0",le="+Inf",model_name="m"} ENDED
+vllm:nixl_bytes_transferred_count{engine="0",model_name="m"} ENDED
+vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} BYTES
+"""
+
+
+def nixl_page(ended, seconds, size_bytes):
+    page = NIXL_PAGE.replace("ENDED", str(ended)).replace("SECONDS", str(seconds))
+    return page.replace("BYTES", str(size_bytes)).encode()
+
+
+def test_the_sums_of_kv_transfers_belong_to_one_page():
+    """They are searched on one of eight pages, all on the same, so their ratio is a speed."""
+    memory = exposition.PageMemory()
+    speeds = set()
+    for ended in range(40):
+        told = READER.read(nixl_page(ended, ended * 0.25, ended * 1e9), {}, memory).transfers
+        assert (told.ended_s, told.received_bytes) == (told.ended * 0.25, told.ended * 1e9)
+        speeds.add(told.ended)
+    assert len(speeds) >= 5
+
+
 def test_an_engine_without_a_connector_has_no_transfers():
     assert read(QUEUES).transfers is None

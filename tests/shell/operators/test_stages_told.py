@@ -337,6 +337,19 @@ def test_the_page_of_endpoints_has_the_transfers_of_kv_caches():
     assert (decode["kv_received_tokens"], decode["kv_transfers_failed"]) == (512.0, 1.0)
     assert decode["kv_transfers_expired"] is None
     assert prefill["kv_received_tokens"] is None
+    assert decode["kv_link_bytes_per_s"] is None
+
+
+def test_the_page_of_endpoints_has_the_measured_speeds_of_kv_transfers():
+    made = Pages()
+    for ended in (0.0, 2.0):
+        told = KvTransfers(received_bytes=ended * 1e9, ended=ended, ended_s=ended * 0.4)
+        page = EndpointMetrics(waiting_requests=0.0, transfers=told)
+        made.scheduler.take(PageScraped(1, page), 1.0 + ended)
+    prefill, decode = made.rows()
+    assert (decode["kv_transfers_ended"], decode["kv_transfers_ended_s"]) == (2.0, 0.8)
+    assert decode["kv_link_bytes_per_s"] == 5e9
+    assert prefill["kv_link_bytes_per_s"] is None
 
 
 REVISION = "disaggregatedset.x-k8s.io/revision"

@@ -68,6 +68,7 @@ SEEN_OF_CANDIDATES = {
     "inflight_prefill_tokens": "own decisions, first tokens counted on the metrics page, drained between pages",
     "receiving_tokens": "own decisions, first and received tokens counted on the metrics page",
     "sending_tokens": "own decisions, first and received tokens counted on the metrics page",
+    "link_unmeasured": "bytes and times of KV transfers counted on the metrics page",
     "own_prefill_tokens": "own decisions, first tokens counted on the metrics page, drained between pages",
     "prefill_tokens_per_s": "configuration",
     "prefill_measured_tokens_per_s": "configuration, first tokens counted on the metrics page",
@@ -97,6 +98,7 @@ METHODS = {
     "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "attribute", "named",
     "name_of", "numbers_of", "inflight_requests_of", "all_observed_within", "engine_load",
     "matched_most", "near", "prefill_numbers_of", "request_load",
+    "link_bytes_per_s",
 }  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",

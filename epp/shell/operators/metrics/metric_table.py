@@ -227,6 +227,19 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "`/debug/endpoints` name their endpoints.",
         kind="counter",
     ),
+    _sampled(
+        "homing_kv_transfer_speed_bytes_per_second",
+        "bytes/s",
+        "Measured speed of KV transfers, the median of the endpoints; absent if the engines have "
+        "not reported any transfer for half an hour.",
+    ),
+    _sampled(
+        "homing_kv_transfer_speeds_ignored_total",
+        "readings",
+        "Changes of an engine's sums of KV transfers that were ignored, because they give no "
+        "plausible speed; a restart of an engine may count once.",
+        kind="counter",
+    ),
     MetricSpec(
         "homing_filter_eliminated_total",
         "counter",

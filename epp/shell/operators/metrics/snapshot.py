@@ -38,6 +38,7 @@ def pool_snapshot(
     pool, accuracy = scheduler.pool, scheduler.accuracy
     compared = {slot: accuracy.comparison(slot) for slot, _ in pool.endpoints()}
     slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
+    links = None if scheduler.settings.stages.prefill is None else scheduler.state.links
     return PoolSnapshot(
         pool=pool_name,
         candidates=Candidates(
@@ -55,6 +56,8 @@ def pool_snapshot(
         prefills_overdue=None
         if scheduler.settings.stages.prefill is None
         else scheduler.state.overdue_prefills.total,
+        kv_link_bytes_per_s=None if links is None else links.bytes_per_s,
+        kv_link_ignored=None if links is None else links.ignored,
         indexes=scheduler.indexes.standings(),
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,

@@ -127,6 +127,10 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Share of requests that each revision gets, by revision; empty if revisions are not screened."""
     prefills_overdue: int | None = None
     """Number of prefill stages that did not end in time, or None if no stage prefills elsewhere."""
+    kv_link_bytes_per_s: float | None = None
+    """Measured speed of KV transfers in the pool, or None if none was measured."""
+    kv_link_ignored: int | None = None
+    """Number of ignored measurements of this speed, or None if no stage prefills elsewhere."""
     indexes: Sequence[IndexStanding] = ()
     """State of every index in the configuration."""
     held_body_bytes: int = 0
@@ -1108,6 +1112,11 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
 def _add_roles(families: _Families, snapshot: PoolSnapshot) -> None:
     if snapshot.prefills_overdue is not None:
         families["homing_prefills_overdue_total"].add_metric([], snapshot.prefills_overdue)
+    if snapshot.kv_link_bytes_per_s is not None:
+        speed = families["homing_kv_transfer_speed_bytes_per_second"]
+        speed.add_metric([], snapshot.kv_link_bytes_per_s)
+    if snapshot.kv_link_ignored is not None:
+        families["homing_kv_transfer_speeds_ignored_total"].add_metric([], snapshot.kv_link_ignored)
     for revision, share in snapshot.revision_shares.items():
         labels = [_label(snapshot.pool), _label(revision)]
         families["homing_revision_share"].add_metric(labels, share)

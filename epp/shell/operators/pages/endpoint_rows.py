@@ -21,8 +21,8 @@ from epp.shell.operators.decisions.decision_rows import iso
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 
 _DIGITS: Final = 3
-_COUNTS: Final = ("failed", "expired")
-"""Names of the values of `KvTransfers` that count transfers."""
+_OF_TRANSFERS: Final = ("ended", "ended_s", "failed", "expired")
+"""Names of the values of `KvTransfers` that describe transfers instead of what they moved."""
 _ANY_REQUEST: Final = InferenceRequest(request_id="")
 """Request of the usual priority, for the room of endpoints."""
 _Row: TypeAlias = dict[str, Any]
@@ -114,9 +114,11 @@ def endpoint_rows(
     transfers = [pool.transfers(slot) for slot in standings]
     if any(transfers):
         for name in KvTransfers.__struct_fields__:
-            columns[f"kv_transfers_{name}" if name in _COUNTS else f"kv_{name}"] = [
+            columns[f"kv_transfers_{name}" if name in _OF_TRANSFERS else f"kv_{name}"] = [
                 one and _number(getattr(one, name)) for one in transfers
             ]
+        speeds = pool.columns.link_bytes_per_s
+        columns["kv_link_bytes_per_s"] = [_number(speeds.item(slot)) for slot in standings]
     if pool.columns.attributes:
         told_of = {key: _rounded(candidates.attribute(key)) for key in pool.columns.attributes}
         columns["attributes"] = [

@@ -6,7 +6,7 @@ from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.blocks import SEGMENT_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
-from epp.core.types import EndpointMetrics
+from epp.core.types import EndpointMetrics, KvTransfers
 from epp.shell.operators.metrics.snapshot import pool_snapshot
 from epp.shell.process.pressure import MemoryPressure
 from tests.builders import endpoint
@@ -141,3 +141,19 @@ def test_a_snapshot_counts_overdue_prefills_only_where_there_are_stages():
     made.take(Tick(), 60.0)
     shown = pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 60.0)
     assert shown.prefills_overdue == 1
+
+
+def test_a_snapshot_has_the_speed_of_kv_transfers_only_where_there_are_stages():
+    plain = pool_snapshot(pods((0, 0.1)), "", BodyBudget(1), MemoryPressure(1), None, 0.0)
+    assert (plain.kv_link_bytes_per_s, plain.kv_link_ignored) == (None, None)
+    made = pool_of(["prefill", "decode"])
+
+    def shown(*sums):
+        told = KvTransfers(received_bytes=sums[0], ended=sums[1], ended_s=sums[2])
+        made.take(PageScraped(1, EndpointMetrics(waiting_requests=0.0, transfers=told)), 0.0)
+        found = pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 0.0)
+        return found.kv_link_bytes_per_s, found.kv_link_ignored
+
+    assert shown(0.0, 0.0, 0.0) == (None, 0)
+    assert shown(5e9, 1.0, 2.0) == (2.5e9, 0)
+    assert shown(5e9, 2.0, 2.0) == (2.5e9, 1)

@@ -3,9 +3,9 @@ innocent requests.
 
 `python -m bench.bursts` prints the table. The server is a process with the picker's options on the
 loopback interface. A burst opens its streams at once on `CONNECTIONS` connections and waits for
-every answer; a stream that ends without one is lost. During the resets, a connection of its own
-sends `PROBES_PER_S` requests a second, as it does before them. Its delays are compared within one
-run, so other work of the machine matters little.
+every answer, `BURST_WAIT_MAX_S` at most; a stream without one is lost. During the resets, a
+connection of its own sends `PROBES_PER_S` requests a second, as it does before them. Its delays are
+compared within one run, so other work of the machine matters little.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ def request() -> tuple[bytes, ...]:
 
 
 async def burst(port: int, streams: int, messages: tuple[bytes, ...]) -> int:
-    """Open `streams` streams with `messages` at once at the picker, and return how many ended
-    without an answer.
+    """Open `streams` streams with `messages` at once at the picker, and return how many were not
+    answered and ended within `BURST_WAIT_MAX_S`.
     """
     connections = [await RawConnection.open(port) for _ in range(CONNECTIONS)]
     try:

@@ -48,7 +48,7 @@ class Calls(Struct, frozen=True):
     python: float
     c: float
     files: frozenset[str]
-    """Source files of the Python functions that the chats called."""
+    """Source files of the Python functions that the picker called to serve the chats."""
 
 
 def calls_of_chat(size: str, *, telemetry: bool, queue: bool = False, idle: bool = False) -> Calls:

@@ -1,8 +1,9 @@
 """Cost of a routing decision: `schedule()` alone, and a chat from its bytes to serialised answers.
 
-The scheduler is that of `epp serve` without a configuration. Its endpoints were all scraped just
-before, and none reports LoRA adapters. Every prompt is new: a shared system prompt, a history that
-some requests have sent before, and a new question. Transport is not included.
+The scheduler is that of `epp serve` without a configuration, unless the row names another one. Its
+endpoints were all scraped just before, and none reports LoRA adapters. Every prompt is new: a
+shared system prompt, a history that some requests have sent before, and a new question. Transport
+is not included.
 """
 
 import json
@@ -140,7 +141,7 @@ class Chats:
         self._histories = [[self._text(each) for _ in range(messages - 2)] for _ in range(64)]
 
     def _text(self, size_bytes: int) -> str:
-        """Return random words of `size_bytes` characters, with an occasional line break and
+        """Return random words of about `size_bytes` characters, with an occasional line break and
         quotation.
         """
         words = self._random.choices(self._words, k=size_bytes // 6)

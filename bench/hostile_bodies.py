@@ -61,7 +61,9 @@ class Attack(NamedTuple):
         return max(1, room // (len(piece) + len(self.between)))
 
     def body(self, size_bytes: int, count: int) -> bytes:
-        """Return a body of `size_bytes` with `count` pieces; a long text fills what they leave."""
+        """Return a body of about `size_bytes` with `count` pieces; a long text fills what they
+        leave.
+        """
         piece = self.piece
         pieces = [piece] * count if isinstance(piece, bytes) else map(piece, range(count))
         body = self.head + self.between.join(pieces) + self.tail

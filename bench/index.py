@@ -36,7 +36,7 @@ def fill(
     random: Random,
     now: float = 0.0,
 ) -> None:
-    """Fill `index` completely: a quarter of the prompts are recorded at eight endpoints each, the
+    """Fill `index` to 99.9 %: a quarter of the prompts are recorded at eight endpoints each, the
     others at one.
 
     All prompts are distinct and `run_blocks` (from, to) blocks long, so nothing is saved by sharing

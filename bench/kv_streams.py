@@ -8,7 +8,7 @@ sampled every five milliseconds. A period in which the engines send nothing show
 delay.
 
 Engines that get no CPU send less than they should. The blocks that the picker has applied are
-therefore compared with those sent by then, and with those that were due.
+therefore compared with those sent by then, and the latter with those that were due.
 
 A processor that sleeps between turns of the loop is slow when it wakes, more so if other virtual
 machines use it: by a third in one minute and by nothing in the next. Everything is measured a

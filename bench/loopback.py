@@ -95,7 +95,7 @@ def served() -> Iterator[Connection]:
 
 
 class _Client:
-    """A gateway that sends one request after the other on each of `STREAMS` concurrent streams."""
+    """A gateway that keeps `STREAMS` requests open, each on a stream of its own."""
 
     def __init__(self, port: int) -> None:
         # An Envoy has one connection per worker thread.

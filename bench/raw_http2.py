@@ -192,8 +192,8 @@ class RawConnection:
         self._pings.clear()
 
     async def flushed(self) -> None:
-        """Wait until most of the written data has left for the server, so that the send buffer is
-        nearly empty.
+        """If more than asyncio's limit of written data has not left for the server, wait until most
+        of it has.
         """
         await self._writer.drain()
 

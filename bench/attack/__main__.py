@@ -50,14 +50,16 @@ BEFORE_S = 3.0
 RECOVERED_S_MAX = 60.0
 AFTER_S = 3.0
 CALM_PROBES = 20
-"""Number of consecutive requests of the probe that show that the picker has recovered; all but one
-of them take at most twice the 99th percentile before the attack.
+"""Number of consecutive requests of the probe that show that the picker has recovered; at most one
+of them takes longer than twice the 99th percentile before the attack.
 """
 PROBE_S_MAX = 10.0
 ROOM = 8
 """Number of requests at each pod from which on further ones wait in the picker, with `--queue`."""
 TENANT = {"x-llm-d-inference-fairness-id": "probe"}
-"""Header by which the probe has its share of the queue. Without `--queue` it has no effect."""
+"""Header that names the tenant of the probe's requests. It has an effect only with `--queue`, and
+only if tenants share the queue.
+"""
 PODS = 4
 
 
@@ -209,7 +211,7 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
 
 async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None:
     """Return the seconds from `since_s` to the first of `CALM_PROBES` consecutive requests of the
-    probe that took at most `calm_s`, all but one.
+    probe of which at most one took longer than `calm_s`.
 
     None if there are none within `RECOVERED_S_MAX`.
     """

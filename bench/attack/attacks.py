@@ -2,8 +2,8 @@
 
 An attacker is a process of its own that knows an address: the picker's, with which it speaks gRPC,
 or Envoy's, with which it speaks HTTP. It runs for the given seconds, or for `refusals` until all
-bytes are sent. It prints one line of JSON: what it did, and which of its own innocent requests were
-lost, or that it had no effect.
+bytes are sent, at most `REFUSING_S_MAX`. It prints one line of JSON: what it did, and which of its
+own innocent requests were lost, or that it had no effect.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ CROWD = 400
 """Number of clients of the attack `headers` on the queue, each with one request at a time."""
 LONG_CROWD = 300
 HELD_MAX = "64Mi"
-"""Maximum size of stored bodies of the picker whose queue is attacked with long bodies. The bodies
-of all clients at once are twice as large.
+"""Maximum total size of the bodies that the picker stores while its queue is attacked with long
+bodies. The bodies of all clients at once are twice as large.
 """
 LONG_BYTES = 450_000
 ANSWER_S = 0.1
@@ -102,9 +102,7 @@ class Target:
         self.until_s = time.monotonic() + seconds
         self.pods = pods
         self.done = 0
-        """Number of units of the attack that were sent; `bench.attack.effects` names the unit of
-        each attack.
-        """
+        """Extent of the attack as a number, for example of requests sent; 0 if it did nothing."""
         self.lost: list[str] = []
         """Sentences about the attacker's innocent requests that were lost."""
 
@@ -461,7 +459,9 @@ async def _post_slow(
 
 
 async def _models(target: Target) -> str:
-    """Attack with a new model name in every request; return a phrase about the extent."""
+    """Attack with another model name in every request, `MODELS` names in turn; return a phrase
+    about the extent.
+    """
     names = itertools.cycle(range(MODELS))
     sent = 0
 
@@ -607,8 +607,8 @@ async def _tiny(target: Target) -> str:
 
 
 async def _windows(target: Target) -> str:
-    """Attack with streams whose windows never open, and frames that might have changed them; return
-    a phrase about the extent.
+    """Attack with streams whose windows never open, and with PINGs and updates of the connection's
+    window; return a phrase about the extent.
     """
     connection = await RawConnection.open(
         int(target.picker.rpartition(":")[2]), stream_window_bytes=0
@@ -630,8 +630,8 @@ async def _windows(target: Target) -> str:
 
 
 async def _idle(target: Target) -> str:
-    """Attack with as many idle connections from one address as the picker allows, while new
-    gateways connect from there.
+    """Attack with as many idle connections from one address as the picker allows from all addresses
+    together, while new gateways connect from there.
 
     Return a phrase about the extent.
     """
@@ -703,7 +703,9 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 them.
 """
 RAW_ONLY = frozenset({"pieces", "resets", "subset", "tiny", "windows", "idle", "continuations"})
-"""Names of attacks that a client of Envoy cannot make, because they need gRPC or metadata."""
+"""Names of attacks that a client of Envoy cannot make, because they need a connection to the picker
+itself.
+"""
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Watch(Struct):
         self.first = dict(self.last)
 
     async def run(self) -> None:
-        """Read the picker's metrics and the pod's page once a second, until cancelled."""
+        """Read the picker's metrics and the pod's page about once a second, until cancelled."""
         while True:
             await asyncio.sleep(READ_S)
             await self.read()

@@ -192,7 +192,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def _compared(row: Row, share: float) -> str:
     """Return a quantile of the time to first token with the fault, and its relative increase over
-    that without, as text.
+    that without, as text; "none" if one of them is not known.
     """
     if not row.ttft_before_s or not row.ttft_during_s:
         return "none"

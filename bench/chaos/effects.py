@@ -38,8 +38,8 @@ pod's other work.
 ANSWER_TOKENS: Final = 16
 LONG_ANSWER_TOKENS: Final = 64
 NO_ANSWER_S: Final = 2.0
-"""Seconds after which a direct request counts as unanswered; a healthy pod needs a tenth
-of them.
+"""Seconds after which a direct request to a part that should hang counts as unanswered; a healthy
+pod needs a tenth of them.
 """
 QUIET_S: Final = 2.0
 """Duration in seconds of the observation in which pickers that a partition separates must exchange
@@ -52,8 +52,8 @@ class Answered(Struct, frozen=True):
     """The result of one request that was sent directly to a pod."""
 
     status: int
-    """HTTP status of the response; 0 if none came within the timeout of the request, or if the
-    connection was refused.
+    """HTTP status of the response; 0 if no whole response came within the timeout of the request,
+    or if the connection failed.
     """
     took_s: Seconds
 

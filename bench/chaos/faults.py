@@ -164,7 +164,7 @@ async def _partition(_: Path) -> AsyncIterator[Setting]:
 class _Way:
     """A port that forwards connections to `target`.
 
-    While it is not `passable`, nothing passes, and no side is notified.
+    While it is not `passable`, no bytes pass, and it closes no connection by itself.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ async def _valkey(folder: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def _disk(folder: Path) -> AsyncIterator[Setting]:
-    """Prepare pickers whose files on disk may not grow by a byte during the fault."""
+    """Prepare pickers whose files on disk may not grow by a byte from the fault on."""
 
     @contextlib.asynccontextmanager
     async def happen(stage: Stage, _: int) -> AsyncIterator[None]:

@@ -39,7 +39,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
 LIGHT: Final = Traffic(system_words=100, answer_tokens=8)
 """Traffic with shorter prompts and answers than the default.
 
-A request uses a quarter of the pods' time, so four times the rate is the same load.
+A request uses about a quarter of the pods' time, so four times the rate is about the same load.
 """
 
 

@@ -25,7 +25,7 @@ from sim.demo.arm import Child
 
 PODS: Final = 5
 READY_S_MAX: Final = 120.0
-"""Maximum time in seconds until all processes are ready.
+"""Maximum time in seconds until pods and pickers are ready, and then again until Envoy is.
 
 Pods and pickers start at once, which takes a minute on a busy machine.
 """
@@ -176,8 +176,8 @@ def own_port(port: int) -> list[str]:
 
 @contextlib.contextmanager
 def _piped(log: Path) -> Iterator[Path]:
-    """Yield a path that leads through a pipe to the file `log`, so that no disk blocks
-    the writer.
+    """Yield a path that leads through a pipe to the file `log`, so that a limit on the size of the
+    writer's files does not stop its log.
     """
     read, write = os.pipe()
 

@@ -1,4 +1,4 @@
-"""The measured servers, each a process of its own on one core.
+"""The measured servers, each a process of its own on one core (`GO_ANYWHERE` on all cores).
 
 Homing is `epp serve` as installed, on each of its transports. The others do nothing
 (`bench/servers`): their cost is the floor of a transport. The one in Go also decodes the JSON of
@@ -180,7 +180,7 @@ def serving_homing(
     settings: Settings = AS_INSTALLED,
 ) -> Iterator[Contestant]:
     """Run `epp serve` with ready endpoints during the context, and yield it. Raise
-    `ContestantError` if they are not ready within a minute.
+    `ContestantError` if it ends, or if they are not ready within a minute.
     """
     grpc, health, metrics = free_ports(3)
     file = folder / f"endpoints-{grpc}.json"

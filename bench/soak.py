@@ -141,7 +141,7 @@ class Soak:
         """Replace the configuration by one with another weight, or, at a quarter of the calls, by
         an invalid document.
 
-        Do nothing if the same text is in force already. Raise `NoEffectError` if the picker does
+        Do nothing if the file has the same text already. Raise `NoEffectError` if the picker does
         not count the reload.
         """
         text = _config(self._random.randint(1, 5))

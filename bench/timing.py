@@ -21,8 +21,8 @@ def best_us(
     batches: int = BATCHES,
     after: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the microseconds of one call `work(item)`: the lowest mean of `batches` batches, each
-    over `items()`.
+    """Return the CPU microseconds of one call `work(item)`: the lowest mean of `batches` batches,
+    each over `items()`.
 
     `items` and `after` are called once per batch, and are not timed. The garbage collector runs
     between batches and not in them; its cost is a row of its own.

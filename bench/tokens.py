@@ -3,7 +3,7 @@
 The rows are: the conversion of texts by each library, and by the backend `local` as a request sees
 it; a growing conversation with and without remembered parts; and the time for which the event loop
 stops while a long prompt is converted, in a thread and in another process. The tokenizers are those
-of `make tokenizers`; there are no rows without them.
+of `make tokenizers`; without them, the only row says so.
 """
 
 import asyncio

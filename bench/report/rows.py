@@ -151,7 +151,7 @@ class _Rows:
 
     def add_load(self, load: Workload) -> None:
         """Add the rows of a workload if it was played: one for each aim about failures and slow
-        requests, and one for CPU if the servers that do nothing played it too.
+        requests, and one for CPU if the servers that do nothing should play it too.
         """
         played = [each for each in self._results.samples if each.workload == load.name]
         if not played:

@@ -3,7 +3,8 @@ sent.
 
 Every prompt is different: each body contains a number of `NONCE_DIGITS` digits where the question
 begins, or where the whole prompt begins if nothing is shared. Chats share the part before it
-(`bench.decision.Chats`). A stream costs the generator a copy and two or three inserted numbers.
+(`bench.decision.Chats`). A stream costs the generator a copy and some inserted numbers, one in each
+frame.
 """
 
 import struct

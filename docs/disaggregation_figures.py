@@ -73,8 +73,8 @@ LONG_KV_BYTES: Final = 28e9
 GB.
 """
 LONG_TOKENS_MEAN: Final = 33_600
-"""Mean number of prompt tokens in the comparison `long`. The lengths are drawn from an exponential
-distribution.
+"""Mean of the exponential distribution from which the numbers of prompt tokens in the comparison
+`long` are drawn; `LONG_TOKENS_MAX` then limits them.
 """
 LONG_TOKENS_MAX: Final = 120_000
 LONG_OUTPUT_TOKENS: Final = 400

@@ -57,8 +57,9 @@ START: Final = Efficiency(
 )  # fmt: skip
 """Efficiencies with which the fit starts."""
 CACHED_BYTES: Final = 1.5e8
-"""Size in bytes up to which keys and values, or experts, of one layer may lie in a GPU's cache, so that the
-bandwidth of its memory does not apply. The fit ignores smaller ones.
+"""Size in bytes up to which keys and values, or experts, of one layer may lie in a GPU's cache, so
+that the bandwidth of its memory does not apply. The fit ignores smaller ones, except decode steps
+of one request with 1,024 tokens.
 """
 PROMPTS: Final = (512, 2048, 8192)
 BATCHES: Final = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (32, 4096), (8, 8192))
@@ -231,7 +232,7 @@ def read() -> Results:
 def fit_all(measured: Sequence[KernelTimes]) -> dict[str, Efficiency]:
     """Return the fitted efficiencies of each GPU.
 
-    An efficiency that was not measured on a GPU is the mean over the others.
+    An efficiency that was not measured on a GPU is taken from the others (`completed`).
     """
     partial = {gpu: fit_gpu(measured, gpu) for gpu in dict.fromkeys(one.gpu for one in measured)}
     return {gpu: completed(gpu, partial) for gpu in partial}
@@ -434,8 +435,8 @@ def rounded(efficiency: Efficiency) -> Efficiency:
 
 
 def fit_memory(caches: Sequence[MeasuredCache]) -> MemoryModel:
-    """Fit the memory model of engines to the reported KV caches of dense models; only the memory of
-    the sampler is fitted.
+    """Fit the memory model of engines to the reported KV caches of dense models whose steps have at
+    most 8,192 tokens; only the memory of the sampler is fitted.
 
     The other constants are assumptions. inference-sim has 0.15 GiB for a driver, and 0.6 GiB with
     NCCL: `fixed_bytes` is the former plus half a GiB of kernels and fragments,
@@ -495,8 +496,8 @@ def _fit_without(gpu: str, model: str) -> dict[str, float]:
 
 
 def without_model(measured: Sequence[KernelTimes], gpu: str, model: str) -> Efficiency | None:
-    """Return the efficiencies of a GPU that follow from all measurements but those of one model;
-    None if no other model was measured on it.
+    """Return the efficiencies of a GPU that follow from all measurements but those of one model on
+    this GPU; None if no other model was measured on it.
     """
     if not any(one.gpu == gpu and one.model != model for one in measured):
         return None

@@ -303,7 +303,8 @@ def _run(words: Sequence[str], root: Path, output: int) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process group by the signals interrupt, terminate and kill, with a pause after each.
+    """End a process group by the signals interrupt, terminate and kill; the group has `GRACE_S` to
+    end before the next one.
 
     A second Ctrl-C kills it at once.
     """

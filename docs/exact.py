@@ -165,7 +165,9 @@ class Measured(Struct, frozen=True, kw_only=True):
     """The content of docs/exact.json."""
 
     under: dict[str, float]
-    """Settings that all runs have in common. If they change, all figures are measured again."""
+    """Common settings of the runs, with the default duration and warm-up of a condition. If they
+    change, all figures are measured again.
+    """
     cells: list[Cell]
 
     def of(self, arm: Arm, condition: Condition) -> list[Figures]:
@@ -180,7 +182,9 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 def under() -> dict[str, float]:
-    """Return the settings that all runs have in common, by name."""
+    """Return the common settings of the runs, with the default duration and warm-up of a condition,
+    by name.
+    """
     return {
         "pods": PODS,
         "cache_tokens": CACHE_TOKENS,

@@ -1,8 +1,9 @@
 """Measure what the queue does in overload: `python -m docs.flow_figures`.
 
 Four pods of one profile serve three kinds of traffic, without the queue, with it, and with it and
-several pickers. Sixteen pods serve the first two as well. The figures go to docs/flow-figures.json, from which `python -m docs.reference`
-makes the tables of docs/flow-control.md and `python -m docs.diagrams` the picture.
+several pickers. Sixteen pods serve the first two as well, with the queue and one picker. The
+figures go to docs/flow-figures.json, from which `python -m docs.reference` makes the tables of
+docs/flow-control.md and `python -m docs.diagrams` the picture.
 
 1. `tenants`: a tenant sends ten times as many tokens as another one, and both together send one and
    a half times as much as the pods can serve.
@@ -168,7 +169,7 @@ class Row(Struct, frozen=True, kw_only=True):
     """
     series: list[list[float]] = []
     """Arrival time in seconds and 90th percentile of the TTFT of protected requests, by intervals;
-    only of the first seed with one picker.
+    only of the first seed with one picker and the smaller pool.
     """
 
 

@@ -1,10 +1,11 @@
 """Measure what `firstTokenWeight` and `decodeTokens` are worth: `python -m docs.frontier DIR`.
 
-Three boards are run in DIR, and cells that DIR has already are not run again. On the first board, every second
-case of the leaderboard by name, all variants are compared; the defaults were chosen on it. The other two
-boards confirm them: one has the other cases, one has the further hold-outs. It takes less than an hour on two
-cores. The figures go to docs/frontier.json; `python -m docs.reference` makes the tables of docs/scoring.md
-from them, and `python -m docs.diagrams` the picture.
+Three boards are run in DIR, and cells that DIR has already are not run again. On the first board,
+every second case of the leaderboard without LoRA by name, all variants are compared; the defaults
+were chosen on it. The other two boards confirm them: one has the other cases, one has the further
+hold-outs. It takes less than an hour on two cores. The figures go to docs/frontier.json; `python -m
+docs.reference` makes the tables of docs/scoring.md from them, and `python -m docs.diagrams` the
+picture.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Measure how well latencies are predicted in the simulator: `python -m docs.latency`.
 
-Each case of the leaderboard runs with the default scorer and `predicted-latency-producer`, in a
-gateway that shows answers to the picker. The table has the median relative error of the estimate
-alone, of the regression, and of what the picker would have used, over all requests of a run and as
+Each of `CASES_SHOWN` runs with the default scorer and `predicted-latency-producer`, in a gateway
+that shows answers to the picker. The table has the median relative error of the estimate alone, of
+the regression, and of what the picker would have used, over the completed requests of a run and as
 a mean over the seeds. It is printed and pasted into docs/scoring.md.
 """
 

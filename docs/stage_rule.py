@@ -9,8 +9,8 @@ takes about ten minutes on two idle cores; `--resume FILE` keeps the runs of an 
 2. `hold-out`: other lengths, loads and networks, which were measured once the rule was final.
 3. `mixed`: chats, documents and short prompts together, by load and network.
 4. The mixed traffic with one, two and four pickers that share their counts.
-5. `links`: the half of the sweep on which the constant was chosen, on three other networks. The rule
-   has the default speed of the network, and keeps it or replaces it by the measured one.
+5. `links`: the cases of `tcp-25gbe` on which the constant was chosen, on three other networks. The
+   rule has the default speed of the network, and keeps it or replaces it by the measured one.
 
 In the other parts, the rule by time has a fixed speed, which is right unless it is called `default
 link`.
@@ -188,7 +188,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 def sweep_cases() -> list[Case]:
-    """Return the cases of the sweep, in an order in which neighbours differ in one property."""
+    """Return the cases of the sweep, sorted by prompt, answer, load and network."""
     return [
         Case(prompt_tokens=prompt, answer_tokens=answer, load=load, network=network)
         for prompt, answer, load, network in product(PROMPTS, ANSWERS, LOADS, NETWORKS)
@@ -344,8 +344,8 @@ def mixed(case: Case, profile: Profile, seed: int) -> list[Arrival]:
 
 
 def stages_of(stages: Stages, rule: str, case: Case, prefill_delay: float) -> Stages:
-    """Return the stages of the default by role with another rule, and with the speed of the
-    network.
+    """Return the stages of the default by role with another rule, and with the speed of the network
+    unless `rule` must not know it.
     """
     by_time = stages.prefill_if
     assert isinstance(by_time, ByTime)
@@ -570,7 +570,7 @@ def by_seed(rows: Sequence[Row], case: Case, rule: str, figure: str) -> np.ndarr
 
 
 def better(rows: Sequence[Row], case: Case, figure: str = "E2E") -> str:
-    """Return which of `never` and `always` has the lower mean E2E in a case."""
+    """Return which of `never` and `always` has the lower mean of a figure in a case."""
     return min((NEVER, ALWAYS), key=lambda rule: by_seed(rows, case, rule, figure).mean())
 
 

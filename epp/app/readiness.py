@@ -57,7 +57,8 @@ class Readiness:
         and gateway server.
 
         It is called after a change of the cluster, the peers, the endpoints or the tasks. The first
-        time that endpoints are known, `update` begins the warm start.
+        time that endpoints are known, `update` begins the warm start, unless `Reloading` has begun
+        it.
         """
         known = self._cluster is None or self._cluster.ready
         if known and self._known_since_s is None:

@@ -296,7 +296,9 @@ class Reloading:
 
 
 def _compares_places(settings: SchedulerSettings) -> bool:
-    """Return whether a filter or scorer of any stage reads how near endpoints are to each other."""
+    """Return whether a filter or scorer of any stage declares that it reads how near endpoints are
+    to each other.
+    """
     members = [one for _, profile in settings.stages.profiles() for one in profile.members]
     return any("nearness" in (one.plugin.abilities.reads or ()) for one in members)
 

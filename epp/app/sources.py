@@ -1,5 +1,5 @@
 """Read the picker's configuration, endpoints and session keys from files at start, where a problem
-is fatal, and watch these files afterwards.
+is fatal unless there is a last-good copy, and watch these files afterwards.
 """
 
 from collections.abc import Callable

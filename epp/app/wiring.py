@@ -192,8 +192,8 @@ class EndpointPicker:
     async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
         """Serve gateways until `stop` is set, then drain the running requests.
 
-        If `hurry` is set, the drain ends early. Raises `StartError` if a port is unavailable or the
-        certificate is invalid.
+        If `hurry` is set, the drain ends early. Raises `StartError` if a port is unavailable, or
+        the certificate or the kubeconfig is invalid.
         """
         flags = self.flags
         async with contextlib.AsyncExitStack() as opened:
@@ -330,7 +330,8 @@ class EndpointPicker:
         self.observation.could_not(event, error)
 
     def _expect_peers(self) -> None:
-        """Report to the peer exchange how many replicas decide at the same time.
+        """If this picker shares state, report to the peer exchange how many replicas decide at the
+        same time.
 
         With leader election only one does, so nothing is reported.
         """
@@ -461,9 +462,7 @@ class EndpointPicker:
         )
 
     def _open_observation(self) -> Observation:
-        """Return the observer of decisions and requests; with `--tracing`, it also
-        creates spans.
-        """
+        """Return the observer of decisions and requests; with a tracer, it also creates spans."""
         flags = self.flags
         make: Callable[..., Observation] = Observation
         if self._tracer is not None:

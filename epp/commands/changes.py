@@ -25,16 +25,16 @@ SHOWN: Final = 0
 NOTHING: Final = 1
 UNREADABLE: Final = 2
 EVENTS_MAX: Final = 12
-"""Maximum number of events that `epp changes` lists from the two periods: those nearest to the
-moment between them. Further events are only counted.
+"""Maximum number of events that `epp changes` prints from the two periods: those nearest to the
+moment between them, without those less than a second from it. Further events are only counted.
 """
 CHANGES_MAX: Final = 5
 """Maximum number of changed settings that `epp changes` lists for one configuration change, and of
 other configuration changes that it lists for a later `--at`.
 """
 _ENDPOINTS_MAX: Final = 20
-"""Maximum number of endpoints that `epp changes` compares; those whose share of the requests
-changed most come first.
+"""Maximum number of endpoints that `epp changes` compares: those whose share of the requests
+changed most.
 """
 
 
@@ -86,7 +86,8 @@ def show_changes(
 def _last(known: Sequence[PastChange]) -> float | None:
     """Return the Unix time at which the configuration last changed, or None if it never changed.
 
-    A change is a document with another hash than the previous one of the same picker.
+    A change is a document with another hash than the previous one of the same picker. The first
+    document of a picker is a change only if its generation is above 1.
     """
     last: float | None = None
     hashes: dict[str, str] = {}
@@ -101,7 +102,8 @@ def _last(known: Sequence[PastChange]) -> float | None:
 
 
 def _compare(folder: Path, before: Stretch, after: Stretch) -> list[_Event]:
-    """Add the recorded decisions of `folder` to `before` and `after`.
+    """Add the recorded decisions and refusals of `folder` to `before` and `after`. If no decision
+    is older than the first start of a picker, `before` begins there.
 
     Return the events of both periods (changes of configuration or endpoint state, missing records)
     in order of time.

@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 from epp.core.types import Seconds
 
 TIMEOUT_S: Final = 5.0
-"""Timeout in seconds of a complete response of the debug port."""
+"""Default timeout in seconds of each step of a request to the debug port: the connection, the wait
+for the response, and its body.
+"""
 ANSWER_BYTES_MAX: Final = 8 * 1024 * 1024
 TOKEN_BYTES_MAX: Final = 4_096
 TOKEN_VARIABLE: Final = "HOMING_DEBUG_TOKEN"  # noqa: S105  a name
@@ -119,7 +121,7 @@ def read_token(file: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the bearer token of debug ports, or "" if none is configured.
 
     It is read from `file`, else from the file that `TOKEN_FILE_VARIABLE` names, else from
-    `TOKEN_VARIABLE`. Raises `NoAnswerError` if the token cannot be read.
+    `TOKEN_VARIABLE`. Raises `NoAnswerError` if the token cannot be read or is not valid.
     """
     name = f"--token-file {file}"
     if not file:

@@ -72,8 +72,8 @@ def _stretch(flags: DecisionsFlags, now_s: float) -> Stretch:
 
 
 def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) -> list[Row]:
-    """Return explanations of the `EXPLAINED_MAX` newest recorded decisions about requests with the
-    id `request_id`, newest first.
+    """Return explanations of the `EXPLAINED_MAX` newest recorded decisions and refusals of requests
+    with the id `request_id`, newest first. If `endpoint` is given, they say why it was not chosen.
 
     Raises `JournalError` if the journal in `folder` cannot be read.
     """

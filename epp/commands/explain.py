@@ -22,8 +22,8 @@ _UNKNOWN: Final = 404
 
 
 def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
-    """Request the explanation of a decision from each picker and print the first one found. With
-    `--dir`, read recorded decisions instead.
+    """Request the explanation of a decision from one picker after the other until one knows it, and
+    print it. With `--dir`, read recorded decisions instead.
 
     Return the exit code: 0 if the request is known, 1 if it is not, 2 if a picker gave no answer or
     an error and no other one knows the request, or if the token or the recorded decisions cannot be read.

@@ -37,9 +37,11 @@ def as_one(lives: Sequence[Live]) -> Live:
 
     The picker with the freshest metrics supplies the figures of an endpoint, with these exceptions:
 
-    - An endpoint is not ready, slow or failing if any picker reports that.
+    - An endpoint has the problem (not ready, full, slow or failing) that a picker has reported for
+      the longest time, if there is one.
     - Its KV events have the worst state that any picker reports.
-    - Its requests in flight are the maximum, because pickers that share state count each other's.
+    - Its requests and prefill tokens in flight are the maximum, because pickers that share state
+      count each other's.
     - Its room is that of the picker that estimates the highest load.
     - Its routed and failed requests and their tokens are the sums over all pickers, and its shares
       of cache hits are the means weighted by tokens.

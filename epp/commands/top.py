@@ -45,7 +45,8 @@ _decode_peers: Final = msgspec.json.Decoder(_Peers).decode
 def watch(flags: TopFlags, out: TextIO, err: TextIO) -> int:
     """Show the pickers' state until Ctrl-C, or once.
 
-    Return the exit code: 0, or 2 if no picker answers the first time.
+    Return the exit code: 0, or 2 if an address or the token is invalid or no picker answers the
+    first time.
     """
     try:
         clients = _clients(flags)
@@ -107,7 +108,7 @@ def _clients(flags: TopFlags) -> list[DebugClient]:
     """Return an HTTP client for each picker of `--url` and, with `--with-peers`, for each replica
     of the first one.
 
-    Raises `NoAnswerError` for invalid or too many addresses.
+    Raises `NoAnswerError` for invalid or too many addresses, an invalid token, or unknown replicas.
     """
     token = read_token(flags.token_file)
     urls = dict.fromkeys(flags.url)

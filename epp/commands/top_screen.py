@@ -35,7 +35,9 @@ _EVENTS_COLUMNS: Final = 11
 _LATE_S: Final = 0.02
 """Mean event-loop lag in seconds from which it is shown in red."""
 _WIDE_COLUMNS: Final = 120
-"""Width of the terminal in columns from which decisions show the request id."""
+"""Width of the terminal in columns from which a decision's line has room for a request id of usual
+length.
+"""
 _FAILED_FROM: Final = 400
 _BAR_COLUMNS: Final = 16
 _OTHER_LINES: Final = 16
@@ -184,8 +186,9 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
 
 
 def _prefills(live: Live) -> Iterable[Text]:
-    """Yield the screen's line with the number of prefills in flight for each pair of prefill and
-    decode endpoint; yield nothing if no prefill is in flight.
+    """Yield the screen's line with the number of prefills in flight for each of at most
+    `_PREFILLS_SHOWN_MAX` pairs of prefill and decode endpoint; further pairs are only counted.
+    Yield nothing if no prefill is in flight.
     """
     if live.prefills:
         line = Text("prefills in flight: ", no_wrap=True, overflow="ellipsis")

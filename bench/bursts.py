@@ -33,8 +33,8 @@ def request() -> tuple[bytes, ...]:
 
 
 async def burst(port: int, streams: int, messages: tuple[bytes, ...]) -> int:
-    """Open `streams` streams with `messages` at once at the picker, and return how many were not
-    answered and ended within `BURST_WAIT_MAX_S`.
+    """Open `streams` streams with `messages` at once at the picker, and return how many have no
+    answer or have not ended after `BURST_WAIT_MAX_S`.
     """
     connections = [await RawConnection.open(port) for _ in range(CONNECTIONS)]
     try:

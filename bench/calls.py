@@ -52,7 +52,7 @@ class Calls(Struct, frozen=True):
 
 
 def calls_of_chat(size: str, *, telemetry: bool, queue: bool = False, idle: bool = False) -> Calls:
-    """Return the mean number of function calls of a chat of one of `SIZES`.
+    """Return the mean number of function calls that the picker makes for a chat of one of `SIZES`.
 
     With `telemetry`, metrics, the sampled log line and the record of recent decisions are included.
     With `queue`, flow control is on, and every request has room. With `idle`, the engines report no
@@ -96,8 +96,8 @@ def _with_queue() -> PickerConfig:
 
 
 def calls_of_decision(*stages: str, endpoints: int = 1_000) -> int:
-    """Return the number of function calls of one routing decision with the scheduling stages
-    `stages`, of Python and of C functions together.
+    """Return the number of function calls that one routing decision with the scheduling stages
+    `stages` takes, of Python and of C functions together.
     """
     pool = Pool(endpoints, stages_config(*stages))
     random = Random("bench:calls")

@@ -54,7 +54,7 @@ _Hash: TypeAlias = Callable[..., bytes]
 _ROLES = ("decode", "prefill")
 """Roles that the endpoints get alternately; only configurations with several stages read them."""
 BATCH = 100
-"""Number of decisions in a batch, of which the sampled log shows one."""
+"""Number of decisions in a batch, of which the sampled log shows one; fewer if prompts are long."""
 
 
 class _NoWaker:

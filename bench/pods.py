@@ -90,8 +90,8 @@ def allow_open_files() -> None:
 
 @contextmanager
 def served(pages: Sequence[bytes], cores: Collection[int] | None = None) -> Iterator[Pages]:
-    """Run a process on the processors `cores` that serves `pages`, during the context; it may use
-    all processors of this process if `cores` is None.
+    """Run a process on the processors `cores` that serves the metrics pages `pages`, during the
+    context; it may use all processors of this process if `cores` is None.
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

@@ -338,8 +338,8 @@ def agent_table() -> str:
 
 
 def spc_restore_s(tokens: int, bytes_per_s: float) -> Seconds:
-    """Return the time in seconds that Kronk needs to restore a system prompt, for each request that
-    begins with it.
+    """Return the time in seconds that the simulated cache of Kronk needs to restore a system
+    prompt, for each request that begins with it.
     """
     cache = opened(f"kronk-spc:bytes_per_s={bytes_per_s}")
     served(cache, ((1, tokens), (2, 10)), 0)

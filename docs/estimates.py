@@ -672,8 +672,9 @@ def judged_by(truth: Path) -> Iterable[Judgement]:
 
 
 def published(results: Results) -> dict[str, dict[str, StepError]]:
-    """Return the published errors: the worst of `measured` and of `unmeasured` GPUs, by kind of
-    model.
+    """Return the published errors by kind of model: the worst of models that were left out, on GPUs
+    that were measured with other models (`measured`), and on GPUs that were left out as a whole
+    (`unmeasured`).
     """
     return {
         name: {

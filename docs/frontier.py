@@ -70,7 +70,7 @@ class Row(Struct, frozen=True, kw_only=True):
     goodput: float | None
     worst: str
     worst_times: float
-    """Ratio of the mean E2E to the best strategy in the case `worst`."""
+    """Ratio of the mean E2E to that of the best strategy in the case `worst`."""
 
 
 class Comparison(Struct, frozen=True, kw_only=True):

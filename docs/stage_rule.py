@@ -557,7 +557,9 @@ class Ratio(Struct, frozen=True):
 
 
 def ratio_of(ratios: np.ndarray) -> Ratio:
-    """Return the mean of `ratios`, one for each seed, with its 95 % interval."""
+    """Return the mean of `ratios`, one for each seed, with its 95 % interval, which holds for three
+    seeds.
+    """
     error = float(ratios.std(ddof=1)) / math.sqrt(len(SEEDS))
     return Ratio(float(ratios.mean()), CONFIDENCE_T * error)
 

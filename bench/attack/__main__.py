@@ -50,8 +50,9 @@ BEFORE_S = 3.0
 RECOVERED_S_MAX = 60.0
 AFTER_S = 3.0
 CALM_PROBES = 20
-"""Number of consecutive requests of the probe that show that the picker has recovered; at most one
-of them takes longer than twice the 99th percentile before the attack.
+"""Number of consecutive requests of the probe, a client beside the attack, that show that the
+picker has recovered; at most one of them takes longer than twice the 99th percentile before the
+attack.
 """
 PROBE_S_MAX = 10.0
 ROOM = 8
@@ -84,7 +85,7 @@ class Row(Struct, frozen=True, kw_only=True):
     name: str
     did: str
     lost: list[str]
-    """Problem of each request of the probe that was lost."""
+    """Problem of each lost request of the probe, a client beside the attack."""
     attackers_lost: list[str]
     """Problem of each innocent request of the attackers that was lost."""
     probes: int

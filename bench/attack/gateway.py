@@ -27,8 +27,8 @@ HEADERS = {
 
 
 def headers(fields: Mapping[str, str] | None = None, *, subset: str = "") -> bytes:
-    """Return the message with request headers of a full-duplex request whose response body bypasses
-    the picker.
+    """Return the gateway's ext_proc message with request headers: of a full-duplex request whose
+    response body bypasses the picker.
     """
     mode = ProcessingMode
     metadata = None
@@ -90,8 +90,8 @@ async def ask(
     fields: Mapping[str, str] | None = None,
     takes_s: float = 0.0,
 ) -> str:
-    """Send one whole request with the body `content` and further headers. Its response comes
-    `takes_s` seconds after its placement.
+    """Send the ext_proc messages of one whole request, with the body `content` and further headers,
+    to the picker. Its response comes `takes_s` seconds after its placement.
 
     Return "" if it was routed and succeeded, else the reason.
     """

@@ -48,8 +48,8 @@ class Readiness:
         self._gateway = gateway
         self._known_since_s: Seconds | None = None
         self.scraped = False
-        """True once every endpoint was scraped and one is ready, the pool is empty, or
-        `FIRST_PASS_S_MAX` seconds have passed since endpoints are known.
+        """True once every endpoint was scraped, successfully or not, and one is ready, the pool is
+        empty, or `FIRST_PASS_S_MAX` seconds have passed since endpoints are known.
         """
 
     def update(self) -> None:

@@ -118,8 +118,8 @@ class Reloading:
         """Apply the configuration in `content`, read from the file or ConfigMap `told_by`, and
         store it as last-good copy.
 
-        If it is invalid or a plugin fails, the problem is logged, counted and reported to the
-        cluster, and the last valid one stays in force.
+        If it is invalid or a plugin fails, the problem is logged, counted and, in a cluster,
+        reported to the API server, and the last valid one stays in force.
         """
         told = self._concerned
         try:

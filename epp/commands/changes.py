@@ -103,7 +103,8 @@ def _last(known: Sequence[PastChange]) -> float | None:
 
 def _compare(folder: Path, before: Stretch, after: Stretch) -> list[_Event]:
     """Add the recorded decisions and refusals of `folder` to `before` and `after`. If no decision
-    is older than the first start of a picker, `before` begins there.
+    is older than the first recorded configuration, and that lies in `before`, `before` begins
+    there.
 
     Return the events of both periods (changes of configuration or endpoint state, missing records)
     in order of time.

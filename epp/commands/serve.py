@@ -18,7 +18,9 @@ from epp.shell.process.standard_error import StandardError
 from epp.shell.starting import StartError
 
 INTERRUPTED_DRAIN_S_MAX: Final = 30.0
-"""Maximum drain time in seconds after Ctrl-C, even if `--drain-timeout` is longer."""
+"""Maximum time in seconds for which a picker drains its streams after Ctrl-C, even if
+`--drain-timeout` is longer.
+"""
 
 _log = structlog.get_logger(__name__)
 

@@ -1,5 +1,5 @@
-"""Implement `epp envoy-config`: print or write a bootstrap configuration for an Envoy that runs
-without Kubernetes.
+"""Implement `epp envoy-config`: print or write the bootstrap configuration of a static Envoy, which
+no control plane configures.
 """
 
 from pathlib import Path

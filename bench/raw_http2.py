@@ -167,7 +167,8 @@ class RawConnection:
 
     @property
     def stuck(self) -> bool:
-        """True if data waits to be sent because the connection's flow-control window is used up."""
+        """True if data waits to be sent because the connection's flow-control window is too small.
+        """
         return bool(self._waiting)
 
     def write(self, frames: bytes) -> None:

@@ -44,7 +44,7 @@ class Routed(Struct, frozen=True):
 
     number: str = ""
     destination: str = ""
-    """Address (ip:port) of the pod that the picker chose, or "-" if it chose none."""
+    """Address (ip:port) of the pod that the picker chose; "" or "-" if it chose none."""
     flags: str = ""
     details: str = ""
 

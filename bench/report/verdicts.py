@@ -13,7 +13,9 @@ ROUNDS_MIN: Final = 5
 OTHERS_CORES_MAX: Final = 0.1
 STOLEN_CORES_MAX: Final = 0.02
 DISTURBED_SHARE_MAX: Final = 0.2
-"""Maximum share of rounds that other programs disturbed; a median tolerates one in five."""
+"""Maximum share of measurements that other programs or guests of the host disturbed; a median
+tolerates one in five.
+"""
 GENERATOR_SHARE_MAX: Final = 0.9
 """Maximum share of its core that the generator may use; above it, the generator may have been the
 bottleneck.
@@ -65,7 +67,9 @@ def ratios(of: Mapping[int, float], to: Mapping[int, float]) -> list[float]:
 
 
 def is_busy(disturbances: Sequence[Disturbance]) -> bool:
-    """Return True if other programs disturbed so many rounds that the median is not reliable."""
+    """Return True if other programs or guests of the host disturbed so many measurements that the
+    median is not reliable.
+    """
     disturbed = sum(
         each.others_cores > OTHERS_CORES_MAX or each.stolen_cores > STOLEN_CORES_MAX
         for each in disturbances

@@ -62,7 +62,7 @@ _PREFILLS_SHOWN_MAX: Final = 3
 """Maximum number of pairs of endpoints whose prefills in flight the screen shows."""
 _FULL: Final = 0.9
 _UNHEARD: Final = frozenset({"none", "stale", "silent"})
-"""States of KV events in which the cached blocks of the endpoint are unknown."""
+"""States of KV events in which the cached blocks of the endpoint are not known from events."""
 
 
 def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = "") -> RenderableType:

@@ -1,4 +1,5 @@
-"""Measure the figures of docs/kv-events.md: `python -m docs.exact`, some minutes of one core.
+"""Measure the figures of docs/kv-events.md: `python -m docs.exact`, about twenty minutes of one
+core.
 
 The same generated traffic is routed with different prefix indexes: one learns from the picker's
 decisions, another from KV events. Everything else is equal: the default scorer, the pods and the

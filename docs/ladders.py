@@ -1,5 +1,5 @@
 """Simulate two published benchmarks of llm-d with rising request rates: `python -m docs.ladders`,
-ten minutes of one core.
+about twenty minutes of one core.
 
 Both use the workload with which llm-d publishes its routers: 150 prefixes of 6,000 tokens with five
 questions of 1,200 each, and 1,000 output tokens. It runs on eight pods of Qwen3-32B on two H100s,

@@ -1,5 +1,5 @@
 """Play the incidents of docs/night.md with real processes, and write the page: `python -m
-docs.night`, six minutes.
+docs.night`, eight minutes.
 
 Five simulated pods, two pickers and the Envoy of `epp envoy-config` are real processes under an
 open loop of requests. The page shows the output of the commands. Each scene proves at the broken

@@ -2,7 +2,7 @@
 
 Four prefill pods and four decode pods serve traffic with several rules, and with the same scorers.
 The figures go to docs/stage-rule.json, from which functions below make tables. The measurement
-takes about ten minutes on two idle cores; `--resume FILE` keeps the runs of an interrupted one.
+takes about fifteen minutes on two idle cores; `--resume FILE` keeps the runs of an interrupted one.
 
 1. `sweep`: prompts and answers of one length, without common parts, by load and network. Every second
    case was used to choose the constant of the rule (`chosen_on`).

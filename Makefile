@@ -65,7 +65,7 @@ bench: $(STAMP)       ## the performance report: bench-report/report.md, at most
 attack: $(STAMP)      ## attack the picker, alone and behind a real Envoy, some minutes
 	@$(BIN)/python -m bench.attack
 
-chaos: $(STAMP)       ## what each fault costs, into docs/availability.md, less than ten minutes
+chaos: $(STAMP)       ## what each fault costs, into docs/availability.md, about ten minutes
 	@$(BIN)/python -m bench.chaos --write docs/availability.md
 
 soak: $(STAMP)        ## ten minutes of load while pods, pages, configuration and endpoints change
@@ -113,7 +113,7 @@ site: $(STAMP)        ## the documentation as a site: site/index.html; a warning
 walkthrough: $(STAMP) ## docs/walkthrough.md anew: from a guess to tuned weights in half an hour
 	@$(BIN)/python -m docs.walkthrough
 
-night: $(STAMP)       ## docs/night.md anew: five questions at three in the morning, six minutes
+night: $(STAMP)       ## docs/night.md anew: five questions at three in the morning, eight minutes
 	@$(BIN)/python -m docs.night
 
 evidence: $(STAMP)    ## measure stale evidence again, the shortest first; Ctrl-C, resume; OPTIONS="--minutes 30"

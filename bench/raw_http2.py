@@ -167,8 +167,7 @@ class RawConnection:
 
     @property
     def stuck(self) -> bool:
-        """True if data waits to be sent because the connection's flow-control window is too small.
-        """
+        """True if data waits because the flow-control window of the connection is too small."""
         return bool(self._waiting)
 
     def write(self, frames: bytes) -> None:

@@ -117,8 +117,9 @@ class Generator:
         return self._process.pid
 
     def play(self, load: Load) -> Measured:
-        """Let the generator play a load until its last stream has ended, and return its results. If
-        the generator fails, the only result is one failure with the generator's message.
+        """Let the generator play a load until its last stream has ended or counts as failed, and
+        return its results. If the generator fails, the only result is one failure with the
+        generator's message.
         """
         pipe: Pipe = self._pipe
         pipe.send(load)

@@ -147,8 +147,8 @@ class BlocksChanged(Struct, frozen=True, gc=False):
 class StreamChanged(Struct, frozen=True, gc=False):
     """A new state of the KV event stream from one rank of the engine in `slot`.
 
-    `complete` is True if the engine reported all blocks that the rank has cached. A rank other than
-    the first is removed when its stream ends.
+    `complete` is True if the engine reported all blocks that the rank has cached. The last rank is
+    removed if it has neither a stream nor reported blocks, unless it is the only one.
     """
 
     slot: int

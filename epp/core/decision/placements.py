@@ -45,9 +45,9 @@ class Placements:
         self.sent: deque[Sent] | None = None
         """Decisions to share with peers, oldest first, or None if the scheduler has no peers."""
         self.rank_choices: dict[RankChoice, int] = {}
-        """Number of requests that were sent to endpoints with several data-parallel ranks, by the
-        outcome of the choice of the rank. Empty until a configuration has a plugin that selects
-        ranks.
+        """Number of requests that were sent to endpoints with several data-parallel ranks that
+        report KV events, by the outcome of the choice of the rank. Empty until a configuration has
+        a plugin that selects ranks.
         """
         self.rank_chooser: RankChooser | None = None
         """Plugin that selects a data-parallel rank, or None if none is configured."""

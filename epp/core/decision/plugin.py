@@ -154,7 +154,8 @@ class MarksRequests(Plugin, Protocol):
         `endpoint`.
 
         `candidates` are those of the decision before filters: the ready endpoints that are neither
-        ejected nor full, unless no other endpoint is left. The request no longer has its prompt.
+        ejected nor full, unless no other endpoint is left, and with flow control may be only those
+        with room. The request no longer has its prompt.
         """
         ...
 
@@ -195,8 +196,8 @@ class Picker(Plugin, Protocol):
 
 
 class GoesBySessions(Protocol):
-    """A scorer that uses the session of a request only while clients return to their sessions
-    (`sessions_return`).
+    """A scorer that may use the session of a request. The picker counts the sessions that this
+    scorer returns, to learn whether clients return to them (`sessions_return`).
     """
 
     def session_of(self, request: InferenceRequest, /) -> str:

@@ -141,9 +141,7 @@ class SessionReader(Struct, frozen=True):
     failures: PluginFailures
 
     def session_of(self, request: InferenceRequest) -> str:
-        """Return the session by which the plugin scores `request`, or "" if there is none or the
-        plugin fails.
-        """
+        """Return the session that the plugin finds in `request`, or "" if it finds none or fails."""
         try:
             found: object = self.plugin.session_of(request)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin

@@ -179,7 +179,7 @@ class Band:
     @property
     def loudest(self) -> tuple[str, int]:
         """Return the id of the flow with most waiting tickets, and their number. Another flow may
-        have a few more, because flows are not compared again each time that a ticket leaves.
+        have more, because flows are not compared again each time that a ticket leaves.
         """
         return self._loudest, self._counts.get(self._loudest, 0)
 
@@ -243,15 +243,16 @@ class Band:
             self._loudest_most = counts.get(self._loudest, 0)
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
-        """Charge the flow of `ticket`, which was placed, with `tokens`, or with one request under
-        `Fairness.REQUESTS`, and record the charge for peers, except under `Fairness.NONE`.
+        """Charge the flow of `ticket`, which has waited and was placed, with `tokens`, or with one
+        request under `Fairness.REQUESTS`, and record the charge for peers, except under
+        `Fairness.NONE`. Only set `ticket.charged_tokens` if its flow is no longer known here.
         """
         ticket.charged_tokens = tokens
         self._add(ticket, 1.0 if self.settings.fairness is Fairness.REQUESTS else tokens, now)
 
     def correct(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Correct the charge of `ticket` to the `tokens` that it used, and record the correction for
-        peers. A charge of one request stays (`Fairness.REQUESTS`).
+        peers as `charge` does. A charge of one request stays (`Fairness.REQUESTS`).
         """
         if self.settings.fairness is not Fairness.REQUESTS:
             self._add(ticket, tokens - ticket.charged_tokens, now)

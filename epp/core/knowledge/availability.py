@@ -24,13 +24,15 @@ class Available(Struct, frozen=True, gc=False):
     """
     with_room: Ints
     """Slots of `in_service` whose endpoints are not full, or all of `in_service` if every one is
-    full. It is the same array as `in_service` if no endpoint was excluded as full before these
+    full. With flow control, endpoints above the ceiling of the request may be missing too
+    (`Admission.below_ceiling`). It is the same array as `in_service` if no endpoint was excluded as full before these
     filters dropped any.
     """
 
     def left_out(self, slots: Ints, columns: Columns) -> dict[str, Ints]:
         """Return the slots of the ready endpoints that are not in `slots` because they are ejected
-        or full, by that reason. `slots` is `with_room` or `in_service` of this object.
+        or full, by that reason. Those above the ceiling of the request count as full. `slots` is
+        `with_room` or `in_service` of this object.
         """
         found: dict[str, Ints] = {}
         if len(self.in_service) < len(self.ready):

@@ -235,8 +235,9 @@ def _flow_of(flow: FlowSettings | None, staleness_s: Seconds) -> FlowSettings | 
 
 
 def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
-    """Return the age of metrics in seconds above which the saturation detector counts an endpoint
-    as full, unless the configuration sets it.
+    """Return the age in seconds above which the saturation detector does not rely on the metrics of
+    an endpoint, unless the configuration sets it. Without flow control, the endpoint then counts as
+    full; with it, only its requests in flight count.
     """
     return max(_SATURATION_STALENESS_MIN_S, _SATURATION_STALENESS_INTERVALS * refresh_interval_s)
 

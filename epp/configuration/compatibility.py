@@ -1,4 +1,4 @@
-"""Names in configurations outside profiles, most of which have little or no effect here.
+"""Names in configurations outside profiles, some of which have no effect here.
 
 A type in `ACCEPTED` loads and its parameters are checked, so that an existing ConfigMap works
 unchanged. A type in `REFUSED` is refused with a recommended replacement. Names and parameters are
@@ -401,8 +401,8 @@ FLOW_SECTION_MEMBERS: Final = (
     "bandSelectionPolicyPluginRef",
     "enableEviction",
 )
-"""Members of the section `flowControl` that have an effect only if the feature gate of the same name
-is on.
+"""Members of the section `flowControl` that have an effect only if the feature gate `flowControl` is
+on.
 """
 
 _BY_FLAGS: Final = "replicas share by --peer-service, --peers or --peer-url"

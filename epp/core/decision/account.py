@@ -143,8 +143,9 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     or has one rank.
     """
     costs: tuple[Cost, ...] | None = None
-    """Costs that the scorers computed during the decision, a `Cost` for each scorer that has costs.
-    None if they can be computed later from the stored numbers of the two best endpoints.
+    """Costs that the scorers computed during the decision, a `Cost` for each scorer that has costs
+    and did not fail. None if they can be computed later from the stored numbers of the chosen
+    endpoint and the runner-up, or if no reader may request them (`Placements.keeps_costs`).
     """
 
     @property

@@ -73,8 +73,8 @@ class HoldsRequests(Protocol):
     def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
         """Return whether `request` must wait now. Never called with n = 0.
 
-        `candidates` are the ready endpoints that are neither ejected nor full, unless no other
-        endpoint is left, before filters and without index lookups.
+        `candidates` are the ready endpoints that are neither ejected nor excluded as full, unless
+        no other endpoint is left, before filters and without index lookups.
         """
         ...
 
@@ -153,9 +153,9 @@ class MarksRequests(Plugin, Protocol):
         """Return the headers among `own_headers` to set on `request`, which is routed to
         `endpoint`.
 
-        `candidates` are those of the decision before filters: the ready endpoints that are neither
-        ejected nor full, unless no other endpoint is left, and with flow control may be only those
-        with room. The request no longer has its prompt.
+        `candidates` are those of the decision before filters. Usually they are the ready endpoints
+        that are neither ejected nor excluded as full; flow control may leave only those with room.
+        The request no longer has its prompt.
         """
         ...
 

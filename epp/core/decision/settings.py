@@ -71,7 +71,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     shadow: SchedulingProfile | None = None
     """Second profile, which judges decisions and never acts, or None if there is none."""
     shadow_share: float = 1.0
-    """Share of the decisions that `shadow` judges, above 0 and at most 1."""
+    """Share of the decisions of `profile` that `shadow` judges, above 0 and at most 1."""
 
     @property
     def profile(self) -> SchedulingProfile:

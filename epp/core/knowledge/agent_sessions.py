@@ -60,7 +60,9 @@ class Room(IntEnum):
 
     NONE = 0
     OF_IDLE = 1
-    """The endpoint has room if idle sessions are paused, some of them idle for a shorter time."""
+    """The endpoint has room if idle sessions are paused, including some that are idle for less than
+    `idle_lease_seconds`.
+    """
     OF_LONG_IDLE = 2
     """The endpoint has room if only sessions are paused that are idle for longer than
     `idle_lease_seconds`.

@@ -52,7 +52,7 @@ class StagedChoice(Struct, frozen=True):
     encode: Choice | None = None
     """Choice of the encode endpoints, or None if the request has no encode leg."""
     cached_tokens: int = 0
-    """Number of prompt tokens that the decode endpoint is estimated to have cached."""
+    """Number of prompt tokens that the endpoint of `decode` is estimated to have cached."""
     work: Stage = DECODE
     """Stage that the request itself asks for. The choice `decode` is that of an endpoint for it."""
     prefilled: bool = False

@@ -72,8 +72,8 @@ class Ticket(Struct, kw_only=True, eq=False):
     state: State = State.NEW
     enqueued_at_s: Seconds = 0.0
     held_since_s: Seconds | None = None
-    """Time since which the ticket lets others take the room, because an endpoint without room has
-    more of its prompt cached; None if it does not.
+    """Time at which the ticket first let others take the room, because an endpoint without room had
+    more of its prompt cached; None if it never did.
     """
     number: int = 0
     """Position in the order of all tickets that ever waited."""

@@ -243,8 +243,8 @@ def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
 
 
 def oldest_metrics_s(settings: SchedulerSettings) -> Seconds:
-    """Return the age of metrics in seconds above which at least one part of the decision ignores
-    them: the smallest such limit.
+    """Return the age of metrics in seconds above which at least one part of the decision does not
+    rely on them: the smallest such limit.
     """
     readers: list[Any] = [
         settings.saturation,

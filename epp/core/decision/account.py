@@ -196,7 +196,7 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
 
     waited_s: Seconds
     flow: str
-    """Id of the flow that shared the queue by turns, or "" if the request named none."""
+    """Id of the request's flow, or "" if the request named none. Flows take turns in the queue."""
     priority: int
     ahead: int
     """Number of requests that waited already when this one began to."""

@@ -24,7 +24,7 @@ HOLD_S_MAX: Final[Seconds] = 10.0
 
 class Admission:
     """The checks that a queue makes before it passes a request to the scheduler: whether endpoints
-    have room for it, and whether a plugin lets it wait. A check changes no state, except that
+    have room for it, and whether a plugin makes it wait. A check changes no state, except that
     failures of plugins are counted, and that the gate records the room that it found and the time
     since which there is none.
     """
@@ -43,7 +43,7 @@ class Admission:
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether a plugin wants `request` to wait in the queue. `schedule` does not check
-        this and places the request in any case.
+        this and decides at once in any case.
 
         Return False if no endpoint is ready, because `schedule` then refuses the request at once.
         """

@@ -81,8 +81,8 @@ class WeightedScorer(Struct, frozen=True):
 
 
 class NamedResponder(Struct, frozen=True):
-    """A plugin that is neither filter, scorer nor picker and sets headers on responses or requests,
-    with its name in the configuration.
+    """A plugin that is in no profile's list and may set headers on responses or requests, with its
+    name in the configuration.
     """
 
     name: str

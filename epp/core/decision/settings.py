@@ -33,7 +33,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """Name of the index whose match becomes `matched_blocks`, or "" if there is none."""
     joined: tuple[str, ...] = ()
     """Names of the indexes, each of another origin, whose joint match becomes `matched_blocks`,
-    with `prefix` among them; () if `prefix` alone does.
+    `prefix` first. If it has fewer than two names, the match of `prefix` alone does.
     """
     block_tokens: int = 64
     """Number of tokens in a block of the `prefix` index."""

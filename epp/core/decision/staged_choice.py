@@ -2,7 +2,7 @@
 
 Each stage chooses among the same candidates with its own profile. Two things pass from one stage to
 another: the endpoint that was chosen before (`Candidates.peer`), and the number of prompt tokens
-that the decode endpoint has cached, which the prefill rule reads. A rule by time is applied after
+that the decode endpoint has cached, which the rules of other stages may read. A rule by time is applied after
 both endpoints were chosen.
 """
 

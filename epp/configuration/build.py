@@ -147,8 +147,8 @@ def build_settings(
     Metrics are stale after `metrics_staleness_s`, or after two intervals if that is longer.
     Otherwise all requests would go to the endpoint that was scraped last.
 
-    `fallback_endpoints_max` is the number of endpoints that the picker plugins choose in addition
-    to the first, except for the prefill and the encode stage. `prefill_tokens_per_s` is the speed
+    `fallback_endpoints_max` is the maximum number of endpoints that the picker plugins choose in
+    addition to the first, except for the prefill and the encode stage. `prefill_tokens_per_s` is the speed
     of an endpoint for which the configuration sets none.
     """
     stages = config.stages

@@ -113,8 +113,8 @@ class TellsCost(Protocol):
         """Return the parts of each candidate's cost: name -> float64[n], in `cost_unit`.
 
         The framework usually calls this after the decision, for the chosen candidate and the
-        runner-up. Both are rebuilt from their stored numbers (`NUMBERS`). A third candidate stands
-        in for the one with the longest match. The request then has its model and its numbers, but
+        runner-up. Both are rebuilt from their stored numbers (`NUMBERS`). A third candidate may
+        stand in for the one with the longest match. The request then has its model and its numbers, but
         no prompt. If a cost may depend on more than these numbers, the framework calls this during
         the decision, for all candidates. Examples are adapters, peers that do not share, and load
         reports that are missing or older than `REPORTED_S_MAX`.

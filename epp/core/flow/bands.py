@@ -92,7 +92,9 @@ class Ticket(Struct, kw_only=True, eq=False):
 
 
 class _Flow:
-    """The waiting tickets of one flow in their order, and its counter."""
+    """The waiting tickets of one queue in their order, and its counter. They belong to one flow, or
+    to several that share the queue.
+    """
 
     __slots__ = ("_heap", "charged_at_s", "counter", "key", "name", "tickets", "weight")
 
@@ -168,7 +170,9 @@ class Band:
 
     @property
     def flows(self) -> int:
-        """Return the number of flows with a waiting ticket."""
+        """Return the number of queues with a waiting ticket: one under `Fairness.NONE`, else one for
+        each flow that does not share a queue.
+        """
         return len(self._waiting)
 
     @property

@@ -34,7 +34,7 @@ request, and of requests of one flow that may be placed instead of its next one.
 number of the oldest requests of a band for which others are evicted.
 """
 EVICTED_MAX: Final = 16
-"""Maximum number of requests that one call evicts."""
+"""Maximum number of running requests that one call of `pump` evicts."""
 
 
 _SHUTTING_DOWN: Final = Refusal(

@@ -1,8 +1,8 @@
 """The events of a journal at the level of inputs: what a scheduler received and decided, in order.
 
-A scheduler with the same seed that receives them in the same order decides the same again. It has
-no clock and no unseeded randomness. Text written by clients is not in the events. Models, sessions,
-salts and the blocks of prompts are keyed hashes.
+A scheduler with the same seed that receives all of them in the same order decides the same again, if
+no peers share records with it. It has no clock and no unseeded randomness. Text written by clients is
+not in the events. Models, sessions, salts and the blocks of prompts are keyed hashes.
 """
 
 from array import array
@@ -50,7 +50,9 @@ class Level(StrEnum):
     endpoints.
     """
     INPUTS = "inputs"
-    """The journal records everything that a scheduler needs to make the same decisions again."""
+    """The journal records what a scheduler needs to make the same decisions again, except for records
+    that peers share and for requests outside the sample.
+    """
 
 
 class _Event(

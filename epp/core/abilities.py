@@ -56,7 +56,7 @@ class Abilities(Struct, frozen=True, kw_only=True):
     holds_requests: bool = False
     """True if the filter can make requests wait; it then has the members of `HoldsRequests`."""
     goes_by_sessions: bool = False
-    """True if the plugin uses the sessions of requests; it then has the members of
+    """True if the plugin may use the sessions of requests; it then has the members of
     `GoesBySessions`.
     """
     reads_session_tokens: bool = False

@@ -134,7 +134,7 @@ class RequestMarker(Struct, frozen=True):
 
 
 class SessionReader(Struct, frozen=True):
-    """A scorer that uses sessions, with its name in the configuration."""
+    """A scorer that may use sessions, with its name in the configuration."""
 
     name: str
     plugin: GoesBySessions
@@ -281,7 +281,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def session_reader(self, failures: PluginFailures) -> SessionReader | None:
-        """Return the first scorer of this profile that uses sessions, or None if there is none."""
+        """Return the first scorer of this profile that may use sessions, or None if there is none."""
         return next(
             (
                 SessionReader(one.name, cast("GoesBySessions", one.plugin), failures)

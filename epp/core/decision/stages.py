@@ -144,7 +144,7 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     """Number of uncached prompt tokens of earlier requests that the endpoint has not computed yet.
     """
     tokens_per_s: float
-    """Prefill speed of the endpoint, above 0."""
+    """Configured prefill speed of the endpoint, above 0."""
     decoding_requests: float = 0.0
     """Number of requests that the endpoint decodes and that its prefill delays."""
     receiving_tokens: float = 0.0

@@ -52,8 +52,8 @@ class Pool(Protocol):
         ...
 
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether `request` can be placed, because an endpoint that may serve it has room for
-        its priority.
+        """Return whether `request` need not wait, usually because an endpoint that may serve it has
+        room for its priority.
         """
         ...
 

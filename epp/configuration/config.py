@@ -131,7 +131,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Settings of latency prediction, or None if no latency is predicted."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
     """Settings of the source from which the picker gets the token ids of prompts: a renderer, an
-    engine or a local tokenizer.
+    engine or a local tokenizer. By default there is none, and tokens are estimated by bytes.
     """
     topology: TopologyLabels = DEFAULT_TOPOLOGY
     """Keys of the endpoint labels whose values name the endpoint's host, rack, zone and region."""

@@ -33,8 +33,8 @@ and the model of a request. If a scorer's `reads` has only these names, its scor
 each model until one of the other values changes.
 """
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
-"""Names of the columns that depend on the default prefix index, which is created if a plugin may
-read one of them and no prefix index is configured.
+"""Names in `READABLE` that depend on the default prefix index, which is created if a plugin may read
+one of them and no prefix index is configured.
 """
 TOKEN_READS: Final = ("token_ids", "token_media", "known_tokens")
 """Request fields that a `token-producer` fills; if a plugin reads one of them, requests wait for

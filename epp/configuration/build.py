@@ -147,8 +147,8 @@ def build_settings(
     Metrics are stale after `metrics_staleness_s`, or after two intervals if that is longer.
     Otherwise all requests would go to the endpoint that was scraped last.
 
-    `fallback_endpoints_max` is the number of endpoints that the picker plugins choose in addition
-    to the first, except for the prefill and the encode stage. `prefill_tokens_per_s` is the speed
+    `fallback_endpoints_max` is the maximum number of endpoints that the picker plugins choose in
+    addition to the first, except for the prefill and the encode stage. `prefill_tokens_per_s` is the speed
     of an endpoint for which the configuration sets none.
     """
     stages = config.stages
@@ -235,15 +235,16 @@ def _flow_of(flow: FlowSettings | None, staleness_s: Seconds) -> FlowSettings | 
 
 
 def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
-    """Return the age of metrics in seconds above which the saturation detector counts an endpoint
-    as full, unless the configuration sets it.
+    """Return the age in seconds above which the saturation detector does not rely on the metrics of
+    an endpoint, unless the configuration sets it. Without flow control, the endpoint then counts as
+    full; with it, only its requests in flight count.
     """
     return max(_SATURATION_STALENESS_MIN_S, _SATURATION_STALENESS_INTERVALS * refresh_interval_s)
 
 
 def oldest_metrics_s(settings: SchedulerSettings) -> Seconds:
-    """Return the age of metrics in seconds above which at least one part of the decision ignores
-    them: the smallest such limit.
+    """Return the age of metrics in seconds above which at least one part of the decision does not
+    rely on them: the smallest such limit.
     """
     readers: list[Any] = [
         settings.saturation,

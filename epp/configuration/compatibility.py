@@ -1,4 +1,4 @@
-"""Names in configurations outside profiles, most of which have little or no effect here.
+"""Names in configurations outside profiles, some of which have no effect here.
 
 A type in `ACCEPTED` loads and its parameters are checked, so that an existing ConfigMap works
 unchanged. A type in `REFUSED` is refused with a recommended replacement. Names and parameters are
@@ -98,12 +98,12 @@ class InflightLoadProducer(Parameters, frozen=True):
     tokens in flight, even if the document does not declare `inflight-load-producer`.
 
     The picker assumes that an endpoint computes prompt tokens at `peak_prefill_throughput`
-    (tokens/s) as long as it has not measured the endpoint's prefill speed. If labels of an endpoint
+    (tokens/s). Scorers of times always use this speed. The estimate of prompt tokens in flight
+    uses it until the picker has measured the endpoint's prefill speed. If labels of an endpoint
     match entries of `peak_prefill_throughputs`, the first matching entry applies instead. If
     neither parameter applies to an endpoint, the prefill speed of `prefix-cache-affinity-filter`
-    does, and
-    without that filter 15,928 tokens/s. The default prefill speed in the simulator is that of the
-    pods' profile.
+    does, and without that filter 15,928 tokens/s. The default prefill speed in the simulator is
+    that of the pods' profile.
     """
 
     peak_prefill_throughput: Annotated[float, Meta(gt=0, le=1e9)] | None = None
@@ -401,8 +401,8 @@ FLOW_SECTION_MEMBERS: Final = (
     "bandSelectionPolicyPluginRef",
     "enableEviction",
 )
-"""Members of the section `flowControl` that have an effect only if the feature gate of the same name
-is on.
+"""Members of the section `flowControl` that have an effect only if the feature gate `flowControl` is
+on.
 """
 
 _BY_FLAGS: Final = "replicas share by --peer-service, --peers or --peer-url"

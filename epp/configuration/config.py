@@ -116,8 +116,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     flow: FlowSettings | None = None
     """Settings of the queue, or None if the feature gate `flowControl` is off."""
     staleness_given: bool = False
-    """True if the document sets the age of metrics from which the saturation detector counts an
-    endpoint as full.
+    """True if the document sets the age above which the saturation detector does not rely on metrics.
     """
     parsers: tuple[str, ...] = PARSERS
     """Types of the request parsers, in the order in which they are tried."""
@@ -132,7 +131,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Settings of latency prediction, or None if no latency is predicted."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
     """Settings of the source from which the picker gets the token ids of prompts: a renderer, an
-    engine or a local tokenizer.
+    engine or a local tokenizer. By default there is none, and tokens are estimated by bytes.
     """
     topology: TopologyLabels = DEFAULT_TOPOLOGY
     """Keys of the endpoint labels whose values name the endpoint's host, rack, zone and region."""
@@ -145,7 +144,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     None.
     """
     shadow_share: float = 1.0
-    """Share of the decisions, from 0 to 1, to which the shadow profile is applied."""
+    """Share of the decisions of `profile`, from 0 to 1, to which the shadow profile is applied."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -170,7 +169,7 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     the document in messages.
 
     Raises `ConfigError` with all problems that one step finds; later steps do not run then. The
-    last step names every plugin that fails on test endpoints.
+    last steps, one for each profile, name the plugins that fail on test endpoints.
     """
     document = read_mapping(text, source)
     findings = Findings(source)

@@ -250,8 +250,8 @@ class HeaderHandler(Parameters, frozen=True):
     the name of a stage does the work of that stage: load, prefixes and media are recorded for it. An
     unknown name is refused with 400. A single profile serves all requests, whatever the header says.
 
-    A request with the header `Prefer: if-available` is refused with 412, and not counted, if the
-    chosen endpoint has too little of the prompt cached. `prefix-based-pd-decider` says how many
+    A request with the header `Prefer: if-available` is refused with 412, and counted at no endpoint,
+    if the chosen endpoint has too little of the prompt cached. `prefix-based-pd-decider` says how many
     tokens may be uncached. Without it, the endpoint must have at least one block.
     """
 

@@ -29,8 +29,8 @@ class RoundRobinFairness(Parameters, frozen=True):
 class TokenFairness(Parameters, frozen=True):
     """`token-fairness-policy`: the flow that was charged the fewest tokens is next.
 
-    A request is charged its uncached prompt tokens and twice its expected answer tokens. The charge
-    is corrected at the end if the picker reads the usage. A flow with weight 2 gets twice the tokens.
+    A request that waited is charged its uncached prompt tokens and twice its expected answer tokens.
+    The charge is corrected at the end if the picker reads the usage. A flow with weight 2 gets twice the tokens.
     """
 
     fairness: ClassVar[Fairness] = Fairness.TOKENS
@@ -51,7 +51,7 @@ class ProgramAwareFairness(Parameters, frozen=True):
     """`program-aware-fairness`: the flow that was charged the fewest tokens lately is next.
 
     A charge loses half of its weight in each `las_half_life_seconds`. The flow is charged when a
-    request is placed, so that a burst is not free.
+    request that waited is placed, not when it ends, so that a burst is not free.
     """
 
     fairness: ClassVar[Fairness] = Fairness.DECAYING_TOKENS

@@ -28,7 +28,8 @@ _INDEX_SHARE: Final = 2
 class MemoryPlan(Struct, frozen=True, kw_only=True):
     limit_bytes: int
     bodies_bytes: int
-    """Maximum bytes of the unfinished request bodies of all streams together."""
+    """Maximum bytes of the request bodies that all streams together store before they are answered.
+    """
     indexes_bytes: int
     """Maximum bytes of all indexes whose memory can be limited, together. The configuration may set
     lower limits.

@@ -34,7 +34,7 @@ _EXTRACTORS: Final[Mapping[str, str]] = {
     "models-data-source": MODELS_EXTRACTOR,
     "dcgm-data-source": DCGM_EXTRACTOR,
 }
-"""Type of the extractor that a data source needs, by type of the data source."""
+"""Type of the extractor that reads the pages of a data source, by type of the data source."""
 _OF_PODS: Final = (TOPOLOGY_EXTRACTOR, POD_EXTRACTOR)
 """Types of the extractors that read pods instead of pages."""
 _LOAD_PRODUCER: Final = "inflight-load-producer"

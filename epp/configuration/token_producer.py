@@ -115,7 +115,7 @@ class VllmRenderer(Parameters, frozen=True):
     timeout: Duration = Duration(5.0)
     """Timeout of a request to the renderer for a completion's prompt.
 
-    The picker's own request waits for tokens at most `tokenizeTimeout`.
+    The client's request waits for the answer at most `tokenizeTimeout`.
     """
     mm_timeout: Duration = Duration(30.0)
     """Timeout of a request to the renderer for chats, messages and responses; `timeout` applies if

@@ -34,8 +34,8 @@ The core has six layers. Each layer imports only the layers below it:
 - `kv_events`: the events in which engines report cached blocks.
 - `prompt`: the path from a request body to a parsed request and its hash chains.
 
-All layers use the basic types in `types`, `duration`, `parameters`, `moment` and `session_tokens`,
-and count the failures of plugins in `failures`.
+All layers may use the basic types in `types`, `duration`, `parameters`, `moment` and
+`session_tokens`, and count the failures of plugins in `failures`.
 
 `Scheduler.schedule` in `core/decision/scheduler` runs the middle of the table in one function.
 Every other event is one of `core/decision/inputs` and is passed to `Scheduler.take`. The table

@@ -56,7 +56,7 @@ class Abilities(Struct, frozen=True, kw_only=True):
     holds_requests: bool = False
     """True if the filter can make requests wait; it then has the members of `HoldsRequests`."""
     goes_by_sessions: bool = False
-    """True if the plugin uses the sessions of requests; it then has the members of
+    """True if the plugin may use the sessions of requests; it then has the members of
     `GoesBySessions`.
     """
     reads_session_tokens: bool = False
@@ -74,8 +74,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     tells_cost: bool = False
     """True if the scorer can return costs; it then has the members of `TellsCost`."""
     limits_metrics_age: bool = False
-    """True if the plugin ignores old metrics; it then has `metrics_age_max_s`, the age in seconds
-    above which it does.
+    """True if the plugin does not rely on old metrics; it then has `metrics_age_max_s`, the age in
+    seconds up to which it does.
     """
     tells_prefill_speed: bool = False
     """True if the plugin has `peak_prefill_throughput`, a prefill speed in tokens per second, or

@@ -168,7 +168,7 @@ def kind_of(found: object) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return the place where `error` was raised, as text that follows a verb, such as " at
-    near/near.py:14". It includes the plugin's line that led there.
+    near/near.py:14". It includes the plugin's line that led there, if that is another one.
     """
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is None:

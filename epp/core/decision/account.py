@@ -95,8 +95,9 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
 
     @_CachedProperty
     def decided_by(self) -> tuple[str, ...]:
-        """Return the names of the fewest scorers whose weighted scores put the chosen endpoint
-        ahead of the runner-up, the largest lead first. Return () if it is not ahead.
+        """Return the names of the fewest scorers without whose weighted scores the chosen endpoint
+        would not be ahead of the runner-up, the largest lead first. Return () if it is not ahead,
+        or if there is no runner-up.
         """
         if self.runner_up is None:
             return ()
@@ -142,8 +143,9 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     or has one rank.
     """
     costs: tuple[Cost, ...] | None = None
-    """Costs that the scorers computed during the decision, a `Cost` for each scorer that has costs.
-    None if they can be computed later from the stored numbers of the two best endpoints.
+    """Costs that the scorers computed during the decision, a `Cost` for each scorer that has costs
+    and did not fail. None if they can be computed later from the stored numbers of the chosen
+    endpoint and the runner-up, or if no reader may request them (`Placements.keeps_costs`).
     """
 
     @property
@@ -194,7 +196,7 @@ class Queued(Struct, frozen=True, kw_only=True, gc=False):
 
     waited_s: Seconds
     flow: str
-    """Id of the flow that shared the queue by turns, or "" if the request named none."""
+    """Id of the request's flow, or "" if the request named none. Flows take turns in the queue."""
     priority: int
     ahead: int
     """Number of requests that waited already when this one began to."""
@@ -235,10 +237,12 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
     """
     shadow: ShadowVerdict | None
     route: Route | None = None
-    """Route of the request through the stages, or None if the configuration has only one stage."""
+    """Route of the request through the stages, or None if one profile alone chooses among all
+    candidates (`Stages.alone`).
+    """
     uncached_tokens: int = 0
-    """Number of prompt tokens that the decode endpoint is estimated not to have cached; 0 if the
-    configuration has only one stage.
+    """Number of prompt tokens that the endpoint of the first leg is estimated not to have cached; 0
+    if one profile alone chooses among all candidates.
     """
     queued: Queued | None = None
     """Wait of the request in the picker's queue, or None if it did not wait there."""
@@ -294,8 +298,8 @@ def costs_to_keep(
 def decided_by(
     scorers: Sequence[str], parts: Sequence[float], others: Sequence[float]
 ) -> tuple[str, ...]:
-    """Return the names of the scorers that put the chosen endpoint ahead of the runner-up, as
-    `Ranking.decided_by` does.
+    """Return the names of the scorers that decided for the chosen endpoint, as `Ranking.decided_by`
+    does.
 
     `parts` are the chosen endpoint's weighted scores, `others` those of the runner-up, both in the
     order of `scorers`.

@@ -24,7 +24,7 @@ HOLD_S_MAX: Final[Seconds] = 10.0
 
 class Admission:
     """The checks that a queue makes before it passes a request to the scheduler: whether endpoints
-    have room for it, and whether a plugin lets it wait. A check changes no state, except that
+    have room for it, and whether a plugin makes it wait. A check changes no state, except that
     failures of plugins are counted, and that the gate records the room that it found and the time
     since which there is none.
     """
@@ -43,7 +43,7 @@ class Admission:
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether a plugin wants `request` to wait in the queue. `schedule` does not check
-        this and places the request in any case.
+        this and decides at once in any case.
 
         Return False if no endpoint is ready, because `schedule` then refuses the request at once.
         """
@@ -58,9 +58,9 @@ class Admission:
         """Return whether `request` need not wait, because an endpoint has room for it and no plugin
         holds it. `schedule` does not check this.
 
-        With flow control, return False while the whole pool has no ready endpoint. Return True if
-        there are ready endpoints and none of them may serve the request, because `schedule` then
-        refuses it at once.
+        With flow control, usually return False while the whole pool has no ready endpoint. Return
+        True if there are ready endpoints and none of them may serve the request, because `schedule`
+        then refuses it at once.
         """
         gate = self._state.gate
         if gate is not None and not gate.certainly_open(request):
@@ -76,8 +76,9 @@ class Admission:
         prompt cached: `HOLD_FACTOR` times the additional prefill time at an endpoint with room, at
         most `HOLD_S_MAX`.
 
-        Return 0 if all endpoints have room or none has, if no other request would pass this one,
-        with a detector or ceiling of the configuration, or with more than one profile.
+        Return 0 if all endpoints have room or none has, if no endpoint has any of the prompt
+        cached, while no request waits in the queue, if no other request would pass this one, with
+        another detector or ceiling than the defaults, or with more than one profile.
         """
         state = self._state
         gate = state.gate

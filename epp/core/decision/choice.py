@@ -73,7 +73,9 @@ class Choice(Struct, frozen=True, gc=False):
     sound: bool
     """True if none of the profile's plugins failed in this decision."""
     request: InferenceRequest
-    """Request as the scorers of the profile saw it."""
+    """Request as the profile sees it. With `ProfileState.own_cold`, its `moment.cold` is about the
+    candidates of this profile.
+    """
     slot: int
     """Slot of the chosen endpoint."""
 

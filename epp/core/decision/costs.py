@@ -81,8 +81,9 @@ class Cost(Struct, frozen=True):
 
     @property
     def decided_by(self) -> list[str]:
-        """Return the names of the fewest parts that make the chosen endpoint cheaper than the
-        runner-up, the largest difference first. Return [] if it is not cheaper, or alone.
+        """Return the names of the fewest parts without which the chosen endpoint would not be
+        cheaper than the runner-up, the largest difference first. Return [] if it is not cheaper,
+        or alone.
         """
         if len(self.parts) < 2:
             return []

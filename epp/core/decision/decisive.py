@@ -7,13 +7,13 @@ from typing import Final
 
 LEVEL: Final = 1e-9
 """Difference of two sums up to which it counts as rounding, relative to the sum of all absolute
-summands.
+summands. For what is left of the difference without the largest leads, it is an absolute bound.
 """
 
 
 def decisive(chosen: Sequence[float], other: Sequence[float]) -> tuple[int, ...]:
-    """Return the positions of the fewest summands that put the sum of `chosen` above that of
-    `other`, the largest lead first.
+    """Return the positions of the fewest summands without which the sum of `chosen` would not be
+    above that of `other`, the largest lead first.
 
     Both arguments hold the summands in the same order. Return () if the sum of `chosen` is not
     larger.

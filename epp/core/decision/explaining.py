@@ -31,8 +31,8 @@ class Explained(Struct, frozen=True):
     no outlier.
     """
     matched_most: int = 0
-    """Largest number of leading prompt blocks that any candidate had cached; 0 if no costs are to
-    be computed.
+    """Largest number of leading prompt blocks that any candidate was estimated to have cached; 0 if
+    no costs are to be computed.
     """
     earlier: tuple[Leg, ...] = ()
     """Legs of the prefill and encode stages of the same request."""
@@ -80,7 +80,8 @@ def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, 
 
     Values are printable ASCII of at most `HEADER_CHARACTERS_MAX` characters. Example: `score 7,
     next 4, decided by prefix-cache-scorer, 9 of 9 blocks`. If the only scorer computes a cost:
-    `added-time-scorer 0.12 s, next 0.31 s, decided by prefill, 9 of 9 blocks`.
+    `added-time-scorer 0.12 s, next 0.31 s, decided by prefill, first token expected after 0.08 s,
+    9 of 9 blocks`.
     """
     leg, told = noted.leg, _costs(noted, failures)
     if len(told) != 1 or len(leg.scorers) != 1:

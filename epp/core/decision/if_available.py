@@ -1,7 +1,8 @@
 """Requests that a client wants served only if an endpoint has the prompt cached.
 
 A coordinator sends the header `Prefer: if-available` with a request that it will otherwise prefill
-first. The picker answers 412 if the prompt is not cached, and counts nothing.
+first. The picker answers 412 if too little of the prompt is cached, and counts the request at no
+endpoint. The header has no effect if one profile chooses among all candidates (`Stages.alone`).
 
 Sources: RFC 7240 (`Prefer`), RFC 9110 section 15.5.13 (412), llm-d/llm-d-router pull request 2335.
 """
@@ -27,7 +28,9 @@ def if_available(headers: Mapping[str, str]) -> bool:
 
 
 def not_cached(endpoint: str, prompt_tokens: int, cached_tokens: int) -> Refusal:
-    """Return the refusal (status 412) of a request whose prompt is not cached at `endpoint`."""
+    """Return the refusal (status 412) of a request of whose prompt too little is cached at
+    `endpoint`.
+    """
     return Refusal(
         reason=RefusalReason.NOT_CACHED,
         status=412,

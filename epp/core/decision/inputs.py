@@ -1,7 +1,7 @@
 """The input events of a scheduler, which a caller passes to `Scheduler.take(input, now)`.
 
 Inputs are values, so they can be logged and replayed in a loop. Both shells, the trial of a
-configuration and the re-enactment of captured traffic create them. The capture records each of
+configuration and the re-enactment of captured traffic create them. The capture records most of
 them.
 
 A new input needs its struct, its row in `Scheduler._handlers_by_input` and a test.
@@ -147,8 +147,8 @@ class BlocksChanged(Struct, frozen=True, gc=False):
 class StreamChanged(Struct, frozen=True, gc=False):
     """A new state of the KV event stream from one rank of the engine in `slot`.
 
-    `complete` is True if the engine reported all blocks that the rank has cached. A rank other than
-    the first is removed when its stream ends.
+    `complete` is True if the engine reported all blocks that the rank has cached. The rank with the
+    highest number is removed if it has neither a stream nor reported blocks, unless it is rank 0.
     """
 
     slot: int

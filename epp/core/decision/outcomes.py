@@ -85,7 +85,7 @@ class Outcomes:
 
     def _end_prefill(self, lease: Lease, now: Seconds) -> None:
         """Close the leases of the prefill and encode endpoints of a request, and count it as a
-        success of these endpoints, because its response headers or its first output arrived.
+        success of all its endpoints, because its response headers or its first output arrived.
         """
         state = self._state
         present = self._present(lease)

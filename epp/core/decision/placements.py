@@ -43,11 +43,13 @@ class Placements:
         are then stored with the decision.
         """
         self.sent: deque[Sent] | None = None
-        """Decisions to share with peers, oldest first, or None if the scheduler has no peers."""
+        """Decisions to share with peers, oldest first, or None if this picker does not share with
+        peers.
+        """
         self.rank_choices: dict[RankChoice, int] = {}
-        """Number of requests that were sent to endpoints with several data-parallel ranks, by the
-        outcome of the choice of the rank. Empty until a configuration has a plugin that selects
-        ranks.
+        """Number of requests that were sent to endpoints with several data-parallel ranks that
+        report KV events, by the outcome of the choice of the rank. Empty until a configuration has
+        a plugin that selects ranks.
         """
         self.rank_chooser: RankChooser | None = None
         """Plugin that selects a data-parallel rank, or None if none is configured."""

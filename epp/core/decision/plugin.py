@@ -33,8 +33,8 @@ and the model of a request. If a scorer's `reads` has only these names, its scor
 each model until one of the other values changes.
 """
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
-"""Names of the columns that depend on the default prefix index, which is created if a plugin may
-read one of them and no prefix index is configured.
+"""Names in `READABLE` that depend on the default prefix index, which is created if a plugin may read
+one of them and no prefix index is configured.
 """
 TOKEN_READS: Final = ("token_ids", "token_media", "known_tokens")
 """Request fields that a `token-producer` fills; if a plugin reads one of them, requests wait for
@@ -73,8 +73,8 @@ class HoldsRequests(Protocol):
     def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
         """Return whether `request` must wait now. Never called with n = 0.
 
-        `candidates` are the ready endpoints that are neither ejected nor full, unless no other
-        endpoint is left, before filters and without index lookups.
+        `candidates` are the ready endpoints that are neither ejected nor excluded as full, unless
+        no other endpoint is left, before filters and without index lookups.
         """
         ...
 
@@ -113,8 +113,8 @@ class TellsCost(Protocol):
         """Return the parts of each candidate's cost: name -> float64[n], in `cost_unit`.
 
         The framework usually calls this after the decision, for the chosen candidate and the
-        runner-up. Both are rebuilt from their stored numbers (`NUMBERS`). A third candidate stands
-        in for the one with the longest match. The request then has its model and its numbers, but
+        runner-up. Both are rebuilt from their stored numbers (`NUMBERS`). A third candidate may
+        stand in for the one with the longest match. The request then has its model and its numbers, but
         no prompt. If a cost may depend on more than these numbers, the framework calls this during
         the decision, for all candidates. Examples are adapters, peers that do not share, and load
         reports that are missing or older than `REPORTED_S_MAX`.
@@ -153,8 +153,9 @@ class MarksRequests(Plugin, Protocol):
         """Return the headers among `own_headers` to set on `request`, which is routed to
         `endpoint`.
 
-        `candidates` are those of the decision before filters: the ready endpoints that are neither
-        ejected nor full, unless no other endpoint is left. The request no longer has its prompt.
+        `candidates` are those of the decision before filters. Usually they are the ready endpoints
+        that are neither ejected nor excluded as full; flow control may leave only those with room.
+        The request no longer has its prompt.
         """
         ...
 
@@ -195,8 +196,8 @@ class Picker(Plugin, Protocol):
 
 
 class GoesBySessions(Protocol):
-    """A scorer that uses the session of a request only while clients return to their sessions
-    (`sessions_return`).
+    """A scorer that may use the session of a request. The picker counts the sessions that this
+    scorer returns, to learn whether clients return to them (`sessions_return`).
     """
 
     def session_of(self, request: InferenceRequest, /) -> str:

@@ -23,7 +23,7 @@ class ProbabilisticAdmitter(Parameters, frozen=True):
     The share is `k` times the load of the pool to the power of `power`, at most 1. The load is the
     mean over the endpoints of max(waiting / `queue_depth_threshold`, KV usage /
     `kv_cache_util_threshold`). An endpoint that was never scraped, or whose engine answered 503
-    since its last page, counts as loaded to 1.0 at least.
+    without `retry-after` since its last page, counts as loaded to 1.0 at least.
     """
 
     type_name: ClassVar[str] = "probabilistic-admitter"

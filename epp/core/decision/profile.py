@@ -81,8 +81,8 @@ class WeightedScorer(Struct, frozen=True):
 
 
 class NamedResponder(Struct, frozen=True):
-    """A plugin that is neither filter, scorer nor picker and sets headers on responses or requests,
-    with its name in the configuration.
+    """A plugin that is in no profile's list and may set headers on responses or requests, with its
+    name in the configuration.
     """
 
     name: str
@@ -134,16 +134,14 @@ class RequestMarker(Struct, frozen=True):
 
 
 class SessionReader(Struct, frozen=True):
-    """A scorer that uses sessions, with its name in the configuration."""
+    """A scorer that may use sessions, with its name in the configuration."""
 
     name: str
     plugin: GoesBySessions
     failures: PluginFailures
 
     def session_of(self, request: InferenceRequest) -> str:
-        """Return the session by which the plugin scores `request`, or "" if there is none or the
-        plugin fails.
-        """
+        """Return the session that the plugin finds in `request`, or "" if it finds none or fails."""
         try:
             found: object = self.plugin.session_of(request)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -283,7 +281,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def session_reader(self, failures: PluginFailures) -> SessionReader | None:
-        """Return the first scorer of this profile that uses sessions, or None if there is none."""
+        """Return the first scorer of this profile that may use sessions, or None if there is none."""
         return next(
             (
                 SessionReader(one.name, cast("GoesBySessions", one.plugin), failures)

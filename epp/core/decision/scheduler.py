@@ -144,9 +144,9 @@ class Scheduler:
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         """Choose an endpoint for `request` and count the request there as running from now on.
-        Return a refusal if no endpoint may serve it, if it is shed because of its priority, if too
-        little of its prompt is cached for `Prefer: if-available`, or if its header names no
-        profile.
+        Return a refusal if no endpoint may serve it, or if it is shed because of its priority. With
+        several stages or profiles, also refuse it if too little of its prompt is cached for
+        `Prefer: if-available`, or if its header names no profile.
         """
         if self.witness is None:
             return self._schedule(request, now)

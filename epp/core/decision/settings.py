@@ -33,7 +33,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """Name of the index whose match becomes `matched_blocks`, or "" if there is none."""
     joined: tuple[str, ...] = ()
     """Names of the indexes, each of another origin, whose joint match becomes `matched_blocks`,
-    with `prefix` among them; () if `prefix` alone does.
+    `prefix` first. If it has fewer than two names, the match of `prefix` alone does.
     """
     block_tokens: int = 64
     """Number of tokens in a block of the `prefix` index."""
@@ -71,7 +71,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     shadow: SchedulingProfile | None = None
     """Second profile, which judges decisions and never acts, or None if there is none."""
     shadow_share: float = 1.0
-    """Share of the decisions that `shadow` judges, above 0 and at most 1."""
+    """Share of the decisions of `profile` that `shadow` judges, above 0 and at most 1."""
 
     @property
     def profile(self) -> SchedulingProfile:

@@ -57,7 +57,7 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
     """
     live_position: int = -1
     """Position of the acting profile's endpoint among the shadow's scored candidates; -1 if the
-    shadow's filters dropped it.
+    shadow did not score it.
     """
 
     def fields(self) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 Each stage chooses among the same candidates with its own profile. Two things pass from one stage to
 another: the endpoint that was chosen before (`Candidates.peer`), and the number of prompt tokens
-that the decode endpoint has cached, which the prefill rule reads. A rule by time is applied after
+that the decode endpoint has cached, which the rules of other stages may read. A rule by time is applied after
 both endpoints were chosen.
 """
 
@@ -52,7 +52,7 @@ class StagedChoice(Struct, frozen=True):
     encode: Choice | None = None
     """Choice of the encode endpoints, or None if the request has no encode leg."""
     cached_tokens: int = 0
-    """Number of prompt tokens that the decode endpoint is estimated to have cached."""
+    """Number of prompt tokens that the endpoint of `decode` is estimated to have cached."""
     work: Stage = DECODE
     """Stage that the request itself asks for. The choice `decode` is that of an endpoint for it."""
     prefilled: bool = False

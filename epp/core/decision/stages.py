@@ -144,7 +144,7 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     """Number of uncached prompt tokens of earlier requests that the endpoint has not computed yet.
     """
     tokens_per_s: float
-    """Prefill speed of the endpoint, above 0."""
+    """Configured prefill speed of the endpoint, above 0."""
     decoding_requests: float = 0.0
     """Number of requests that the endpoint decodes and that its prefill delays."""
     receiving_tokens: float = 0.0
@@ -155,8 +155,9 @@ class PrefillWork(Struct, frozen=True, kw_only=True):
     """Number of prompt tokens of earlier requests whose KV blocks the endpoint still has to send.
     """
     link_bytes_per_s: float = math.nan
-    """Measured speed in bytes per second of KV transfers to the endpoint; 0 if the next transfer will
-    show it, NaN if none will.
+    """Measured speed in bytes per second of KV transfers to the endpoint, or the median of the pool if
+    that of the endpoint is unknown. If none is known, it is 0 if the next transfer will show one,
+    else NaN.
     """
 
 
@@ -177,7 +178,8 @@ class ByTime(Struct, frozen=True, kw_only=True):
 
     A step that decodes has room for `STEP_TOKENS` prompt tokens, so these delay no request. The first
     maximum is there because the request also queues at D, behind earlier prefills and behind earlier
-    transfers. Transfers share the network of both endpoints, and the last of several ends when the
+    transfers. With `learn_link_speed`, `ahead` is multiplied by `UNMEASURED_FACTOR` until the first
+    transfer has shown its speed, and m follows from measured speeds afterwards. Transfers share the network of both endpoints, and the last of several ends when the
     bytes of all have moved. What is left of the others when this transfer begins is also the sum of
     its delays of them, which is the last summand. The answer is decoded at the same endpoint in both
     cases, so its time is the same. The prefill does not run elsewhere if the decode endpoint has
@@ -231,7 +233,8 @@ class ByTime(Struct, frozen=True, kw_only=True):
 
     def remote_s(self, prompt_tokens: int, local: PrefillWork, remote: PrefillWork) -> Seconds:
         """Return the time in seconds until the decode endpoint has the KV cache of the prompt, if
-        the endpoint of `remote` computes it. `local` is the work of the decode endpoint without it.
+        the endpoint of `remote` computes it, plus the time by which this delays other transfers.
+        `local` is the work of the decode endpoint without it.
         """
         computed_s = self.prefill_s(remote, prompt_tokens) + self.remote_overhead_s(prompt_tokens)
         queued_s = local.pending_tokens / local.tokens_per_s

@@ -20,7 +20,9 @@ class BandSelection(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Return whether a lower band may be served while a higher one waits."""
+        """Return whether a lower band may be served while a higher one has waiting requests for
+        which there is room.
+        """
         ...
 
     def weights(self, saturation: float, priorities: Sequence[int]) -> Mapping[int, float] | None:

@@ -72,8 +72,8 @@ class Ticket(Struct, kw_only=True, eq=False):
     state: State = State.NEW
     enqueued_at_s: Seconds = 0.0
     held_since_s: Seconds | None = None
-    """Time since which the ticket lets others take the room, because an endpoint without room has
-    more of its prompt cached; None if it does not.
+    """Time at which the ticket first let others take the room, because an endpoint without room had
+    more of its prompt cached; None if it never did.
     """
     number: int = 0
     """Position in the order of all tickets that ever waited."""
@@ -92,7 +92,9 @@ class Ticket(Struct, kw_only=True, eq=False):
 
 
 class _Flow:
-    """The waiting tickets of one flow in their order, and its counter."""
+    """The waiting tickets of one queue in their order, and its counter. They belong to one flow, or
+    to several that share the queue.
+    """
 
     __slots__ = ("_heap", "charged_at_s", "counter", "key", "name", "tickets", "weight")
 
@@ -168,7 +170,9 @@ class Band:
 
     @property
     def flows(self) -> int:
-        """Return the number of flows with a waiting ticket."""
+        """Return the number of queues with a waiting ticket: one under `Fairness.NONE`, else one for
+        each flow that does not share a queue.
+        """
         return len(self._waiting)
 
     @property
@@ -179,7 +183,7 @@ class Band:
     @property
     def loudest(self) -> tuple[str, int]:
         """Return the id of the flow with most waiting tickets, and their number. Another flow may
-        have a few more, because flows are not compared again each time that a ticket leaves.
+        have more, because flows are not compared again each time that a ticket leaves.
         """
         return self._loudest, self._counts.get(self._loudest, 0)
 
@@ -243,15 +247,16 @@ class Band:
             self._loudest_most = counts.get(self._loudest, 0)
 
     def charge(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
-        """Charge the flow of `ticket`, which was placed, with `tokens`, or with one request under
-        `Fairness.REQUESTS`, and record the charge for peers, except under `Fairness.NONE`.
+        """Charge the flow of `ticket`, which has waited and was placed, with `tokens`, or with one
+        request under `Fairness.REQUESTS`, and record the charge for peers, except under
+        `Fairness.NONE`. Only set `ticket.charged_tokens` if its flow is no longer known here.
         """
         ticket.charged_tokens = tokens
         self._add(ticket, 1.0 if self.settings.fairness is Fairness.REQUESTS else tokens, now)
 
     def correct(self, ticket: Ticket, tokens: float, now: Seconds) -> None:
         """Correct the charge of `ticket` to the `tokens` that it used, and record the correction for
-        peers. A charge of one request stays (`Fairness.REQUESTS`).
+        peers as `charge` does. A charge of one request stays (`Fairness.REQUESTS`).
         """
         if self.settings.fairness is not Fairness.REQUESTS:
             self._add(ticket, tokens - ticket.charged_tokens, now)

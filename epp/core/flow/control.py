@@ -1,7 +1,7 @@
 """The state machine of flow control. It has no clock: each call gives the time.
 
 A request that no endpoint has room for waits in the band of its priority. `pump` places the waiting
-requests, higher bands first, as soon as the gate sees room for them. The decision is made inside
+requests, by default higher bands first, as soon as the gate sees room for them. The decision is made inside
 the same step. A decision therefore sees all decisions before it, and no request is released for
 room that another one has taken.
 """
@@ -29,11 +29,12 @@ and maximum number that one call refuses because they have waited too long. `nex
 does not block the event loop.
 """
 HEADS_MAX: Final = 16
-"""Maximum number of flows of a band whose next request is compared with the gate in one call, and of
-requests behind the first of them that may take the room which it leaves to them.
+"""Maximum number of flows of a band whose next request is compared with the gate to place one
+request, and of requests of one flow that may be placed instead of its next one. It is also the
+number of the oldest requests of a band for which others are evicted.
 """
 EVICTED_MAX: Final = 16
-"""Maximum number of requests that one call evicts."""
+"""Maximum number of running requests that one call of `pump` evicts."""
 
 
 _SHUTTING_DOWN: Final = Refusal(
@@ -51,8 +52,8 @@ class Pool(Protocol):
         ...
 
     def has_room(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether `request` can be placed, because an endpoint that may serve it has room for
-        its priority.
+        """Return whether `request` need not wait, usually because an endpoint that may serve it has
+        room for its priority.
         """
         ...
 

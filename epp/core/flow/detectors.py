@@ -124,8 +124,8 @@ class Utilization(Struct, frozen=True, kw_only=True):
 
     The queue of an engine is the one on its last page, plus the requests that were sent to it since
     and whose prompts are still pending. An endpoint without fresh metrics is judged by the requests
-    in flight alone. An endpoint whose engine answered 503 since its last page counts as full at
-    least.
+    in flight alone. An endpoint whose engine answered 503 without `retry-after` since its last
+    page counts as full at least.
     """
 
     type_name: ClassVar[str] = UtilizationDetector.type_name

@@ -15,7 +15,7 @@ from epp.core.types import Refusal, Seconds
 
 EVICT_AFTER_S: Final = 1.0
 """Wait in seconds after which a request may have another one evicted. It is half of the longest wait
-of the request if that is less.
+of the request if that is less, and 0 while the queue has no space for a further request.
 """
 PAUSE_S: Final = 1.0
 """Pause in seconds after an eviction that made no room. By then the endpoint's next page shows its

@@ -68,7 +68,7 @@ class Rivalry:
         return now >= self._until_s and settings.band(priority).ordering is Ordering.ARRIVAL
 
     def is_outranked(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether a request of higher priority than `request` came within `RIVALS_S` and
+        """Return whether the highest priority of recent requests is above that of `request`, and
         flows or priorities compete.
         """
         outranked = self.settings.by_priority and request.priority < self._highest

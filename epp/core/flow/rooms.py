@@ -3,8 +3,8 @@
 Room has three dimensions, because a request uses each of them until another time:
 
 - Slots, until the end of a request. An engine whose slots are used queues requests and runs the same
-  number, the highest ever, while requests begin or while none computes its prompt. Before that, the
-  default of vLLM is assumed.
+  number, the highest ever, while requests begin or while none computes its prompt. Before that,
+  `SLOTS_ASSUMED` slots are assumed.
 - Tokens of the KV cache, until the end. The page has the size and the used share. What was sent
   since the page or is not computed yet, and the growth of the answers that are being written, is
   added.
@@ -26,18 +26,18 @@ from epp.core.knowledge.inflight import ARRIVAL_S_PER_TOKEN, OUTPUT_TOKENS_ESTIM
 from epp.core.types import EndpointMetrics, Seconds
 
 SLOTS_ASSUMED: Final = 256.0
-"""Number of requests that an engine is assumed to run at once before it has queued any: the default
-`max_num_seqs` of vLLM.
+"""Number of requests that an engine is assumed to run at once, until it runs more or its slots are
+learned from a queue: the default `max_num_seqs` of vLLM on smaller GPUs (1,024 on larger ones).
 """
 SLOTS_MAX: Final = 4_096.0
 """Upper bound of the learned number of slots."""
 QUEUE_MIN: Final = 5.0
-"""Number of requests that may wait in an engine, so that it never idles between the end of a request
-and the next decision: the default `queueDepthThreshold` of llm-d-router.
+"""Least number of requests that may wait in an engine, so that it never idles between the end of a
+request and the next decision: the default `queueDepthThreshold` of llm-d-router.
 """
 SLOTS_GROWTH: Final = 1.25
-"""Factor by which the slots are assumed to exceed the highest number of running requests, once that
-is higher than what was known.
+"""Factor by which the slots are assumed to exceed the number of running requests once an engine runs
+more than were known; they are then at least `SLOTS_ASSUMED` and at most `SLOTS_MAX`.
 """
 SLOTS_S: Final = 0.5
 """Seconds for which an engine must run the same number of requests and queue others, on page after
@@ -73,14 +73,17 @@ class RoomOf(Struct, frozen=True, kw_only=True):
     """The room of one endpoint in numbers, for explanations."""
 
     requests: float
-    """Number of waiting and running requests at the endpoint, by the picker's estimate."""
+    """Number of waiting and running requests at the endpoint, by the picker's estimate. With several
+    pickers, it may be higher, so that each picker leaves the others their share of the room.
+    """
     slots: float
     """Number of requests that the engine is assumed to run at once, learned from its pages."""
     queue: float
     """Number of requests that may wait in the engine beside those in its slots."""
     kv_share: float
-    """Share of the KV cache that is used, or will be by prompts that were placed and by answers that
-    grow; NaN if unknown.
+    """Share of the part of the KV cache that the request may use (`KV_OUTRANKED` of it if outranked,
+    else all) that is used, or will be by prompts that were placed and by answers that grow; NaN if
+    unknown.
     """
     prefill_tokens: float
     prefill_tokens_max: float
@@ -154,7 +157,9 @@ class Spare(Struct, frozen=True):
     per_request: float
     per_token: float
     requests: float
-    """Number of further requests for which each of the endpoints with room has slots at least."""
+    """Number of further requests for which each of the endpoints with room has slots, or places in
+    its queue, at least.
+    """
     tokens: float
     """Number of further tokens for which the KV cache of each of the endpoints with room has space
     at least; inf if unknown.

@@ -1,6 +1,6 @@
 """Settings of flow control: limits, waits, fairness and order of the queue, and when it opens.
 
-The defaults are those of llm-d-router.
+The defaults of limits, waits and policies are those of llm-d-router. The detector is another one.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ class Fairness(StrEnum):
     each `half_life_s`, and a flow keeps them while it does not wait.
     """
     SESSIONS = "agent-sessions"
-    """Each flow is an agent session. Admitted sessions are first, and others wait until an endpoint
-    has room for their tokens, first come, first served.
+    """Each flow is an agent session. Admitted sessions are first. Others wait until an endpoint has
+    room for their tokens, or have waited long: overdue ones first, then paused ones, then new ones.
     """
 
 

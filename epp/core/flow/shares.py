@@ -52,8 +52,8 @@ class FlowShares:
         self.reports = 0
         """Number of reports of this picker's load to its peers so far."""
         self.loads_heard = 0
-        """Number of reports received from peers so far after which endpoints may have more room
-        than before.
+        """Number of reports received from peers so far that may have changed the room that
+        endpoints have for this picker.
         """
         self.fresh: dict[Key, float] = {}
         """Charges by peers that the queue has not added to its flows yet, by key."""

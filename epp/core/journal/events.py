@@ -1,8 +1,8 @@
 """The events of a journal at the level of inputs: what a scheduler received and decided, in order.
 
-A scheduler with the same seed that receives them in the same order decides the same again. It has
-no clock and no unseeded randomness. Text written by clients is not in the events. Models, sessions,
-salts and the blocks of prompts are keyed hashes.
+A scheduler with the same seed that receives all of them in the same order decides the same again, if
+no peers share records with it. It has no clock and no unseeded randomness. Text written by clients is
+not in the events. Models, sessions, salts and the blocks of prompts are keyed hashes.
 """
 
 from array import array
@@ -50,7 +50,9 @@ class Level(StrEnum):
     endpoints.
     """
     INPUTS = "inputs"
-    """The journal records everything that a scheduler needs to make the same decisions again."""
+    """The journal records what a scheduler needs to make the same decisions again, except for records
+    that peers share and for requests outside the sample.
+    """
 
 
 class _Event(
@@ -147,7 +149,9 @@ class Opened(_Event, frozen=True, kw_only=True):
     share: float = 1.0
     """Share of the sessions whose requests are recorded, 0 to 1."""
     decisions: int = 0
-    """Number of decisions that the picker process had made before this segment of the journal."""
+    """Number of the last decision that was recorded before this segment, as the scheduler counts its
+    decisions; 0 if there was none, or at the level of decisions.
+    """
     block_tokens: int = 64
     """Number of tokens in a block of the requests in this segment."""
 
@@ -225,12 +229,12 @@ class Scheduled(_Event, frozen=True, kw_only=True):
     shape: Shape | None = None
     """The parts of the request that affect its placement, or None if they were lost."""
     route: str = ""
-    """Route of the request (`Route`), or "" if the configuration has one stage or if the request was
-    refused.
+    """Route of the request (`Route`), or "" if one profile alone chooses among all candidates, or if
+    the request was refused.
     """
     uncached_tokens: int = 0
-    """Number of prompt tokens that the decode endpoint was estimated not to have cached. It is 0 if
-    the configuration has one stage or if the request was refused.
+    """Number of prompt tokens that the endpoint in `slot` was estimated not to have cached. It is 0
+    if one profile alone chooses among all candidates, or if the request was refused.
     """
     earlier: tuple[ScheduledLeg, ...] = ()
     """Legs of the prefill and encode stages, if other endpoints work on them."""
@@ -400,7 +404,7 @@ segment.
 
 
 class Asked(Struct, frozen=True, gc=False):
-    """The parts of a request that affect its placement, with text as the client wrote it."""
+    """The parts of a request that affect its placement, before text of the client is hashed."""
 
     model: str
     cache_salt: str
@@ -458,8 +462,8 @@ Note: TypeAlias = Event | Seen | Decided | Heard
 
 
 def shape_of(asked: Asked, salt: Salt) -> Shape:
-    """Return the recorded parts of a request, with keyed hashes in place of all text. Token counts
-    are clamped to the bounds of the capture format.
+    """Return the recorded parts of a request, with keyed hashes in place of all text. The token
+    counts of the prompt are clamped to the bounds of the capture format.
     """
     known = 0 if asked.known_tokens == asked.prompt_tokens else asked.known_tokens
     return Shape(

@@ -35,8 +35,8 @@ each turn.
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
 """Number of tokens of a prompt, 1 to 10 million; another value is an error."""
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=10_000_000)]
-"""Number of tokens of an answer, or of a prompt by its token ids, 0 to 10 million; 0 if the request
-failed or the tokens were not counted.
+"""Number of tokens of an answer, or of a prompt by its token ids, 0 to 10 million. It is 0, for
+example, for the answer of a refused request, or if the token ids are unknown.
 """
 BlockId: TypeAlias = Annotated[int, Meta(ge=0)]
 """Identifier of a block or an answer, an unsigned number of 64 bits."""

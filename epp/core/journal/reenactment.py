@@ -3,7 +3,8 @@ and each decision is compared.
 
 After each decision, the scheduler is set to the live one's state: a request that went elsewhere is
 moved. Every decision is therefore judged by the knowledge of the live picker at that time, and one
-difference does not cause further ones.
+difference usually does not cause further ones. Only a request that the re-enactment refuses, and a
+leg that it does not choose, are missing in its state.
 """
 
 import math
@@ -70,7 +71,8 @@ _NOWHERE: Final = ""
 
 class Difference(StrEnum):
     """The reason why a repeated decision differs from the live one. The value names the first
-    difference in what was known, or "the same was known".
+    difference in what was known, or "the same was known". If only one of the two is a refusal, or
+    the reasons of two refusals differ, it is `CANDIDATES`.
     """
 
     KNOWLEDGE = "the index knew another number of blocks"

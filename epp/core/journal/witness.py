@@ -160,7 +160,7 @@ class CaptureWitness:
 
     def took(self, given: Input, effects: Effects, now: Seconds) -> None:
         """Record the input `given`, without content that must not be written. Inputs about requests
-        that are not recorded are left out, and records of peers are only counted.
+        that are not recorded and new settings are left out, and records of peers are only counted.
         """
         match given:
             case (

@@ -92,13 +92,16 @@ class SessionIndexSettings(
     abilities: ClassVar[Abilities] = Abilities(names_sessions=True, shares=True, measures=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = SESSION_HEADER
-    """Request header with the session id, used if the request has no `session_id` of its own."""
+    """Request header with the session id, used if the request has no `session_id` of its own; see
+    `cookieName` and `sources`.
+    """
     cookie_name: str = ""
-    """Cookie with the session id, used instead of a header."""
+    """Cookie with the session id, used instead of the header `headerName`."""
     sources: SessionSources = ()
     """Places that may name the session; the first that a request has decides. Each is a `header`,
-    or an `attribute` `SessionIDDataKey`, which stands for `headerName` or `cookieName`. If empty,
-    only these two apply.
+    or an `attribute` `SessionIDDataKey`, which stands for `cookieName` if set, else for
+    `headerName`. If `sources` is empty, only that one applies. A request's own `session_id` takes
+    precedence.
     """
     ttl: Duration = Duration(300.0)
     """Time after the last request of a session at which the index forgets it."""
@@ -325,7 +328,8 @@ class NoHitLruSettings(
 
 class NoHitLru:
     """An affinity index of the order in which endpoints last received a cold prompt, that is, a
-    prompt of which no endpoint had cached a part.
+    prompt of which no endpoint was estimated to have cached a part (with several stages, no
+    candidate of the stage).
 
     A match is a rank: 0 if no cold prompt of the endpoint is remembered, 1 for the least recently
     used endpoint, up to the number of remembered endpoints, which is the total.
@@ -360,9 +364,7 @@ class NoHitLru:
         )
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Make `slot` the most recently used slot if `request` is cold, that is, if no endpoint had
-        a part of its prompt cached.
-        """
+        """Make `slot` the most recently used slot if the prompt of `request` is cold."""
         if not request.moment.cold:
             return
         self._slots[slot] = now

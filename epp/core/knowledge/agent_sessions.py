@@ -60,7 +60,9 @@ class Room(IntEnum):
 
     NONE = 0
     OF_IDLE = 1
-    """The endpoint has room if any of its idle sessions are paused."""
+    """The endpoint has room if idle sessions are paused, including some that are idle for less than
+    `idle_lease_seconds`.
+    """
     OF_LONG_IDLE = 2
     """The endpoint has room if only sessions are paused that are idle for longer than
     `idle_lease_seconds`.
@@ -88,7 +90,7 @@ class AgentSessionSettings(Parameters, frozen=True):
     """Share of the KV cache that sessions may need together."""
     idle_lease_seconds: Annotated[float, Meta(ge=0)] = 30.0
     """Time after its last turn for which a session keeps its room against sessions that are not
-    admitted.
+    admitted, unless these have waited long.
     """
     eviction_ttl_seconds: Annotated[float, Meta(gt=0)] = 3_600.0
     """Time after its last request at which a session is forgotten."""

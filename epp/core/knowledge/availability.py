@@ -1,5 +1,6 @@
 """Selection of the ready endpoints that may serve a request now: those that are neither ejected nor
-full. If all are ejected, or all full, that reason excludes none.
+excluded as full. If a reason holds for all, it excludes none. A full endpoint is excluded during its
+pause; after it, the endpoint may receive a few requests (`FullEndpoints`).
 """
 
 import numpy as np
@@ -23,14 +24,16 @@ class Available(Struct, frozen=True, gc=False):
     without those that the filters before all stages of a staged scheduler dropped.
     """
     with_room: Ints
-    """Slots of `in_service` whose endpoints are not full, or all of `in_service` if every one is
-    full. It is the same array as `in_service` if no endpoint was excluded as full before these
+    """Slots of `in_service` whose endpoints are not excluded as full, or all of `in_service` if every
+    one is. With flow control, endpoints above the ceiling of the request may be missing too
+    (`Admission.below_ceiling`). It is the same array as `in_service` if no endpoint was excluded as full before these
     filters dropped any.
     """
 
     def left_out(self, slots: Ints, columns: Columns) -> dict[str, Ints]:
         """Return the slots of the ready endpoints that are not in `slots` because they are ejected
-        or full, by that reason. `slots` is `with_room` or `in_service` of this object.
+        or full, by that reason. Those above the ceiling of the request count as full. `slots` is
+        `with_room` or `in_service` of this object.
         """
         found: dict[str, Ints] = {}
         if len(self.in_service) < len(self.ready):
@@ -47,7 +50,8 @@ def available(
     ready: Ints, columns: Columns, ejection: Ejection, full: FullEndpoints, now: Seconds
 ) -> Available:
     """Return the slots of the `ready` endpoints that are not ejected, and of these the ones that
-    are not full. A reason that holds for all of them excludes none.
+    are not full or may receive a request although they are. A reason that holds for all of them
+    excludes none.
     """
     in_service = ready
     if ejection.masked:

@@ -205,7 +205,7 @@ class Columns:
         its engine.
         """
         self.prefill_alike = False
-        """True if all endpoints of the pool are known to have the same prefill speed."""
+        """True if the same prefill speed is configured for all endpoints of the pool."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapters_reported = 0
         """Number of endpoints that report LoRA adapters. Only these have values in the columns
@@ -215,7 +215,9 @@ class Columns:
         # Arrays without elements may be shared: `_grow` replaces each by its own.
         self.adapters_active = self.adapters_resident = self.adapters_idle = np.empty(0, np.int64)
         self.peers: PeerLoads | None = None
-        """Loads that peers report for the endpoints, or None while there are no peers."""
+        """Loads that peers report for the endpoints, or None if this picker does not share with
+        peers.
+        """
         self.attributes: dict[str, Floats] = {}
         """Column of each attribute by the attribute's key; NaN where an endpoint does not report
         it. A key that no endpoint reports has no column.
@@ -499,8 +501,8 @@ class AdapterColumns:
 class Candidates:
     """The n endpoints that may serve one request, as columns of length n.
 
-    `slot` belongs to the pool and is read-only. Every other array is a new copy, so a plugin may
-    use it as scratch space without an effect on the pool.
+    `slot` belongs to the pool and is read-only, as are the arrays of `engine_load`. Every other
+    column is a new copy, so a plugin may use it as scratch space without an effect on the pool.
     """
 
     __slots__ = (
@@ -654,8 +656,8 @@ class Candidates:
         """Return the requests that the candidates' engines report in `load`, and those in flight.
 
         The result is valid until the next change of requests in flight. It is gathered once for
-        all requests between two changes of scraped values, if all slots are candidates and there
-        are no peers.
+        all requests between two changes of scraped values, if all slots are candidates and this
+        picker does not share with peers.
         """
         columns, slot = self._columns, self._slot
         known = columns.last_requests
@@ -849,8 +851,9 @@ class Candidates:
 
     @property
     def prefill_alike(self) -> bool:
-        """Return True if all endpoints of the pool have the same prefill speed, so that prefill
-        tokens of two endpoints can be compared instead of seconds. Return False if that is unknown.
+        """Return True if the same prefill speed is configured for all endpoints of the pool, so that
+        prefill tokens of two endpoints can be compared instead of seconds. Return False if that is
+        unknown.
         """
         return self._columns.prefill_alike
 
@@ -873,7 +876,9 @@ class Candidates:
 
     @property
     def total_blocks(self) -> Ints:
-        """Return int64[n]: the number of full blocks of the prompt, the same for all candidates."""
+        """Return int64[n]: the number of full blocks of the prompt that the default prefix index
+        looked up, the same for all candidates. A long prompt may have more.
+        """
         return np.full(len(self._slot), self.affinity("").total, dtype=np.int64)
 
     @property
@@ -1048,7 +1053,8 @@ class Candidates:
         These are the prompt tokens that it has not cached, the pending prefill tokens, its configured
         prefill speed in tokens per second, its running requests, the tokens whose KV blocks it still
         has to receive and to send, and the measured speed in bytes per second of KV transfers to it.
-        This speed is 0 if the next transfer will show it, and NaN if none will. If the candidate does
+        If this speed is unknown, it is the median of the pool. If that is unknown too, it is 0 if the
+        next transfer will show a speed, else NaN. If the candidate does
         not report its running requests, or not within `REPORTED_S_MAX`, the number of its requests in
         flight is returned instead.
         """

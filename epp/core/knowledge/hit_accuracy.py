@@ -95,7 +95,9 @@ class Verdict(StrEnum):
     FELL = "fell"
     """A counter of the engine was lower than before, although the engine did not restart."""
     IMPOSSIBLE = "impossible"
-    """The engine counted more tokens as found in the prefix cache than as looked up."""
+    """The engine counted more tokens as found in the prefix cache than as looked up, or infinitely
+    many as looked up.
+    """
 
 
 class Side(StrEnum):
@@ -200,15 +202,17 @@ class Correction(Struct, frozen=True, kw_only=True):
 
     slot: int
     error: float
-    """Difference of the predicted and the counted share of cached tokens at the endpoint, as
-    `HitComparison.error` defines it.
+    """Distance of the predicted share of cached tokens at the endpoint from the range of the
+    counted share (`HitComparison.error`): above 0 if the prediction was too high.
     """
     bytes_per_token: float
     """Average bytes per token of all prompts sent to the pool, or `BYTES_PER_TOKEN` if unknown."""
 
 
 class ErrorHistogram:
-    """A histogram of the errors of predicted cache hits, one error for each window."""
+    """A histogram of the errors of predicted cache hits: at the end of each window, one error over
+    the endpoint's last windows.
+    """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(ERROR_BOUNDS) + 1)
@@ -218,7 +222,7 @@ class ErrorHistogram:
         self.total = 0.0
 
     def observe(self, error: float) -> None:
-        """Count the error of the predicted cache hits of one window, a share of tokens from 0 to 1."""
+        """Count one error of predicted cache hits, a share of tokens from 0 to 1."""
         at = sum(error > bound for bound in ERROR_BOUNDS)
         self.counts[at] += 1
         self.total += error
@@ -328,8 +332,8 @@ class HitAccuracy:
         """Bytes per token of each model by its name, the least recently updated model first."""
         self._pool = _TokenSize()
         self.errors: Final = {side: ErrorHistogram() for side in Side}
-        """Histograms of the errors of all measured windows of engines that count requests: one for
-        too high and one for too low predictions. A window without error counts as 0 in both.
+        """Histograms of the errors at the ends of all measured windows of engines that count
+        requests: one for too high and one for too low predictions. No error counts as 0 in both.
         """
 
     # Events.

@@ -46,8 +46,8 @@ data-centre GPUs, rounded up.
 """
 
 BUSY_S_MAX: Final = 0.5
-"""Longest time in seconds between two observations of an endpoint that both showed pending prefill
-tokens, for which the endpoint counts as busy in between.
+"""Longest time in seconds between two observations of an endpoint, the first of which showed
+pending prefill tokens, for which the endpoint may count as busy in between.
 """
 ARRIVAL_S_PER_TOKEN: Final = 20e-6
 """Longest time in seconds that a server takes to tokenize a prompt, for each of its tokens, before
@@ -239,7 +239,9 @@ class _Backlog:
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
-        """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
+        """Time at which the picker last saw the first chunk of a streamed answer from the endpoint
+        while its metrics pages neither counted first outputs nor reported adapters; -inf if never.
+        """
         self.seen_at_s: Seconds = -math.inf
         """Time at which the gateway last showed that the endpoint had computed a prompt: by the first
         chunk of a streamed answer, or because the request went on elsewhere. The end of an answer

@@ -31,11 +31,14 @@ RISES_MAX: Final = 32
 REMEMBERED_S: Final[Seconds] = 300.0
 """Time in seconds after which an increase is forgotten."""
 DOUBLED_S: Final[Seconds] = 300.0
-"""Time in seconds without any transfer in which the pool's speed doubles. If the measured speed is so
-low that no request uses the network, nothing else would show that it has become faster.
+"""Time in seconds without any transfer after which the pool's speed begins to rise, and in which it
+then doubles. If the measured speed is so low that no request uses the network, nothing else would
+show that it has become faster.
 """
 FORGOTTEN_S: Final[Seconds] = 1_800.0
-"""Time in seconds without any transfer after which the configured speed is used again."""
+"""Time in seconds without any transfer after which the pool's speed is unknown again, so that the
+configured one is used.
+"""
 FASTEST_SHARE: Final = 0.1
 """Share of the remembered increases of an endpoint that are faster than its measured speed."""
 BYTES_PER_S_MIN: Final = 1e6
@@ -44,7 +47,7 @@ BYTES_PER_S_MAX: Final = 1e13
 RANKS_MAX: Final = 64
 """Maximum number of ranks that receive the KV blocks of one request at the same time."""
 RISES_OF_RANKS: Final = 8
-"""Number of increases of an endpoint from which on its number of ranks may exceed that of most
+"""Number of increases of an endpoint from which on its number of ranks may exceed the median of all
 endpoints. With fewer, several requests may look like several ranks.
 """
 DIVIDED_SHARE: Final = 7 / 8
@@ -145,8 +148,8 @@ class LinkSpeeds:
         self._write_median()
 
     def tick(self, now: Seconds) -> None:
-        """Forget increases that are too old, and raise the pool's speed if no transfer has ended for
-        long.
+        """Forget increases that are too old. If no transfer has ended for long, raise the pool's
+        speed; after `FORGOTTEN_S`, forget it.
         """
         old_s = now - REMEMBERED_S
         for slot, link in self._links.items():

@@ -5,7 +5,7 @@ the chained hashes of *ours* that stand for it (`core/prompt/token_blocks`). It 
 keys that are stored or removed.
 
 **Steps.** A key stands for a block of `block_tokens` tokens, and an engine's block may be shorter.
-The chain is therefore computed in steps of 16 tokens. If a block of the engine ends inside one of
+The chain is therefore computed in steps of 16 tokens, if 16 divides our block's length. If a block of the engine ends inside one of
 ours, the mirror keeps the hash of that step, because other prompts continue there. If a block ends
 inside a step, as most blocks of one token do, the mirror also keeps the tokens after the last full
 step. Each such block has its own copy, which is smaller than a reference to its neighbours' tokens
@@ -181,7 +181,7 @@ class Mirror:
         self.step_tokens: Final = step_tokens_of(block_tokens)
         self.counts = MirrorCounts()
         self.engine_block_tokens = 0
-        """Number of tokens in the largest block of the engine; 0 before any event."""
+        """Number of tokens in the largest block of the rank so far; 0 if none is known."""
         self.adapters: set[str] = set()
         """Names of the LoRA adapters that appeared in the engine's events."""
         self.counting = True

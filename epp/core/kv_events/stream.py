@@ -64,9 +64,9 @@ for its KV event stream to count as silent.
 HEARTBEATS_MISSED_MAX: Final = 3
 GAP_FRAMES_MAX: Final = 100_000
 """Largest plausible number of missing frames in a gap of a KV event stream. vLLM sends one message
-for each engine step that changes its cache, measured at most 40 a second. `FORGOTTEN_S` after a
-lost connection there is no last number to compare with. A hundred times that rate gives less than
-half of this limit.
+for each engine step that changes its cache, measured at most 40 a second. `STALE_S` plus
+`FORGOTTEN_S` after a lost connection there is no last number to compare with. A hundred times that
+rate gives less than half of this limit.
 """
 RECENT_FRAMES: Final = 64
 """Number of frames applied last whose digests are stored. They distinguish a repeated frame from a
@@ -211,8 +211,9 @@ class KVEventStream:
         self._observed_at_s: Seconds = -math.inf
         self._stale_since_s: Seconds | None = None
         self._computed_tokens: float = math.nan
-        """Number of prompt tokens that the engine had computed when the last frame or heartbeat
-        came; NaN if unknown.
+        """The engine's counter of computed prompt tokens, over all requests, at the first scrape
+        after the last frame or heartbeat, or at a later one that showed a lower value. NaN before
+        that scrape, or if not reported.
         """
 
     @property
@@ -248,8 +249,8 @@ class KVEventStream:
     # Events of the socket.
 
     def connected(self, now: Seconds) -> None:
-        """Record that the source of the stream is connected and sends frames from now on. Request
-        the frames that may be missing, or drop all blocks if frames cannot be requested now.
+        """Record that the source of the stream is connected and sends frames from now on. Request a
+        snapshot or the frames that may be missing, or drop all blocks if neither is possible now.
         """
         self._connected = True
         self._heard(now)
@@ -616,8 +617,8 @@ class KVEventStream:
         self._take_all(rest[1:], now)
 
     def _ask_later(self) -> None:
-        """Remember that the missing frames must be requested later, because this request brought
-        none.
+        """Remember that the missing frames must be requested later, because this request did not
+        bring them.
         """
         self.counts.replays_vain += 1
         self._stop_asking()

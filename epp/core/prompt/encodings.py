@@ -75,7 +75,7 @@ class _Decoder(Protocol):
     """Upper bound of the bytes of memory that the decoder itself allocates."""
     frames: int
     pending: bool
-    """True if `decode` has more output and must be called again, with empty input if none is left."""
+    """True if `decode` may have more output, so that it must be called again with empty input."""
 
     @property
     def complete(self) -> bool:

@@ -10,8 +10,8 @@ RESPONSE_BYTES_MAX: Final = 8 * 1024 * 1024
 larger one stays unknown.
 """
 EVENT_BYTES_MAX: Final = 256 * 1024
-"""Maximum length in bytes of a line in a streamed answer. Longer lines are skipped, because usage
-is in a short one.
+"""Maximum length in bytes of the beginning of a line of a streamed answer that is stored until its
+rest comes. Longer lines are skipped, because usage is in a short one.
 """
 
 

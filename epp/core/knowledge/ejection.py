@@ -123,8 +123,8 @@ class EjectedEndpoint:
         self.serving_some = serving_some
         self.since_s = since_s
         self.until_s = until_s
-        """Time at which the ejected endpoint is probed; results of requests that were sent before
-        it are ignored.
+        """Time from which on the ejected endpoint is probed; results of requests that were sent
+        before it are ignored.
         """
         self.probed = False
         self.open_probes = 0
@@ -248,7 +248,7 @@ class Ejection:
 
     def forgive(self, now: Seconds) -> None:
         """Reduce the number of ejections by one for each endpoint that was in service for a base
-        ejection time.
+        ejection time since its return or the last reduction.
         """
         base_s = self._settings.base_ejection_time
         for slot, standing in tuple(self._standings.items()):

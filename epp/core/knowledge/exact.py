@@ -139,7 +139,9 @@ class ExactStatistics(Struct):
     partial_hits: int = 0
     no_hits: int = 0
     unknown_tokens: int = 0
-    """Number of matches without a look-up, because the request's tokens or adapter were unknown."""
+    """Number of calls of `match` without a look-up, because the request's tokens or its adapter
+    were unknown.
+    """
     evicted_told: int = 0
     """Number of blocks evicted because engines reported them as removed."""
     evicted_memory: int = 0

@@ -67,8 +67,8 @@ class AwaitedEvents:
         stretch: Callable[[int, SlotState, float], None],
     ) -> bool:
         """Check for awaited KV-cache events, at most four times per `ttl_s`, the time to live of
-        recent decisions. Call `stretch` with the slot of each endpoint, its state and the factor by which
-        its decisions live longer. Return whether any endpoint became overdue or ceased to be.
+        recent decisions. Call `stretch` with the slot of each endpoint, its state and the factor by
+        which its decisions live longer. Return whether any endpoint became overdue or ceased to be.
         """
         if not self._any or now - self._looked_at_s < ttl_s / 4:
             return False

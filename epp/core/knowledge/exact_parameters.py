@@ -270,8 +270,8 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     each endpoint for these three. `zmqEndpoint` is the address to which engines connect.
     """
     speculative_indexing: bool = True
-    """True if a prompt that was recently sent to an endpoint counts as cached there until the
-    engine's events arrive.
+    """True if a prompt that was sent to an endpoint counts as cached there for `speculativeTTL`,
+    because the engine's events come later.
     """
     speculative_ttl: Duration = field(default=Duration(2.0), name="speculativeTTL")
     """Time for which a prompt counts as cached after the decision, because the engine's events

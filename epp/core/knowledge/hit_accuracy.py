@@ -118,8 +118,8 @@ class Expected(Struct, frozen=True, kw_only=True, gc=False):
     prompts: int = 1
     """Number of prompts in the request. The engine counts each of them as a request."""
     indexes: Mapping[str, int] = NO_INDEXES
-    """Predicted number of cached tokens by each affinity index that receives no KV-cache events,
-    had it been used alone.
+    """Predicted number of cached tokens by each index of the joint match except the first, had it
+    been used alone, by name of the index; empty if one index makes the prediction.
     """
 
 
@@ -178,8 +178,8 @@ class HitComparison(Struct, frozen=True, kw_only=True):
     report tiers.
     """
     indexes: Mapping[str, float] = field(default_factory=dict)
-    """Predicted share, like `predicted`, by each index that receives no KV-cache events, had it
-    been used alone.
+    """Predicted share, like `predicted`, by each index of the joint match except the first, had it
+    been used alone, by name of the index.
     """
 
     @property
@@ -333,7 +333,7 @@ class HitAccuracy:
         self._pool = _TokenSize()
         self.errors: Final = {side: ErrorHistogram() for side in Side}
         """Histograms of the errors at the ends of all measured windows of engines that count
-        requests: one for too high and one for too low predictions. No error counts as 0 in both.
+        requests: one for too high and one for too low predictions. An error of 0 counts in both.
         """
 
     # Events.

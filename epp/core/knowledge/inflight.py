@@ -114,8 +114,8 @@ class Outcome(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def unserved(self) -> bool:
-        """Return whether the engine did not compute the prompt, because the request failed, was
-        refused or was invalid.
+        """Return whether the prompt counts as not computed by the engine, because the request
+        failed, was refused or was invalid.
         """
         return self.failed or (self.status is not None and self.status >= 400)
 

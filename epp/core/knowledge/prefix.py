@@ -63,8 +63,8 @@ memory without a gain. The reference picker has the same limit.
 
 CHAIN_BLOCKS_MAX: Final = 65_536
 """Maximum number of blocks of a prompt that are looked up, even if the settings give a higher limit
-or none: 4 million tokens in blocks of 64. It bounds the depth of the tree, which Python frees recursively (a stack of
-8 MB ends at 110,000).
+or none: 4 million tokens in blocks of 64. It bounds the depth of the tree, which Python frees
+recursively (a stack of 8 MB ends at 110,000).
 """
 
 # Bytes of process memory on CPython 3.11, fitted to the growth that `bench/index.py` measures.
@@ -198,8 +198,8 @@ class PrefixStatistics(Struct):
     """
 
     lookups: int = 0
-    """Number of matches of requests with at least one full block; each counts as a full hit, a
-    partial hit or no hit.
+    """Number of calls of `match` for requests with at least one full block; each counts as a full
+    hit, a partial hit or no hit.
     """
     full_hits: int = 0
     """Number of look-ups in which each prompt of the request had all its full blocks cached at some

@@ -283,7 +283,8 @@ _SMALL_INTEGERS: Final = 0x80
 def rank_in(payload: bytes) -> int | None:
     """Return the data-parallel rank in `payload`, read from its last byte alone.
 
-    Return None if the payload has no rank, or one from 128 to 255. No engine has more ranks.
+    Return None if the payload has no rank, or one from 128 to 255. Higher ranks are not read
+    correctly, and no engine has them.
     """
     rank = payload[-1] if payload[:1] == _ARRAY_OF_3 else _SMALL_INTEGERS
     return rank if rank < _SMALL_INTEGERS else None

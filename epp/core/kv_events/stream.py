@@ -84,7 +84,9 @@ class StreamState(StrEnum):
     """Frames of the stream are missing and have been requested from its source."""
     LIVE = "live"
     STALE = "stale"
-    """The source of the stream is disconnected, or sends nothing while its engine works."""
+    """The source of the stream is disconnected, sends nothing while its engine works, or sends no
+    heartbeats any longer.
+    """
 
 
 class Apply(Struct, frozen=True, gc=False):
@@ -163,7 +165,9 @@ class KVEventStream:
         connected.
         """
         self.silent = False
-        """True if the source of the stream sends nothing while its engine works."""
+        """True if the source of the stream sends nothing while its engine works, or no heartbeats
+        any longer.
+        """
         self._replays = replays
         self._snapshots = snapshots
         self._connected = False
@@ -337,7 +341,8 @@ class KVEventStream:
 
     def heartbeat(self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds) -> None:
         """Process a heartbeat of the source. Request a snapshot, unless one is awaited, if its
-        `epoch` is a new one, or if `sequence`, the number of the source's last frame, shows a gap.
+        `epoch` is a new one, or if `sequence`, the number of the source's last frame, is not that
+        of the last frame applied here.
         """
         self._heard(now)
         self._heartbeat_s = interval_s

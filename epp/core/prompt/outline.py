@@ -3,8 +3,9 @@
 The cost of decoding depends on the content of a body, not only on its length. An empty array has
 two bytes and takes a fifth of a microsecond; a number of four thousand digits takes as long as a
 page of text. Costly elements are therefore counted first, by fast passes over the bytes. A body
-with too many of them for its length is not decoded (`TooMuchError`). Integers of usual size, `true`, `false`, `null` and
-blanks are cheap and not counted, because a prompt may be a million token ids.
+with too many of them for its length is not decoded (`TooMuchError`). Integers of usual size,
+`true`, `false`, `null` and blanks are cheap and not counted, because a prompt may be a million
+token ids.
 """
 
 from typing import Final, TypeAlias
@@ -61,7 +62,8 @@ def admit(body: bytes) -> None:
     number with too many digits.
 
     Valid JSON is counted exactly, except that a number with a point and an exponent may count
-    twice. So is the valid part of other bodies, because no decoder gets further. A body of at most `PIECES_MAX` bytes is not examined.
+    twice. So is the valid part of other bodies, because no decoder gets further. A body of at most
+    `PIECES_MAX` bytes is not examined.
     """
     if len(body) <= PIECES_MAX:
         return

@@ -462,8 +462,8 @@ def opaque_request(
 def claim_of(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str | None:
     """Return the suffix of the path by which a parser reads the body, such as "chat/completions".
 
-    Return "" if the gateway sends the path in no header, so that the body decides. Return None if no
-    parser reads the body.
+    Return "" if the gateway sends the path in no header, so that the body decides. Return None if
+    no parser reads the body.
     """
     path = path or _path_of(headers)
     if not path:

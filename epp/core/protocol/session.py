@@ -174,8 +174,8 @@ class Gateway:
 
 
 CUTS_ALIKE: Final = 4
-"""Number of consecutive waits, of those that a stream's end cut short, that must have lasted
-equally long before that counts as the gateway's timeout.
+"""Number of consecutive waits in the queue, of those that ended with their streams, that must have
+lasted equally long before that counts as the gateway's timeout.
 """
 CUT_SPREAD: Final = 0.05
 """Largest relative difference of waits that count as having ended after the same time."""

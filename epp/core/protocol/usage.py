@@ -53,7 +53,8 @@ _decode: Final = msgspec.json.Decoder(_Document).decode
 
 
 class UsageReader:
-    """A reader of the token usage in one response; `usage` is the latest that was found, or None.
+    """A reader of the token usage in one response. `usage` has the latest value of each count, and
+    is None if none was found.
 
     OpenAI sends it at the end of the answer or in the last event of a stream, the Responses API
     inside `response`, and Anthropic in `message_start` and `message_delta`.

@@ -6,7 +6,7 @@ invalid JSON, an unpaired surrogate, a body that is not an object, a model that 
 missing model if the API needs one. It places every other body whose path a parser reads. If a
 strict parser does not understand it, `core/prompt/lenient` reads it a second time. If reading would
 take too long (`core/prompt/outline`), it is placed without its prompt. The body is forwarded byte
-for byte; a rewrite of the model changes only that value.
+for byte; a rewrite of the model changes only that value, or inserts it.
 """
 
 import math

@@ -17,8 +17,8 @@ from epp.core.types import Seconds
 LATE_S_MAX: Final[Seconds] = 30.0
 """Longest time in seconds for which the index waits for the KV-cache event of one decision."""
 AWAITED_MAX: Final = 32
-"""Maximum number of decisions of one endpoint whose KV-cache events the index awaits at a time,
-spread over `LATE_S_MAX`.
+"""Divisor of `LATE_S_MAX` that gives the shortest time between two waits for KV-cache events of one
+endpoint, so that about this many are awaited at most.
 """
 
 

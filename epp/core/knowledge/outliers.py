@@ -113,7 +113,7 @@ class Outlier(Struct, frozen=True, kw_only=True):
     """
     since_s: Seconds = -math.inf
     """Time since which the endpoint has been an outlier or, if it is ejected, the time of its
-    ejection.
+    ejection; inf if it is failing only because older, good answers left the window.
     """
 
 
@@ -200,7 +200,7 @@ class _Record:
         """Number of the endpoint's latest answers, without a good one in between, that were errors.
         """
         self.since_s: Seconds = math.inf
-        """Time at which the endpoint became slow or failing; inf if it is neither."""
+        """Time at which the endpoint was found to be slow or failing; inf if it was not."""
         self.refused = 0
         """Number of responses 503 of the engine that no metrics page has explained yet."""
         self.refused_in_a_row = 0

@@ -37,7 +37,7 @@ page may report any value.
 """
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
-"""One number, or float64[n] with one number for each of n endpoints."""
+"""A number of prefill tokens, or float64[n] with one number for each of n endpoints."""
 
 
 def prefill_work(prompt_tokens: float, uncached_tokens: Amount) -> Amount:

@@ -119,7 +119,8 @@ class Expected(Struct, frozen=True, kw_only=True, gc=False):
     """Number of prompts in the request. The engine counts each of them as a request."""
     indexes: Mapping[str, int] = NO_INDEXES
     """Predicted number of cached tokens by each index of the joint match except the first, had it
-    been used alone, by name of the index; empty if one index makes the prediction.
+    been used alone, by name of the index. It is empty if one index makes the prediction, or if
+    the request was served by another endpoint than the chosen one.
     """
 
 

@@ -33,8 +33,8 @@ class Moment(Struct, frozen=True, kw_only=True, gc=False):
     nothing at present, so that their decisions are unknown.
     """
     sessions_return: bool = False
-    """True if clients send further requests for the sessions that they name, so that scoring by
-    session is useful.
+    """True if clients send further requests for the sessions that they name, judged by the last
+    requests, so that scoring by session is useful.
     """
     answer_tokens: float | None = None
     """Median over the pool's endpoints of the average number of tokens in an answer, above 0, as
@@ -43,7 +43,9 @@ class Moment(Struct, frozen=True, kw_only=True, gc=False):
     session_tokens: SessionTokens = NO_TOKENS
     """Object that creates and reads the session tokens, which lead a session to its endpoint."""
     cold: bool = True
-    """True if no endpoint is estimated to have the beginning of any prompt of the request cached."""
+    """True if no endpoint of the pool, or at least no candidate, is estimated to have the beginning
+    of any prompt of the request cached, also because no index knows it.
+    """
     token_ids: tuple[bytes, ...] = ()
     """Token ids of each prompt as the engine will compute them, 4 little-endian bytes per id; () if
     unknown.

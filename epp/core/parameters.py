@@ -8,7 +8,8 @@ from epp.core.abilities import Abilities
 
 
 class Parameters(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """A plugin's parameters: fields are spelt as in the configuration and checked on construction.
+    """A plugin's parameters. The configuration spells their names in camel case; types and bounds
+    are checked when it is read.
 
     A subclass repeats `frozen=True`, which only type checkers need.
     """

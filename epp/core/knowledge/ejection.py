@@ -2,11 +2,11 @@
 return.
 
 Within the limits below, an endpoint that `outliers` finds failing or slow is *away*: regardless of
-the configured filters, no decision considers it while another ready endpoint is left. After a time
-that grows with each ejection, it is *probed* with one request, then with two at a time. If they
-succeed, the endpoint returns. If one fails, it is ejected again, for longer. The times and the
-share follow Envoy's outlier detection (envoyproxy.io, "Outlier detection"). The half-open state of
-a circuit breaker replaces Envoy's return at full load.
+the configured filters, no decision considers it while a ready endpoint is left that is not away.
+After a time that grows with each ejection, it is *probed* with one request, then with up to two at
+a time. If they succeed, the endpoint returns. If one fails, it is ejected again, for longer up to a
+limit. The times and the share follow Envoy's outlier detection (envoyproxy.io, "Outlier
+detection"). The half-open state of a circuit breaker replaces Envoy's return at full load.
 
 Limits keep a wrong ejection cheaper than the benefit of a right one. Endpoints that serve some of
 their requests are ejected only up to a small share of the pool. Endpoints that return nothing but
@@ -68,7 +68,8 @@ class OutlierEjection(Parameters, frozen=True):
     """
     failure_percent: Annotated[float, Meta(gt=0, le=100)] = 50.0
     """Percentage of errors among an endpoint's answers of the last `window` from which the endpoint
-    is failing. The other endpoints in service must have less than half of it.
+    is failing. More than a quarter of the other endpoints in service must have less than half of
+    this endpoint's percentage.
     """
     requests_min: Annotated[int, Meta(ge=2)] = 10
     """Minimum number of an endpoint's answers in the last `window` before its share of errors
@@ -88,7 +89,7 @@ class OutlierEjection(Parameters, frozen=True):
     """
     max_failing_percent: Annotated[float, Meta(ge=0, le=90)] = 75.0
     """Largest percentage of the endpoints, rounded down, that may be ejected if they return nothing
-    but errors.
+    but errors. Endpoints that are ejected for other reasons count too.
     """
 
     def __post_init__(self) -> None:
@@ -122,8 +123,8 @@ class EjectedEndpoint:
         self.serving_some = serving_some
         self.since_s = since_s
         self.until_s = until_s
-        """Time at which the ejected endpoint is probed; results of requests that were sent before
-        it are ignored.
+        """Time from which on the ejected endpoint is probed; results of requests that were sent
+        before it are ignored.
         """
         self.probed = False
         self.open_probes = 0
@@ -151,8 +152,8 @@ class _Standing:
 
 
 class Ejection:
-    """The ejected endpoints by slot. `Columns.ejected` is True for those that receive no requests
-    at the moment, not even probes.
+    """The ejected endpoints by slot. `Columns.ejected` is True for those that may receive no
+    request at the moment, not even a probe, while another ready endpoint is in service.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -161,8 +162,8 @@ class Ejection:
         self._standings: dict[int, _Standing] = {}
         self.away: dict[int, EjectedEndpoint] = {}
         self.masked: set[int] = set()
-        """Slots of the ejected endpoints that may receive no request at the moment, for which
-        `Columns.ejected` is True.
+        """Slots of the ejected endpoints that may receive no request at the moment, unless all
+        ready endpoints are among them. `Columns.ejected` is True for them.
         """
         self.total = dict.fromkeys(Cause, 0)
         """Number of ejections since the start of the picker, by cause."""
@@ -179,8 +180,8 @@ class Ejection:
     def eject(self, slot: int, cause: Cause, now: Seconds, *, serving_some: bool) -> bool:
         """Eject the endpoint in `slot` for a time that grows with the number of its ejections, at
         most `max_ejection_time`.
-        Return False if ejection is disabled, if too many other endpoints are ejected, or if this
-        endpoint is ejected and not being probed.
+        Return False if ejection is disabled, if this endpoint is ejected and not being probed, or
+        if it is not ejected and too many others are.
         """
         known = self.away.get(slot)
         if not self._settings.enabled or (known is not None and not known.probed):
@@ -247,7 +248,7 @@ class Ejection:
 
     def forgive(self, now: Seconds) -> None:
         """Reduce the number of ejections by one for each endpoint that was in service for a base
-        ejection time.
+        ejection time since its return or the last reduction.
         """
         base_s = self._settings.base_ejection_time
         for slot, standing in tuple(self._standings.items()):

@@ -28,9 +28,9 @@ position. Each match is cut accordingly. A block counts by the weight of its tie
 the device unless the configuration says otherwise.
 
 **Memory.** A bit belongs to a mirror and not to an endpoint. After a restart, the endpoint gets
-another bit at once, and the old rows are swept out in small steps. Above the memory limit, a rank
-with more than an even share drops what it stored last, which is the end of conversations. It then
-no longer counts as complete.
+another bit at once, and the old rows are swept out in small steps. Above the memory limit, the
+largest mirror drops what it stored last, which is the end of conversations, or a rank with more
+than an even share stores no more. The endpoint of this rank then no longer counts as complete.
 """
 
 from array import array
@@ -139,7 +139,9 @@ class ExactStatistics(Struct):
     partial_hits: int = 0
     no_hits: int = 0
     unknown_tokens: int = 0
-    """Number of requests without a look-up, because their tokens or their adapter were unknown."""
+    """Number of calls of `match` without a look-up, because the request's tokens or its adapter
+    were unknown.
+    """
     evicted_told: int = 0
     """Number of blocks evicted because engines reported them as removed."""
     evicted_memory: int = 0
@@ -477,9 +479,9 @@ class ExactIndex:
     def held(self, request: InferenceRequest, slot: int) -> Held | None:
         """Return how much of the first prompt of `request` the engine in `slot` reported as cached.
 
-        Return None if the engine's blocks are not all known, or if a block depends on more than its
-        tokens (an adapter or a salt). An answer with less than the whole prompt is updated until
-        the engine reports the whole prompt.
+        Return None if that is unknown: for example, because the engine's blocks are not all known,
+        or a block depends on more than its tokens (an adapter or a salt). An answer with less than
+        the whole prompt is updated once the engine reports the whole prompt, unless it is void.
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
@@ -519,7 +521,8 @@ class ExactIndex:
         """Assume for a short time that `slot` has `request` cached, at `rank` if the engine has
         several ranks.
 
-        Return the data that undoes this assumption, or None.
+        Return the data that undoes this assumption. Do nothing and return None if the token ids or
+        the adapter are unknown, or if `speculativeIndexing` is off.
         """
         chains = self._chains(request)
         if not chains:
@@ -657,8 +660,9 @@ class ExactIndex:
     def _limit_to_one_rank(
         self, matched: Ints, request: InferenceRequest, chains: tuple[bytes, ...], now: Seconds
     ) -> None:
-        """Limit `matched` at each endpoint to the blocks that its best single rank has cached,
-        because one rank serves all prompts of a request.
+        """Limit `matched` at each endpoint with several ranks to the blocks that its best single
+        rank has cached, because one rank serves all prompts of a request. Blocks by recent
+        decisions for the endpoint count for any rank.
         """
         slots = len(matched)
         ranked = [at for at, one in enumerate(self._slots[:slots]) if len(one.ranks) > 1]
@@ -858,8 +862,8 @@ class ExactIndex:
     # Memory.
 
     def _sweep(self, place: Place, blocks_max: int) -> int:
-        """Remove at most `blocks_max` blocks of `place`, which was dropped. Return
-        how many blocks were removed, at least 1.
+        """Remove `blocks_max` blocks of `place`, which was dropped, or all if it has fewer. Return
+        how many blocks were removed, or 1 if there were none.
         """
         changes: list[Changed] = []
         given = place.mirror.give_up(blocks_max, changes)
@@ -912,9 +916,9 @@ class ExactIndex:
         return room
 
     def _give_up(self, blocks: int) -> None:
-        """Drop at least `blocks` blocks of the engine rank with the most blocks, to meet the memory
-        limit. It drops a share of the rank's blocks if that is more, so that this is not needed
-        again at once.
+        """Drop `blocks` blocks of the engine rank with the most blocks, or all if it has fewer, to
+        meet the memory limit. Drop a share of the rank's blocks if that is more, so that this is
+        not needed again at once.
         """
         places = [place for place in self._places if place is not None and place.slot >= 0]
         if not places or not blocks:

@@ -17,8 +17,8 @@ from epp.core.types import Seconds
 LATE_S_MAX: Final[Seconds] = 30.0
 """Longest time in seconds for which the index waits for the KV-cache event of one decision."""
 AWAITED_MAX: Final = 32
-"""Maximum number of decisions of one endpoint whose KV-cache events the index awaits at a time,
-spread over `LATE_S_MAX`.
+"""Divisor of `LATE_S_MAX` that gives the shortest time between two waits for KV-cache events of one
+endpoint, so that about this many are awaited at most.
 """
 
 
@@ -37,7 +37,7 @@ class AwaitedEvents:
 
     def sent(self, known: SlotState, chain: bytes, now: Seconds) -> None:
         """Begin to wait for the KV-cache event of a prompt that is sent to an endpoint now. Do
-        nothing if the last wait began a moment ago, or if no event is expected.
+        nothing if the last open wait began a moment ago, or if no event is expected.
         """
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
@@ -66,9 +66,9 @@ class AwaitedEvents:
         ttl_s: Seconds,
         stretch: Callable[[int, SlotState, float], None],
     ) -> bool:
-        """Check for awaited KV-cache events a few times per `ttl_s`, the time to live of recent
-        decisions. Call `stretch` with the slot of each endpoint, its state and the factor by which
-        its decisions live longer. Return whether any endpoint became overdue or ceased to be.
+        """Check for awaited KV-cache events, at most four times per `ttl_s`, the time to live of
+        recent decisions. Call `stretch` with the slot of each endpoint, its state and the factor by
+        which its decisions live longer. Return whether any endpoint became overdue or ceased to be.
         """
         if not self._any or now - self._looked_at_s < ttl_s / 4:
             return False

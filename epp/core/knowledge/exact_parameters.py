@@ -24,7 +24,7 @@ device nor listed in `kvCacheBackendConfigs`.
 ROW_BYTES: Final = 92
 """Memory in bytes of one entry of a table of the exact prefix index: of a key with the ranks that
 have it cached, of an engine's block, or of the tokens that a block of the engine has after its last
-full step of 16 tokens.
+full step (`core/prompt/token_blocks`).
 
 Measured growth of a process in CPython 3.11, averaged over the fill of its tables.
 """
@@ -162,8 +162,8 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     """The ports at which each endpoint publishes its KV-cache events."""
 
     socket_port: Port | None = None
-    """Port at which the first rank of an endpoint publishes its events. If None, the picker asks
-    each endpoint, and uses 5557 if there is no answer.
+    """Port at which the first rank of a pod publishes its events. If None, the picker asks each
+    endpoint, again until it is reachable, and uses 5557 if the answer is an error.
     """
     replay_socket_port: Port | None = None
     """Port at which the picker requests past events. If None, the port that the endpoint names
@@ -171,7 +171,8 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
     """Number of data-parallel ranks behind each address. It has an effect if `socketPort` is set,
-    if engines connect to the picker, or if an endpoint does not answer the request for its ports.
+    if engines connect to the picker, or if an endpoint answers the request for its ports with an
+    error.
     The next rank publishes at the next port, or names its rank in its messages if engines connect
     to the picker.
     """
@@ -269,12 +270,12 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     each endpoint for these three. `zmqEndpoint` is the address to which engines connect.
     """
     speculative_indexing: bool = True
-    """True if a prompt that was recently sent to an endpoint counts as cached there until the
-    engine's events arrive.
+    """True if a prompt that was sent to an endpoint counts as cached there for `speculativeTTL`,
+    because the engine's events come later.
     """
     speculative_ttl: Duration = field(default=Duration(2.0), name="speculativeTTL")
-    """Time for which a prompt counts as cached after the decision, until the engine's events
-    arrive.
+    """Time for which a prompt counts as cached after the decision, because the engine's events
+    come later. It is longer while those of an endpoint are late.
     """
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 536_870_912
     """Maximum estimated memory of the whole index in bytes. Above it, the blocks that were stored
@@ -294,8 +295,8 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
         return self.token_processor_config.block_tokens
 
     def warnings(self) -> list[str]:
-        """Return one sentence for each parameter that is deprecated, has no effect, uses much memory
-        or keeps all KV-cache events away.
+        """Return sentences about parameters that are deprecated, have no effect, use much memory or
+        keep all KV-cache events away.
         """
         found: list[str] = []
         processor, events = self.token_processor_config, self.kv_events_config

@@ -78,7 +78,9 @@ class FirstOutputs:
         output when the last metrics page was read.
         """
         self._uncounted = math.inf
-        """Least value on any metrics page of running plus answered requests minus first outputs."""
+        """Running plus answered requests minus first outputs: the least value on the metrics pages
+        since the endpoint was last idle, that page included; inf if unknown.
+        """
         self._count = math.nan
         self._doubted = 0
         """Number of increases until the counter of first outputs, whose value fell, is used again.
@@ -112,7 +114,7 @@ class FirstOutputs:
 
     def scraped(self, metrics: EndpointMetrics, inflight_requests: int, *, since_s: Seconds) -> int:
         """Return how many first outputs of this picker's requests the counter on this metrics page
-        shows that the picker did not see itself; 0 if the counter is not usable.
+        shows that the picker neither saw nor assumed; 0 if the counter is not usable.
 
         `inflight_requests` is the number of this picker's requests at the endpoint. `since_s` is
         the time since the last page, inf if there was none.
@@ -160,8 +162,8 @@ class FirstOutputs:
         """Update `to_come_max`, the upper bound of requests without a first output.
 
         Running plus answered requests minus first outputs is the number of running requests without
-        a first output, plus what the engine counted differently before. The least value seen stands
-        for the latter; it is exact whenever the engine is idle.
+        a first output, plus what the engine counted differently before. The least value since the
+        engine was last idle stands for the latter; it is exact while the engine is idle.
         """
         running, waiting = metrics.running_requests, metrics.waiting_requests
         begun = running + metrics.answers_total - metrics.first_outputs_total

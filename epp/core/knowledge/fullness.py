@@ -2,10 +2,10 @@
 
 An endpoint is full from the time at which it refuses a request for lack of capacity. It then
 answers 429, or 503 with `retry-after` (RFC 9110 section 10.2.3, RFC 6585 section 4). It receives no
-requests for as long as its `retry-after` says; without one, the pause doubles with each refusal.
-After that it may receive one request in the first
-second, two in the next, then four, and so on. The first of these requests that it serves ends the
-state. So does the end of the seventh second, because long answers give no sign for minutes.
+requests for as long as its `retry-after` says, at most a minute. Without one, the pause doubles
+with each refusal, up to half a minute. After that it may receive one request in the first second,
+two in the next, then four, and so on. The first of these requests that it serves ends the state. So
+does the end of the seventh second, because long answers give no sign for minutes.
 
 A full endpoint is neither failing nor gone. It keeps its cached prefixes. It also receives requests
 while no other endpoint can serve them.
@@ -50,8 +50,8 @@ class Full(Struct, kw_only=True):
     since_s: Seconds
     """Time of the refusal at which the endpoint became full."""
     refused_at_s: Seconds
-    """Time of the last refusal that started a pause. Results of requests that were sent to the
-    endpoint before it are ignored.
+    """Time of the last refusal that started a pause. Of a request that was sent before it, a
+    success is ignored, and a refusal only extends the pause to its own `retry-after`.
     """
     until_s: Seconds
     """Time at which the pause of the full endpoint ends, so that it may receive requests again."""
@@ -93,8 +93,8 @@ class FullEndpoints:
         """Record that the endpoint in `slot` refused a request that was sent to it at `sent_at_s`.
 
         `retry_after_s` is the pause that the response requested, or None. Requests that were on
-        their way at the first refusal belong to one burst. Their refusals extend the pause only to
-        their own `retry-after`.
+        their way at the last refusal that started a pause belong to the same burst. Their refusals
+        extend the pause only to their own `retry-after`.
         """
         full = self.by_slot.get(slot)
         if full is None:
@@ -114,7 +114,7 @@ class FullEndpoints:
 
     def served(self, slot: int, sent_at_s: Seconds) -> None:
         """End the full state of `slot`, because its endpoint served a request that was sent at
-        `sent_at_s`. Do nothing if that was before its last refusal.
+        `sent_at_s`. Do nothing if that was not after the last refusal that started a pause.
         """
         full = self.by_slot.get(slot)
         if full is not None and sent_at_s > full.refused_at_s:

@@ -95,7 +95,9 @@ class Verdict(StrEnum):
     FELL = "fell"
     """A counter of the engine was lower than before, although the engine did not restart."""
     IMPOSSIBLE = "impossible"
-    """The engine counted more tokens as found in the prefix cache than as looked up."""
+    """The engine counted more tokens as found in the prefix cache than as looked up, or infinitely
+    many as looked up.
+    """
 
 
 class Side(StrEnum):
@@ -116,8 +118,9 @@ class Expected(Struct, frozen=True, kw_only=True, gc=False):
     prompts: int = 1
     """Number of prompts in the request. The engine counts each of them as a request."""
     indexes: Mapping[str, int] = NO_INDEXES
-    """Predicted number of cached tokens by each affinity index that receives no KV-cache events,
-    had it been used alone.
+    """Predicted number of cached tokens by each index of the joint match except the first, had it
+    been used alone, by name of the index. It is empty if one index makes the prediction, or if
+    the request was served by another endpoint than the chosen one.
     """
 
 
@@ -176,8 +179,8 @@ class HitComparison(Struct, frozen=True, kw_only=True):
     report tiers.
     """
     indexes: Mapping[str, float] = field(default_factory=dict)
-    """Predicted share, like `predicted`, by each index that receives no KV-cache events, had it
-    been used alone.
+    """Predicted share, like `predicted`, by each index of the joint match except the first, had it
+    been used alone, by name of the index.
     """
 
     @property
@@ -200,15 +203,17 @@ class Correction(Struct, frozen=True, kw_only=True):
 
     slot: int
     error: float
-    """Difference of the predicted and the counted share of cached tokens at the endpoint, as
-    `HitComparison.error` defines it.
+    """Distance of the predicted share of cached tokens at the endpoint from the range of the
+    counted share (`HitComparison.error`): above 0 if the prediction was too high.
     """
     bytes_per_token: float
     """Average bytes per token of all prompts sent to the pool, or `BYTES_PER_TOKEN` if unknown."""
 
 
 class ErrorHistogram:
-    """A histogram of the errors of predicted cache hits, one error for each window."""
+    """A histogram of the errors of predicted cache hits: at the end of each window, one error over
+    the endpoint's last windows.
+    """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(ERROR_BOUNDS) + 1)
@@ -218,7 +223,7 @@ class ErrorHistogram:
         self.total = 0.0
 
     def observe(self, error: float) -> None:
-        """Count the error of the predicted cache hits of one window, a share of tokens from 0 to 1."""
+        """Count one error of predicted cache hits, a share of tokens from 0 to 1."""
         at = sum(error > bound for bound in ERROR_BOUNDS)
         self.counts[at] += 1
         self.total += error
@@ -328,8 +333,8 @@ class HitAccuracy:
         """Bytes per token of each model by its name, the least recently updated model first."""
         self._pool = _TokenSize()
         self.errors: Final = {side: ErrorHistogram() for side in Side}
-        """Histograms of the errors of all measured windows of engines that count requests: one for
-        too high and one for too low predictions. A window without error counts as 0 in both.
+        """Histograms of the errors at the ends of all measured windows of engines that count
+        requests: one for too high and one for too low predictions. An error of 0 counts in both.
         """
 
     # Events.

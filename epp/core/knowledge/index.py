@@ -277,15 +277,17 @@ class IndexMeasures(Struct, frozen=True, kw_only=True):
     entries: int
     memory_bytes: int
     lookups: Mapping[str, int] = field(default_factory=dict)
-    """Number of look-ups by their result; "none" stands for look-ups without a match."""
+    """Number of look-ups by their result: "none" stands for look-ups without a match, "unknown" for
+    requests that could not be looked up.
+    """
     evictions: Mapping[str, int] = field(default_factory=dict)
     """Number of entries that were evicted, by cause."""
     known_from_peers: int = 0
 
     @property
     def hits(self) -> int | None:
-        """Return the number of look-ups that found at least a part of what they looked up, or None
-        if the index does not count look-ups.
+        """Return the number of look-ups with any result other than "none", or None if the index
+        does not count look-ups.
         """
         if not self.lookups:
             return None
@@ -366,11 +368,11 @@ def missing_verbs(abilities: Abilities, index: object) -> list[str]:
 def joined(affinities: Sequence[Affinity], block_tokens: Sequence[int] = ()) -> Affinity:
     """Return the joint match of indexes of different origins: the largest match at each slot.
 
-    An index fed by engines must come first. For the endpoints that it knows completely, it alone
-    counts. That index counts tokens while the others count bytes, so the others contribute their
-    matched share of the prompt. If the prompt has no token ids, the others answer alone, in blocks
-    of that index's length. `block_tokens` are the block lengths of the indexes; () means that all
-    are equal.
+    An index fed by engines counts as such only if it comes first. For the endpoints that it knows
+    completely, it then counts alone. That index counts tokens while the others count bytes, so the
+    others contribute their matched share of the prompt. If the prompt has no token ids, the others
+    answer alone, in blocks of that index's length. `block_tokens` are the block lengths of the
+    indexes; () means that all are equal.
     """
     first, *others = affinities
     if not others:

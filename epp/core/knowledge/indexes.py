@@ -54,8 +54,8 @@ class IndexesSettings(Struct, frozen=True):
     prefix: str = ""
     """Name of the index whose match becomes `matched_blocks`, or "" if there is none."""
     joined: tuple[str, ...] = ()
-    """Names of the indexes whose joint match becomes `matched_blocks`, `prefix` among them; () if
-    `prefix` alone does.
+    """Names of the indexes whose joint match becomes `matched_blocks`, `prefix` first; () or only
+    `prefix` if its match alone does.
     """
 
 

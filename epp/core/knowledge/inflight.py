@@ -46,8 +46,8 @@ data-centre GPUs, rounded up.
 """
 
 BUSY_S_MAX: Final = 0.5
-"""Longest time in seconds between two observations of an endpoint that both showed pending prefill
-tokens, for which the endpoint counts as busy in between.
+"""Longest time in seconds between two observations of an endpoint, the first of which showed
+pending prefill tokens, for which the endpoint may count as busy in between.
 """
 ARRIVAL_S_PER_TOKEN: Final = 20e-6
 """Longest time in seconds that a server takes to tokenize a prompt, for each of its tokens, before
@@ -114,8 +114,8 @@ class Outcome(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def unserved(self) -> bool:
-        """Return whether the engine did not compute the prompt, because the request failed, was
-        refused or was invalid.
+        """Return whether the prompt counts as not computed by the engine, because the request
+        failed, was refused or was invalid.
         """
         return self.failed or (self.status is not None and self.status >= 400)
 
@@ -239,7 +239,9 @@ class _Backlog:
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
-        """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
+        """Time at which the picker last saw the first chunk of a streamed answer from the endpoint
+        while its metrics pages neither counted first outputs nor reported adapters; -inf if never.
+        """
         self.seen_at_s: Seconds = -math.inf
         """Time at which the gateway last showed that the endpoint had computed a prompt: by the first
         chunk of a streamed answer, or because the request went on elsewhere. The end of an answer

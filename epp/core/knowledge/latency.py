@@ -175,7 +175,8 @@ class PlacedPrediction(Struct, frozen=True, eq=False, gc=False):
     tpot_features: Floats
     ttft_s: Seconds
     tpot_s: Seconds
-    """Predictions by the regression, whether or not they were used."""
+    """`ttft_s` and `tpot_s` are the predictions by the regression, whether or not they were used.
+    """
 
 
 class LatencyErrors(Struct, frozen=True):

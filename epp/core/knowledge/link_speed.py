@@ -27,65 +27,71 @@ from epp.core.knowledge.candidates import Columns
 from epp.core.types import KvTransfers, Seconds
 
 RISES_MAX: Final = 32
-"""Maximum number of increases that are remembered for an endpoint."""
+"""Maximum number of increases of an endpoint's sums of KV transfers that are remembered."""
 REMEMBERED_S: Final[Seconds] = 300.0
-"""Time in seconds after which an increase is forgotten."""
+"""Time in seconds after which an increase of an endpoint's sums of KV transfers is forgotten."""
 DOUBLED_S: Final[Seconds] = 300.0
-"""Time in seconds without any transfer in which the pool's speed doubles. If the measured speed is so
-low that no request uses the network, nothing else would show that it has become faster.
+"""Time in seconds without any KV transfer after which the pool's assumed speed of transfers begins
+to rise, and in which it then doubles. If the measured speed is so low that no request uses the
+network, nothing else would show that it has become faster.
 """
 FORGOTTEN_S: Final[Seconds] = 1_800.0
-"""Time in seconds without any transfer after which the configured speed is used again."""
+"""Time in seconds without any KV transfer after which the pool's speed of transfers is unknown
+again, so that the configured one is used.
+"""
 FASTEST_SHARE: Final = 0.1
-"""Share of the remembered increases of an endpoint that are faster than its measured speed."""
+"""Share of the remembered KV transfers to an endpoint, by increases of its sums, that are at least
+as fast as its measured speed.
+"""
 BYTES_PER_S_MIN: Final = 1e6
 BYTES_PER_S_MAX: Final = 1e13
-"""This and `BYTES_PER_S_MIN` are the range of plausible speeds of a transfer; NVLink has 6e11."""
+"""This and `BYTES_PER_S_MIN` are the range of plausible speeds of a KV transfer; NVLink has 6e11.
+"""
 RANKS_MAX: Final = 64
 """Maximum number of ranks that receive the KV blocks of one request at the same time."""
 RISES_OF_RANKS: Final = 8
-"""Number of increases of an endpoint from which on its number of ranks may exceed that of most
-endpoints. With fewer, several requests may look like several ranks.
+"""Number of increases of an endpoint's sums of KV transfers from which on its number of ranks may
+exceed the median of all endpoints. With fewer, several requests may look like several ranks.
 """
 DIVIDED_SHARE: Final = 7 / 8
-"""Share of the increases that the number of ranks divides. A page may be read while only some ranks
-have received the blocks of a request.
+"""Least share of the increases of an endpoint's count of KV transfers that its number of ranks must
+divide. A page may be read while only some ranks have received the blocks of a request.
 """
 
 
 class _Rise(Struct, frozen=True, gc=False):
-    """The transfers that ended at an endpoint between two pages."""
+    """The KV transfers to an endpoint that ended between two of its metrics pages."""
 
     at_s: Seconds
     ended: int
-    """Number of transfers."""
+    """Number of KV transfers that ended between the two pages."""
     bytes_per_s: float
-    """Their mean speed, each of one rank."""
+    """Mean speed of the KV transfers that ended between the two pages, each of one rank."""
 
 
 class _Link:
-    """The transfers to one endpoint since its engine started."""
+    """The KV transfers to one endpoint since its engine started."""
 
     __slots__ = ("bytes_per_s", "last", "ranks", "rises")
 
     def __init__(self, first: KvTransfers) -> None:
         self.last = first
-        """Sums on the last metrics page."""
+        """Sums of KV transfers on the endpoint's last metrics page."""
         self.rises: deque[_Rise] = deque(maxlen=RISES_MAX)
         self.ranks = 1
-        """Number of ranks according to the remembered increases."""
+        """Number of ranks that receive the blocks of one request, by the remembered transfers."""
         self.bytes_per_s = math.nan
-        """Speed of one rank's transfer; NaN without a remembered increase."""
+        """Speed in bytes per second of one rank's KV transfer; NaN if no transfer is remembered."""
 
     def measure(self) -> None:
-        """Compute the speed and the number of ranks from the remembered increases."""
+        """Compute the speed and the number of ranks from the remembered KV transfers."""
         speeds = sorted([rise.bytes_per_s for rise in self.rises])
         at = int((1.0 - FASTEST_SHARE) * len(speeds))
         self.bytes_per_s = speeds[at] if speeds else math.nan
         self.ranks = _ranks([rise.ended for rise in self.rises])
 
     def forget_before(self, time_s: Seconds) -> bool:
-        """Forget the increases before `time_s`. Return whether there were any."""
+        """Forget the KV transfers before `time_s`. Return whether there were any."""
         rises = self.rises
         before = len(rises)
         while rises and rises[0].at_s < time_s:
@@ -102,26 +108,28 @@ class LinkSpeeds:
         self._columns = columns
         self._links: dict[int, _Link] = {}
         self._median = math.nan
-        """Median of the endpoints' speeds after the last transfer; NaN if there was none, or none
-        for long.
+        """Median of the endpoints' speeds of KV transfers after the last one; NaN if there was
+        none, or none for long.
         """
         self._risen_at_s: Seconds = -math.inf
-        """Time of the last page that showed the end of a transfer."""
+        """Time of the last metrics page that showed the end of a KV transfer."""
         self._uncounted = False
         """True if an engine received KV blocks without counting a transfer, because the sender
         writes them.
         """
         self.ignored = 0
-        """Number of increases that were ignored because they have no plausible speed."""
+        """Number of changes of endpoints' sums of KV transfers that were ignored, because they give
+        no plausible speed.
+        """
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Return the speed of the pool in bytes per second, or None if it is unknown."""
+        """Return the pool's speed of KV transfers in bytes per second, or None if it is unknown."""
         common = self._columns.pool_link_bytes_per_s
         return common if common > 0.0 else None
 
     def scraped(self, slot: int, transfers: KvTransfers, now: Seconds) -> None:
-        """Read the sums on a good metrics page of the endpoint in `slot`."""
+        """Read the sums of KV transfers on a good metrics page of the endpoint in `slot`."""
         link = self._links.get(slot)
         if link is None:
             self._links[slot] = _Link(transfers)
@@ -145,8 +153,8 @@ class LinkSpeeds:
         self._write_median()
 
     def tick(self, now: Seconds) -> None:
-        """Forget increases that are too old, and raise the pool's speed if no transfer has ended for
-        long.
+        """Forget KV transfers that are too old. If none has ended for long, raise the pool's speed;
+        after `FORGOTTEN_S`, forget it.
         """
         old_s = now - REMEMBERED_S
         for slot, link in self._links.items():
@@ -161,7 +169,9 @@ class LinkSpeeds:
         self._write_common(self._median * 2.0 ** (idle_s / DOUBLED_S - 1.0))
 
     def forget(self, slot: int) -> None:
-        """Drop the measured speed of `slot`, because its endpoint left or restarted."""
+        """Drop the measured speed of KV transfers to `slot`, because its endpoint left or
+        restarted.
+        """
         self._links.pop(slot, None)
         self._columns.link_bytes_per_s[slot] = math.nan
 
@@ -178,15 +188,15 @@ class LinkSpeeds:
         self._columns.link_bytes_per_s[slot] = link.bytes_per_s * ranks
 
     def _write_median(self) -> None:
-        """Set the pool's speed to the median of the endpoints' speeds."""
+        """Set the pool's speed of KV transfers to the median of the endpoints' speeds."""
         columns = self._columns
         speeds = columns.link_bytes_per_s[: len(columns)]
         self._median = float(np.median(speeds[~np.isnan(speeds)]))
         self._write_common(self._median)
 
     def _write_common(self, bytes_per_s: float) -> None:
-        """Set the pool's speed. If it is unknown (NaN), set it to 0 if the next transfer will show
-        it.
+        """Set the pool's speed of KV transfers. If it is unknown (NaN), set it to 0 if the next
+        transfer will show it.
         """
         if isnan(bytes_per_s) and self._links and not self._uncounted:
             bytes_per_s = 0.0
@@ -194,7 +204,9 @@ class LinkSpeeds:
 
 
 def _rise(before: KvTransfers, after: KvTransfers, now: Seconds) -> _Rise | None:
-    """Return the transfers that ended between two pages, or None if they have no plausible speed."""
+    """Return the KV transfers that ended between two metrics pages, or None if they have no
+    plausible speed.
+    """
     ended = after.ended - before.ended
     size_bytes = after.received_bytes - before.received_bytes
     seconds = after.ended_s - before.ended_s

@@ -62,8 +62,8 @@ class ModelNames:
         """Return the model name `name` if it is a LoRA adapter, "" if it is empty, is the base
         model, or no adapters are served, or None if that is unknown.
 
-        `held` are the keys that any engine has cached for the base model. If one of them is a
-        watched key of `name`, the name is recorded as one of the base model.
+        `held` are the keys that any engine has cached. If one of them is a watched key of `name`,
+        which stands for a prompt to the base model, the name is recorded as one of the base model.
         """
         if name in self._adapters:
             return name

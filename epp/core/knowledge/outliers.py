@@ -113,7 +113,7 @@ class Outlier(Struct, frozen=True, kw_only=True):
     """
     since_s: Seconds = -math.inf
     """Time since which the endpoint has been an outlier or, if it is ejected, the time of its
-    ejection.
+    ejection; inf if it is failing only because older, good answers left the window.
     """
 
 
@@ -156,8 +156,8 @@ class _Recent:
 
     def share(self, now: Seconds, window_s: Seconds, answers_min: int) -> float:
         """Return the share of errors among the endpoint's latest answers, or NaN if there were
-        fewer than `answers_min`. Answers of at least the last half of `window_s` seconds count, and
-        of at most all of it.
+        fewer than `answers_min`. All answers of the last half of `window_s` seconds count, and none
+        that is older than one and a half times `window_s`.
         """
         self._turn(now, window_s)
         answers = sum(self._answers)
@@ -200,7 +200,7 @@ class _Record:
         """Number of the endpoint's latest answers, without a good one in between, that were errors.
         """
         self.since_s: Seconds = math.inf
-        """Time at which the endpoint became slow or failing; inf if it is neither."""
+        """Time at which the endpoint was found to be slow or failing; inf if it was not."""
         self.refused = 0
         """Number of responses 503 of the engine that no metrics page has explained yet."""
         self.refused_in_a_row = 0
@@ -506,9 +506,9 @@ class Outliers:
     # Slowness.
 
     def _took(self, lease: Lease, record: _Record, ending: Ending, now: Seconds) -> None:
-        """Record the time of a finished request relative to the time that was expected at its
-        endpoint. A request whose client left counts only if its time is above the endpoint's
-        average.
+        """Record the times of a finished request relative to those that were expected at its
+        endpoint. The duration of a request whose client left counts only if it is not below the
+        endpoint's average.
         """
         speed = self._columns.prefill_tokens_per_s.item(lease.slot)
         prefill_s = lease.ahead_tokens / speed

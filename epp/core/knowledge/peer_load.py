@@ -69,7 +69,7 @@ class PeerLoads:
         is below `size`. Numbers above `REQUESTS_MAX` and `TOKENS_MAX`, or below 0, are replaced by
         these limits.
 
-        If `whole` is True, the peer has no load at other slots.
+        If `whole` is True, the peer's load at all other slots becomes 0.
         """
         load = self._loads.setdefault(origin, _Load())
         load.fit(size)
@@ -87,7 +87,7 @@ class PeerLoads:
         """Store the tokens of the peer's requests at `slots`: `tokens`, float64[3, n], are their prompt
         tokens, and those whose KV blocks each endpoint still has to receive, and to send.
 
-        If `whole` is True, the peer has no tokens at other slots.
+        If `whole` is True, the peer's tokens at all other slots become 0.
         """
         load = self._loads.setdefault(origin, _Load())
         load.fit(size)

@@ -28,14 +28,16 @@ STEP_TOKENS: Final = 200.0
 BELIEVED_S: Final = 1.0
 """Weight of the configured prefill speed in the measured one, in seconds of prefill work."""
 BUSY_REMEMBERED_S: Final = 20.0
-"""Number of seconds of prefill work over which an endpoint's speed is measured. At least the last
-half of them count.
+"""Number of seconds of prefill work above which the weight of all work so far is halved, so that an
+endpoint's measured speed follows its recent work.
 """
 FACTOR_MAX: Final = 8.0
-"""Largest ratio between the measured and the configured speed, because a page may report any value."""
+"""Largest factor by which the measured speed may be above or below the configured one, because a
+page may report any value.
+"""
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
-"""One number, or float64[n] with one number for each of n endpoints."""
+"""A number of prefill tokens, or float64[n] with one number for each of n endpoints."""
 
 
 def prefill_work(prompt_tokens: float, uncached_tokens: Amount) -> Amount:

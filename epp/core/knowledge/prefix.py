@@ -2,7 +2,7 @@
 
 The index receives nothing from the engines. It assumes that an endpoint holds the prompts that were
 routed to it (design D5). A prompt is dropped when it is older than the TTL, when newer prompts
-displace it, or when the endpoint restarts.
+displace it, when the endpoint did not serve it, or when the endpoint leaves or restarts.
 
 **A compressed tree.** A block's hash is chained (`core/prompt/blocks`), so it identifies the whole
 prompt up to that block. One flat dict from the first hash of each run of blocks to its node
@@ -62,9 +62,9 @@ memory without a gain. The reference picker has the same limit.
 """
 
 CHAIN_BLOCKS_MAX: Final = 65_536
-"""Maximum number of blocks of a prompt that are looked up if the settings give no limit: 4 million
-tokens in blocks of 64. It bounds the depth of the tree, which Python frees recursively (a stack of
-8 MB ends at 110,000).
+"""Maximum number of blocks of a prompt that are looked up, even if the settings give a higher limit
+or none: 4 million tokens in blocks of 64. It bounds the depth of the tree, which Python frees
+recursively (a stack of 8 MB ends at 110,000).
 """
 
 # Bytes of process memory on CPython 3.11, fitted to the growth that `bench/index.py` measures.
@@ -79,8 +79,8 @@ _RECORD_BYTES: Final = 42
 """Memory in bytes of one entry in an endpoint's queue of prompts, with its stamp."""
 
 _SHRINK_HOLDINGS_MAX: Final = 512
-"""Maximum number of (node, slot) pairs that one `record` removes to meet the memory limit. One
-`record` never adds as many pairs.
+"""Number of (node, slot) pairs after whose removal the record of one prompt stops to meet the
+memory limit. Most prompts add fewer pairs; `expire` removes the rest.
 """
 _SEARCHED_MAX: Final = 4_096
 """Maximum number of an endpoint's prompts that one `retract` searches for content that it must not
@@ -198,11 +198,13 @@ class PrefixStatistics(Struct):
     """
 
     lookups: int = 0
-    """Number of requests with at least one full block; each counts as a full hit, a partial hit or
-    no hit.
+    """Number of calls of `match` for requests with at least one full block; each counts as a full
+    hit, a partial hit or no hit.
     """
     full_hits: int = 0
-    """Number of requests of which each prompt had all its full blocks cached at some endpoint."""
+    """Number of look-ups in which each prompt of the request had all its full blocks cached at some
+    endpoint.
+    """
     partial_hits: int = 0
     no_hits: int = 0
     evicted_capacity: int = 0
@@ -302,8 +304,8 @@ class PrefixIndex:
     """
 
     def __init__(self, settings: PrefixIndexSettings, *, sweep_holdings_max: int = 4_096) -> None:
-        """Open an empty index. `sweep_holdings_max` is the maximum number of (node, slot) pairs
-        that each of the two steps of `expire` removes, which takes about 2 µs each.
+        """Open an empty index. `sweep_holdings_max` is the number of removed (node, slot) pairs at
+        which each of the two steps of `expire` stops; a pair takes about 2 µs.
         """
         self.block_tokens: Final = settings.block_tokens
         self.statistics: Final = PrefixStatistics()
@@ -553,8 +555,8 @@ class PrefixIndex:
 
     def expire(self, now: Seconds) -> None:
         """Remove content that was last sent to its endpoint longer ago than the TTL, oldest first,
-        then content above the memory limit. Each step removes at most `sweep_holdings_max` (node,
-        slot) pairs.
+        then content above the memory limit. Each step stops once `sweep_holdings_max` (node, slot)
+        pairs are removed.
         """
         floor = self._holdings - self._sweep_holdings_max
         if self._ttls_alike:

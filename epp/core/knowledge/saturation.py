@@ -21,8 +21,8 @@ class UtilizationDetector(
 
     The utilization of an endpoint is the larger one of its queue and its KV cache, 1.0 at the
     thresholds: max(waiting / `queue_depth_threshold`, KV usage / `kv_cache_util_threshold`).
-    Formula and defaults are the reference picker's. An endpoint counts as full (1.0) if its metrics
-    are stale or missing, or if its engine refused a request since its last good scrape.
+    Formula and defaults are the reference picker's. An endpoint counts as full (at least 1.0) if
+    its metrics are stale or missing, or if its engine refused a request since its last good scrape.
     """
 
     type_name: ClassVar[str] = "utilization-detector"

@@ -5,12 +5,13 @@ the chained hashes of *ours* that stand for it (`core/prompt/token_blocks`). It 
 keys that are stored or removed.
 
 **Steps.** A key stands for a block of `block_tokens` tokens, and an engine's block may be shorter.
-The chain is therefore computed in steps of 16 tokens. If a block of the engine ends inside one of
-ours, the mirror keeps the hash of that step, because other prompts continue there. If a block ends
-inside a step, as most blocks of one token do, the mirror also keeps the tokens after the last full
-step. Each such block has its own copy, which is smaller than a reference to its neighbours' tokens
-and outlives them. One of our blocks counts as cached while the engine's block in which it ends is
-cached. This is enough, because engines evict the end of a prompt before its beginning.
+The chain is therefore computed in steps of 16 tokens, if 16 divides our block's length. If a block
+of the engine ends inside one of ours, the mirror keeps the hash of that step, because other prompts
+continue there. If a block ends inside a step, as most blocks of one token do, the mirror also keeps
+the tokens after the last full step. Each such block has its own copy, which is smaller than a
+reference to its neighbours' tokens and outlives them. One of our blocks counts as cached while the
+engine's block in which it ends is cached. This is enough, because engines evict the end of a prompt
+before its beginning.
 
 **Copies.** One hash may belong to several physical blocks, and each copy is stored and removed. If
 the copies exceed the engine's number of blocks, its stores and removals do not balance
@@ -181,7 +182,7 @@ class Mirror:
         self.step_tokens: Final = step_tokens_of(block_tokens)
         self.counts = MirrorCounts()
         self.engine_block_tokens = 0
-        """Number of tokens in the largest block of the engine; 0 before any event."""
+        """Number of tokens in the largest block of the rank so far; 0 if none is known."""
         self.adapters: set[str] = set()
         """Names of the LoRA adapters that appeared in the engine's events."""
         self.counting = True

@@ -48,10 +48,11 @@ class Fault(StrEnum):
     """
     CLEARING = "unreadable clearing"
     STORE = "unreadable store"
-    """An event that stores blocks has an invalid hash, token id or size."""
+    """An event that stores blocks is unreadable, or has an invalid hash, token id, size or group.
+    """
     NOT_DENSE = "not dense"
     """An event stores only some of the blocks but has the tokens of all, as engines send it for
-    groups with a window.
+    groups with a window; or it is of one group more than `GROUPS_MAX` of `mirror`.
     """
     UNKNOWN_TYPE = "unknown type"
     KEYS = "unknown keys"
@@ -282,7 +283,8 @@ _SMALL_INTEGERS: Final = 0x80
 def rank_in(payload: bytes) -> int | None:
     """Return the data-parallel rank in `payload`, read from its last byte alone.
 
-    Return None if the payload has no rank, or one of 128 or more.
+    Return None if the payload has no rank, or one from 128 to 255. Higher ranks are not read
+    correctly, and no engine has them.
     """
     rank = payload[-1] if payload[:1] == _ARRAY_OF_3 else _SMALL_INTEGERS
     return rank if rank < _SMALL_INTEGERS else None

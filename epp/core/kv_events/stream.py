@@ -64,9 +64,9 @@ for its KV event stream to count as silent.
 HEARTBEATS_MISSED_MAX: Final = 3
 GAP_FRAMES_MAX: Final = 100_000
 """Largest plausible number of missing frames in a gap of a KV event stream. vLLM sends one message
-for each engine step that changes its cache, measured at most 40 a second. `FORGOTTEN_S` after a
-lost connection there is no last number to compare with. A hundred times that rate gives less than
-half of this limit.
+for each engine step that changes its cache, measured at most 40 a second. `STALE_S` plus
+`FORGOTTEN_S` after a lost connection there is no last number to compare with. A hundred times that
+rate gives less than half of this limit.
 """
 RECENT_FRAMES: Final = 64
 """Number of frames applied last whose digests are stored. They distinguish a repeated frame from a
@@ -84,7 +84,9 @@ class StreamState(StrEnum):
     """Frames of the stream are missing and have been requested from its source."""
     LIVE = "live"
     STALE = "stale"
-    """The source of the stream is disconnected, or sends nothing while its engine works."""
+    """The source of the stream is disconnected, sends nothing while its engine works, or sends no
+    heartbeats any longer.
+    """
 
 
 class Apply(Struct, frozen=True, gc=False):
@@ -163,7 +165,9 @@ class KVEventStream:
         connected.
         """
         self.silent = False
-        """True if the source of the stream sends nothing while its engine works."""
+        """True if the source of the stream sends nothing while its engine works, or no heartbeats
+        any longer.
+        """
         self._replays = replays
         self._snapshots = snapshots
         self._connected = False
@@ -211,8 +215,9 @@ class KVEventStream:
         self._observed_at_s: Seconds = -math.inf
         self._stale_since_s: Seconds | None = None
         self._computed_tokens: float = math.nan
-        """Number of prompt tokens that the engine had computed when the last frame or heartbeat
-        came; NaN if unknown.
+        """The engine's counter of computed prompt tokens, over all requests, at the first scrape
+        after the last frame or heartbeat, or at a later one that showed a lower value. NaN before
+        that scrape, or if not reported.
         """
 
     @property
@@ -248,8 +253,8 @@ class KVEventStream:
     # Events of the socket.
 
     def connected(self, now: Seconds) -> None:
-        """Record that the source of the stream is connected and sends frames from now on. Request
-        the frames that may be missing, or drop all blocks if frames cannot be requested now.
+        """Record that the source of the stream is connected and sends frames from now on. Request a
+        snapshot or the frames that may be missing, or drop all blocks if neither is possible now.
         """
         self._connected = True
         self._heard(now)
@@ -336,7 +341,8 @@ class KVEventStream:
 
     def heartbeat(self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds) -> None:
         """Process a heartbeat of the source. Request a snapshot, unless one is awaited, if its
-        `epoch` is a new one, or if `sequence`, the number of the source's last frame, shows a gap.
+        `epoch` is a new one, or if `sequence`, the number of the source's last frame, is not that
+        of the last frame applied here.
         """
         self._heard(now)
         self._heartbeat_s = interval_s
@@ -616,8 +622,8 @@ class KVEventStream:
         self._take_all(rest[1:], now)
 
     def _ask_later(self) -> None:
-        """Remember that the missing frames must be requested later, because this request brought
-        none.
+        """Remember that the missing frames must be requested later, because this request did not
+        bring them.
         """
         self.counts.replays_vain += 1
         self._stop_asking()

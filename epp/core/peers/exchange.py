@@ -70,7 +70,9 @@ RECORDS_PER_APPLY: Final = 64
 millisecond.
 """
 RECORDS_PER_S_MAX: Final = 5_000
-"""Maximum number of records per second that are processed of one peer."""
+"""Maximum number of records per second that are processed of one peer, on average over several
+seconds.
+"""
 RECORDS_PER_OUTGOING_MAX: Final = 1_000
 FRAME_BYTES_TARGET: Final = 64 * 1024
 CHAINS_BYTES_MAX: Final = 96 * 1024
@@ -79,8 +81,8 @@ keys below `RECORD_BYTES_MAX`.
 """
 BOOK_BYTES_MAX: Final = 512 * 1024
 FRAMES_LOST_MAX: Final = 1_000
-"""Maximum number of frames of a peer that are counted as lost at one gap in their numbers. A peer
-is dropped after `SILENT_S_MAX`, in which an honest one sends far fewer.
+"""Maximum number of frames of a peer that are counted as lost at one gap in their numbers, because
+a peer may send any number.
 """
 WANTED_MAX: Final = 1_024
 """Maximum number of frame ranges that a peer may request in one of its frames; more are ignored."""

@@ -101,7 +101,7 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     load: bytes = b""
     """Load of the sender as an array of `LOAD`."""
     whole: bool = False
-    """True if the sender has nothing in flight at endpoints that are not in `load`."""
+    """True if endpoints that are not in `load` count as having nothing of the sender in flight."""
     unread: tuple[bytes, ...] = ()
     """Origins of peers that sent a part of a chain unknown to the sender; these peers must send
     their chains whole.
@@ -120,8 +120,8 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     waits: bool = False
     """True if requests wait in the queue of the sender."""
     tokens: bytes = b""
-    """Tokens of the sender's requests as an array of `TOKENS`. If `whole`, its requests have no
-    others.
+    """Tokens of the sender's requests as an array of `TOKENS`. If `whole`, its requests count as
+    having no others.
     """
 
 

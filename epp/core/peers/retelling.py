@@ -35,8 +35,8 @@ RANGE_FRAMES_MAX: Final = KEPT_FRAMES_MAX
 RANGES_ASKED_MAX: Final = 16
 """Maximum number of frame ranges that are requested of one peer in one heartbeat."""
 ASKS_MAX: Final = 15
-"""Maximum number of requests for one frame, one in each heartbeat: twelve seconds for all frames
-that a sender stores, plus losses.
+"""Maximum number of requests for one frame, one in each heartbeat (1 s). Repeating all frames that
+a sender stores takes about ten seconds; the other requests allow for losses.
 """
 
 
@@ -84,8 +84,8 @@ class SentFrames:
 
     def again(self, now: Seconds) -> list[Frame]:
         """Return the next of the queued frames to repeat to peers, with their ages, and remove them
-        from the queue. There are at most `AGAIN_PER_OUTGOING_MAX`; frames that are no longer stored
-        are left out.
+        from the queue. There are at most `AGAIN_PER_OUTGOING_MAX`, and no more after
+        `AGAIN_BYTES_PER_OUTGOING`; frames that are no longer stored are left out.
         """
         found: list[Frame] = []
         left = AGAIN_BYTES_PER_OUTGOING

@@ -15,7 +15,7 @@ from epp.core.types import Seconds
 MEMBERS: Final = ("context_tokens", "receiving_tokens", "sending_tokens")
 """Members of `TOKENS` in the order of the rows of tokens."""
 _CHANGE_TOKENS: Final = 1.0
-"""Smallest change of a number of tokens that is reported; a smaller one is a rounding error."""
+"""Change of a number of tokens above which it is reported; a smaller one is a rounding error."""
 
 
 class TokenReports:

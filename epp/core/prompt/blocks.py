@@ -32,8 +32,8 @@ SEGMENTS_MAX: Final = 8_192
 SEEDS_MAX: Final = 256
 """Maximum number of seeds that are cached, by the texts from which they are computed."""
 SEED_CHARACTERS_MAX: Final = 512
-"""Number of characters of a model and a cache salt up to which their seed is cached, because a
-client may send any text.
+"""Number of characters of a model's name and a cache salt together up to which their seed is
+cached, because a client may send any text.
 """
 
 CUT_BLOCKS_MAX: Final = 128

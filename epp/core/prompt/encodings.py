@@ -23,14 +23,16 @@ else:
 CONTENT_ENCODING: Final = "content-encoding"
 
 TURN_BYTES_MAX: Final = 512 * 1024
-"""Maximum number of bytes of a request body that are decoded in one turn of the event loop: about 2
-ms at 250 MB/s, the speed of the slowest decoder.
+"""Number of decoded bytes of a request body from which on a turn of the event loop decodes no more:
+about 2 ms at 250 MB/s, the speed of the slowest decoder.
 """
 CALL_BYTES_MAX: Final = 64 * 1024
-"""Maximum number of decoded bytes that one call of a decoding library may return."""
+"""Number of decoded bytes from which on one call of a decoding library returns. The call may return
+a little more: brotli returns up to 96 KiB.
+"""
 CALL_BYTES_COUNTED_MIN: Final = 32 * 1024
-"""Number of bytes that each call of a decoding library adds at least to the bytes decoded in this
-turn of the event loop, even if the call returns fewer.
+"""Number of bytes that each call of a decoding library adds at least to the count of bytes decoded
+in this turn of the event loop, even if the call returns fewer.
 """
 INPUT_BYTES_MAX: Final = 16 * 1024
 """Maximum number of encoded bytes passed to one call of a decoding library, because hostile input
@@ -75,7 +77,7 @@ class _Decoder(Protocol):
     """Upper bound of the bytes of memory that the decoder itself allocates."""
     frames: int
     pending: bool
-    """True if `decode` has more output and must be called again, with empty input if none is left."""
+    """True if `decode` may have more output, so that it must be called again with empty input."""
 
     @property
     def complete(self) -> bool:

@@ -193,8 +193,8 @@ def _write_any_content(fields: list[bytes], content: Any) -> None:
 
 
 def _texts(value: Any) -> tuple[bytes, ...]:
-    """Return the canonical bytes of a completion's prompt: a text as such, and any other value as
-    JSON. Return () if it is empty.
+    """Return the canonical bytes of a prompt for completions or embeddings: a text as such, and any
+    other value as JSON. Return () for null, [] and {}.
     """
     if isinstance(value, str):
         return (text_prompt(value),)

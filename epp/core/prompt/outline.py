@@ -3,8 +3,9 @@
 The cost of decoding depends on the content of a body, not only on its length. An empty array has
 two bytes and takes a fifth of a microsecond; a number of four thousand digits takes as long as a
 page of text. Costly elements are therefore counted first, by fast passes over the bytes. A body
-with too many of them for its length is refused. Integers of usual size, `true`, `false`, `null` and
-blanks are cheap and not counted, because a prompt may be a million token ids.
+with too many of them for its length is not decoded (`TooMuchError`). Integers of usual size,
+`true`, `false`, `null` and blanks are cheap and not counted, because a prompt may be a million
+token ids.
 """
 
 from typing import Final, TypeAlias
@@ -19,7 +20,7 @@ PIECES_MAX: Final = 80_000
 """
 BYTES_PER_PIECE: Final = 48
 """Number of bytes that a body must have for each piece, if it has more than `PIECES_MAX` pieces. A
-plain message has five pieces, so 16,000 short messages are always accepted.
+plain message has five pieces, so nearly 16,000 short messages are always accepted.
 """
 PIECES_PER_FRACTION: Final = 4
 """Number of pieces that a JSON number with a point or an exponent adds to the count of a body's
@@ -60,8 +61,9 @@ def admit(body: bytes) -> None:
     """Raise `TooMuchError` if `body` has more elements than may be decoded for its length, or a
     number with too many digits.
 
-    Valid JSON is counted exactly, and so is the valid part of other bodies, because no decoder gets
-    further. A body of at most `PIECES_MAX` bytes is not examined.
+    Valid JSON is counted exactly, except that a number with a point and an exponent may count
+    twice. So is the valid part of other bodies, because no decoder gets further. A body of at most
+    `PIECES_MAX` bytes is not examined.
     """
     if len(body) <= PIECES_MAX:
         return

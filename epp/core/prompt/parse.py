@@ -6,7 +6,7 @@ invalid JSON, an unpaired surrogate, a body that is not an object, a model that 
 missing model if the API needs one. It places every other body whose path a parser reads. If a
 strict parser does not understand it, `core/prompt/lenient` reads it a second time. If reading would
 take too long (`core/prompt/outline`), it is placed without its prompt. The body is forwarded byte
-for byte; a rewrite of the model changes only that value.
+for byte; a rewrite of the model changes only that value, or inserts it.
 """
 
 import math
@@ -64,8 +64,9 @@ own chain to hash, match and record, which takes about seven microseconds, and m
 block.
 """
 MODEL_MEMBERS_MAX: Final = 5_000
-"""Maximum number of members named `model`, at any depth of a body, among which a rewrite searches
-for those of the top level.
+"""Maximum number of members named `model`, at any depth of a body, among which those of the top
+level are searched. With more, a request whose model must be rewritten is refused, and the model of
+a body that is too costly to decode counts as not named.
 """
 
 
@@ -76,7 +77,7 @@ class Parsed(Struct, frozen=True, kw_only=True, gc=False):
     body: bytes
     """Body to forward to the endpoint: the received object itself, unless the model was rewritten."""
     incoming_model: str
-    """Model that the body names, or "" if it names none."""
+    """Model that the body names, or "" if it names none or is not read."""
     decoded: bytes = b""
     """Body without its content encoding; b"" if it has no content encoding, or was not decoded."""
     unparsed: str = ""
@@ -347,7 +348,7 @@ def parse_request(
     """Return the request in `body`, or the refusal of a request that cannot be placed. No bytes or
     headers raise an error.
 
-    `path` is `:path`, or "" if the gateway does not send it; the body then decides.
+    `path` is `:path`, or "" if the gateway does not send it; other headers or the body then decide.
     `model_rewrite`, unless it is "", replaces the model of the body. A result of `rewrite` for the
     model of the body, unless it is None, takes precedence over both. `segments` become a field of
     the request.
@@ -439,7 +440,7 @@ def _read_again(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading,
 
 def _unread(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
     """Return the model of a body that is too costly to decode, found by fast searches over its
-    bytes, and the reason. Return a refusal if it is no JSON object.
+    bytes, and the reason. Return a refusal if it does not begin as a JSON object.
     """
     if _OPENING.match(body) is None:
         return _invalid(suffix, problem)
@@ -454,15 +455,15 @@ def _unread(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str
 def opaque_request(
     *, headers: Mapping[str, str], request_id: str, model: str = ""
 ) -> InferenceRequest:
-    """Return a request whose body is not read, so that it is routed by load alone."""
+    """Return a request whose body is not read, so that it is routed without its prompt."""
     return InferenceRequest(request_id=request_id, model=model, headers=headers)
 
 
 def claim_of(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str | None:
     """Return the suffix of the path by which a parser reads the body, such as "chat/completions".
 
-    Return "" if the gateway does not send the path, so that the body decides. Return None if no
-    parser reads the body.
+    Return "" if the gateway sends the path in no header, so that the body decides. Return None if
+    no parser reads the body.
     """
     path = path or _path_of(headers)
     if not path:

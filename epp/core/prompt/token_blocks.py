@@ -3,8 +3,9 @@ keys.
 
 The scheme is that of `core/prompt/blocks`, but over ids of 4 little-endian bytes, and with the API
 kind of prompts that come as ids. Engines' hashes differ by release, algorithm, seed and block size;
-these do not. The chain is computed in steps of 16 tokens, so that an engine's block can end inside
-one of ours. The hash of the last step of one of our blocks is its key.
+these do not. If 16 divides the length of our blocks, the chain is computed in steps of 16 tokens,
+so that an engine's block can end inside one of ours. The hash of the last step of one of our blocks
+is its key.
 
 Placeholder ids are the same for all images, so the media that begin in a step are hashed into its
 seed.
@@ -23,9 +24,7 @@ from epp.core.types import ApiKind
 TOKEN_BYTES: Final = 4
 """Size in bytes of a token id, which is little-endian."""
 _STEP_TOKENS: Final = 16
-"""Number of tokens in a step of a chain: the smallest block of an engine whose end inside a block
-of the picker's index is tracked.
-"""
+"""Number of tokens in a step of a chain, if it divides the number of tokens in a block."""
 
 
 def step_tokens_of(block_tokens: int) -> int:

@@ -106,11 +106,13 @@ class QueueSnapshot(Struct, frozen=True):
     saturation: float | None
     """Mean load of the endpoints of the fullest stage, or None without a gate."""
     evicted: Mapping[int, int] = field(default_factory=dict)
-    """Number of evicted requests since the start of the picker, by priority; empty if none may be."""
+    """Number of evicted requests since the start of the picker, by priority; empty if none was."""
     agents: SessionCounts | None = None
     """Counts of the agent sessions, or None if the queue does not admit sessions."""
     agents_waiting: int = 0
-    """Number of agent sessions with a waiting request; requests without a session count as one."""
+    """Number of agent sessions with a waiting request; the requests of a band without a session
+    count as one.
+    """
 
 
 class Place:

@@ -68,7 +68,9 @@ clients' requests, so that model servers do not receive them.
 
 
 class BodyMode(IntEnum):
-    """Values of `envoy.extensions.filters.http.ext_proc.v3.ProcessingMode.BodySendMode`."""
+    """Values of `envoy.extensions.filters.http.ext_proc.v3.ProcessingMode.BodySendMode`; `UNKNOWN`
+    stands for any other value.
+    """
 
     UNKNOWN = -1
     NONE = 0

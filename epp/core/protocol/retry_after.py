@@ -16,8 +16,8 @@ def retry_after_s(headers: Mapping[str, str]) -> Seconds | None:
     """Return the seconds for which a response asks the client to wait, or None if it has no valid
     `retry-after`.
 
-    A date is compared with the `date` of the same response, so that no clock is needed. The result
-    is never negative.
+    A date is compared with the `date` of the same response, so that no clock is needed; without
+    one, it is not valid. The result is never negative.
     """
     value = headers.get(RETRY_AFTER_HEADER, "").strip()
     if not value or len(value) > _BYTES_MAX:

@@ -160,7 +160,7 @@ class Gateway:
     def cut(self, waited_s: Seconds, now: Seconds) -> None:
         """Note that a stream ended while its request had waited in the queue for `waited_s`
         seconds, in a body mode in which the gateway has a timeout. After `CUTS_ALIKE` equal waits
-        in a row, `patience_s` is `PATIENCE_USED` times this wait.
+        in a row, `patience_s` is `PATIENCE_USED` times the shortest of them for `PATIENCE_KEPT_S`.
 
         Clients leave after any time. A gateway's timeout is always the same.
         """
@@ -174,8 +174,8 @@ class Gateway:
 
 
 CUTS_ALIKE: Final = 4
-"""Number of consecutive waits that must end after the same time before that counts as the gateway's
-timeout.
+"""Number of consecutive waits in the queue, of those that ended with their streams, that must have
+lasted equally long before that counts as the gateway's timeout.
 """
 CUT_SPREAD: Final = 0.05
 """Largest relative difference of waits that count as having ended after the same time."""
@@ -212,8 +212,8 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     model to serve.
     """
     pass_from_bytes: int | None = None
-    """Size in bytes of a request body from which it is routed unread and not stored, because memory
-    is scarce; None for no limit.
+    """Size in bytes of a request body, with its decoder, from which it is routed unread and not
+    stored, because memory is scarce, unless its model may be rewritten. None for no limit.
     """
     explain_headers: bool = False
     """True to report the chosen endpoint, and a short reason, to clients in response headers."""
@@ -466,7 +466,9 @@ class Session:
         self._body_bytes = 0
         self._pieces = 0
         self._taken_bytes = 0
-        """Number of bytes that this stream has counted against the budget."""
+        """Number of bytes that this session has counted against the budget: for the body and the
+        messages that it stores, and for the decoder.
+        """
         self._encoded: EncodedBody | None = None
         """Decoder of the request body until the body is read; None if there is no content encoding
         to decode.
@@ -535,8 +537,8 @@ class Session:
         self._complete(ending, now)
 
     def sent(self) -> None:
-        """Release the memory of the request body, because the gateway has accepted the answers that
-        repeat it.
+        """Return the bytes of a placed or refused request to the budget of bodies, because the
+        gateway has accepted the answers, which may repeat its body.
         """
         if self._taken_bytes and self._phase not in _UNPLACED:
             self._give_back()

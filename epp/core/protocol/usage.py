@@ -10,8 +10,8 @@ RESPONSE_BYTES_MAX: Final = 8 * 1024 * 1024
 larger one stays unknown.
 """
 EVENT_BYTES_MAX: Final = 256 * 1024
-"""Maximum length in bytes of a line in a streamed answer. Longer lines are skipped, because usage
-is in a short one.
+"""Maximum length in bytes of the beginning of a line of a streamed answer that is stored until its
+rest comes. Longer lines are skipped, because usage is in a short one.
 """
 
 
@@ -53,7 +53,8 @@ _decode: Final = msgspec.json.Decoder(_Document).decode
 
 
 class UsageReader:
-    """A reader of the token usage in one response; `usage` is the latest that was found, or None.
+    """A reader of the token usage in one response. `usage` has the latest value of each count, and
+    is None if none was found.
 
     OpenAI sends it at the end of the answer or in the last event of a stream, the Responses API
     inside `response`, and Anthropic in `message_start` and `message_delta`.

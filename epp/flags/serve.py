@@ -41,8 +41,8 @@ RECORDS_BYTES_MIN: Final = 65_536
 HISTORY_BYTES_MIN: Final = 2**20
 REFRESH_MIN_S: Final = 0.2
 REFRESH_PER_ENDPOINT_S: Final = 0.000_5
-"""Contribution of each endpoint to the default scrape interval: with 1,000 endpoints, one scrape
-starts every 0.5 ms.
+"""Minimum scrape interval per endpoint of the pool: with 1,000 endpoints, each is scraped every 0.5
+s, so one scrape starts every 0.5 ms.
 """
 
 

@@ -1,8 +1,8 @@
 """Encoding of decisions, refusals and ends of requests as records of a few hundred bytes.
 
 A record consists of a head of fixed size, which is overwritten when the request ends, the time of
-the record, and the packed rest. It contains no part of a prompt or an answer, and of the headers
-only the request id.
+the record, and the packed rest. It contains no part of a prompt or an answer. Of the headers it
+contains at most the request id, the path, a model name and the id of the flow.
 """
 
 import math
@@ -233,7 +233,9 @@ class Scores(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """The recorded end of a request; a field is None if its value is unknown."""
+    """The recorded end of a request; a field is None if its value is unknown, and `failure` also if
+    the stream did not fail.
+    """
 
     ending: str
     failure: str | None

@@ -74,7 +74,9 @@ class PastChange(Struct, frozen=True, kw_only=True):
 
 
 class PastLoss(Struct, frozen=True, kw_only=True):
-    """A number of records missing in a journal, from about `at_s` on."""
+    """A number of records missing in a journal: soon after `at_s`, or before the file that begins
+    then.
+    """
 
     at_s: float
     picker: str

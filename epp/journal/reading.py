@@ -41,8 +41,8 @@ from epp.journal.records import Record, ToldApplied, ToldRefused, ToldSetting, T
 FLAGS: Final[Mapping[Level, str]] = {Level.DECISIONS: "--decisions-dir", Level.INPUTS: "--capture"}
 
 Read: TypeAlias = bytes | Record
-"""A record of a journal: bytes for a packed decision, refusal or end of a request, or else a
-struct.
+"""A record of a journal: bytes for a packed decision, refusal, endpoint that served instead, or end
+of a request, or else a struct.
 """
 _encode: Final = msgspec.json.Encoder().encode
 _CUT: Final = b""
@@ -51,7 +51,7 @@ FILE_NAMES: Final[Mapping[Level, tuple[re.Pattern[str], ...]]] = {
     Level.DECISIONS: (SEGMENT_NAME[Level.DECISIONS], HISTORY_NAME),
     Level.INPUTS: (SEGMENT_NAME[Level.INPUTS], EVENTS_NAME, REQUESTS_NAME),
 }
-"""Regular expressions for the names of all files that hold a level of a journal.
+"""Regular expressions for the names of all files that hold a level of a journal, by level.
 
 Their groups are origin and number.
 """
@@ -143,7 +143,9 @@ def journals(folder: Path, *levels: Level) -> list[Segments]:
         places = [folder, *sorted(Path(entry.path) for entry in within)]
         paths = [Path(entry.path) for place in places for entry in os.scandir(place)]
     except OSError as error:
-        raise JournalError(f"{folder} cannot be read: {error.strerror}") from error
+        raise JournalError(
+            f"{error.filename or folder} cannot be read: {error.strerror}"
+        ) from error
     requests = _by_origin(paths, (REQUESTS_NAME,))
     found: dict[str, Segments] = {}
     for level in levels:

@@ -249,7 +249,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
     ) -> Mapping[str, Floats]:
         """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
 
-        `score` computes their sum.
+        `score` rates the candidates by the sum of the parts.
         """
         work = self.work(request, candidates)
         speed = candidates.prefill_tokens_per_s

@@ -33,7 +33,7 @@ class PrefixCache(Parameters, frozen=True):
     the index of such a picker finds less than the share `agreement_below` of a prompt at every
     endpoint, `prefix-cache-scorer` gives 1 to one endpoint and 0 to the others. This one endpoint
     is computed by a hash of the session, the conversation or the head of the prompt, so that all
-    pickers choose the same.
+    pickers choose the same, unless it has many more requests in flight than the mean.
     """
 
     type_name: ClassVar[str] = "prefix-cache-scorer"

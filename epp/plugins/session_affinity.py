@@ -163,9 +163,9 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
     If the strategy is `encoded_endpoint_header`, a response header carries a session token, and the
     client sends this token with the session's next request. A session token is a keyed hash of the
     endpoint. The token reveals nothing about the endpoint, and only pickers with the key can create
-    it. If a request has an invalid token, or the token of an endpoint that is not a candidate, no
-    endpoint is preferred. If the strategy is `session_id`, an affinity index remembers the endpoint
-    of each session.
+    it (an exception is `--accept-unsigned-session-tokens`). If a request has an invalid token, or
+    the token of an endpoint that is not a candidate, no endpoint is preferred. If the strategy is
+    `session_id`, an affinity index remembers the endpoint of each session.
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"

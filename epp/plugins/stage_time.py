@@ -241,8 +241,8 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
 
         The prompt is computed at the candidate or at the prefill endpoint, whichever takes less
-        time. The parts of the other prefill are 0.
-        `score` computes the sum of all parts.
+        time. The parts of the other prefill are 0. `score` rates the candidates by the sum of all
+        parts.
         """
         parts = dict(self._added.cost_parts(request, candidates))
         speed = candidates.prefill_tokens_per_s

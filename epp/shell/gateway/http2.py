@@ -12,8 +12,8 @@ and a status in the trailers. It also limits the share of each gateway:
 * Output. A stream's answers are created as they are sent: only while less than `QUEUED_BYTES_MAX`
   of them wait for room in the stream's window, and only while the socket accepts data. The frames
   that were sent tell which windows moved, so that other streams are not examined.
-* Streams. At most `CONNECTION_STREAMS_MAX` are open at once. A connection that mostly resets its
-  streams is closed.
+* Streams. At most `CONNECTION_STREAMS_MAX` are open at once. A connection that resets many streams
+  in a row before an answer is closed.
 * Connections. Their number is limited by `places`.
 
 Flow control is an invariant: every received byte is acknowledged, also those of ended streams, or
@@ -84,8 +84,8 @@ are acknowledged, half of the window is therefore always left.
 """
 HEADER_LIST_BYTES_MAX: Final = 65_536
 QUEUED_BYTES_MAX: Final = 262_144
-"""Maximum size in bytes of the answers of one stream that wait for room in the stream's
-flow-control window.
+"""Size in bytes of the answers of one stream that wait for room in the stream's flow-control window
+from which no further answers are created.
 """
 RESETS_MAX: Final = CONNECTION_STREAMS_MAX
 """Maximum number of consecutive streams that a gateway may reset on one connection before any was
@@ -280,9 +280,13 @@ class _Stream:
         self.half_told = False
         self.ended: Status | None = None
         self.closing = False
-        """True if the picker has ended this stream, so that its trailers are being sent."""
+        """True if the picker has ended this stream, so that its trailers are being sent, or if the
+        stream is over.
+        """
         self.taken_bytes = 0
-        """Number of bytes that this stream uses of the memory budget of bodies."""
+        """Number of bytes of this stream's unprocessed messages that count against the memory
+        budget of bodies. Its session counts the body that it stores itself.
+        """
         self.unacknowledged_bytes = 0
         self.deadline: asyncio.TimerHandle | None = None
 

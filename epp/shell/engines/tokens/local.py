@@ -47,8 +47,8 @@ restarted. The slowest input, two megabytes of blanks, takes two seconds of a wh
 """
 LOAD_S_MAX: Final[Seconds] = 60.0
 LOADED_AT_ONCE_MAX: Final = 8
-"""Maximum number of tokenizers that the tokenizer process loads when it starts; it loads others
-when they are first needed.
+"""Maximum number of tokenizers that the tokenizer process loads when it starts. It loads others
+when they are first needed, while fewer than its own limit (`LOADED_MAX`, also 8) are loaded.
 """
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0

@@ -142,12 +142,14 @@ class Subscription:
         return self._act()
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Store a frame with number `sequence` of the replay that was requested from the engine."""
+        """Store a frame with number `sequence` of the replay that was requested from the engine. Do
+        nothing if no replay is running.
+        """
         self.stream.replayed(sequence, payload, now)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> list[Asked]:
-        """End a replay of past frames. `marked` is True if its end marker came, False after a
-        timeout. Return the requests that the caller must send.
+        """End a replay of past frames. `marked` is True if its end marker came, False if it ended
+        otherwise, such as by a timeout. Return the requests that the caller must send.
         """
         self.stream.replay_ended(now, marked=marked)
         return self._act()

@@ -70,8 +70,8 @@ def attribute_key(attribute: str, producer: str = CORE_EXTRACTOR) -> str:
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):
-    """The port, scheme and path at which the shell scrapes an endpoint's metrics. The core does not
-    use it.
+    """The port, scheme and path at which the shell scrapes an endpoint's metrics. The core only
+    checks whether an endpoint has one.
     """
 
     port: int
@@ -183,7 +183,7 @@ class KvTransfers(Struct, frozen=True, kw_only=True, omit_defaults=True):
     of the engine (tensor-parallel worker) that receives a part of its KV cache.
     """
     ended_s: float = math.nan
-    """Sum of the times of these transfers, in seconds."""
+    """Sum of the times of the KV-cache transfers in `ended`, in seconds."""
     failed: float = math.nan
     """Number of KV-cache transfers that failed."""
     expired: float = math.nan

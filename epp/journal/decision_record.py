@@ -20,7 +20,9 @@ from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Seconds
 
 TEXT_CHARACTERS_MAX: Final = 256
-"""Maximum number of recorded characters of a model name or request id, which come from clients."""
+"""Maximum number of recorded characters of a model name, request id or path, which come from
+clients.
+"""
 DECIDED: Final = b"d"
 REFUSED: Final = b"r"
 SERVED: Final = b"s"

@@ -28,7 +28,9 @@ class Setting(Struct, frozen=True):
     cached.
     """
     costs: tuple[TellsCost | None, ...] = ()
-    """Plugins of the scorers that can list the parts of their cost; None for each other scorer."""
+    """Plugins of the scorers that can list the parts of their cost; None for each other scorer, and
+    for one that cannot be created again.
+    """
 
 
 NO_SETTING: Final = Setting(0, (), ())

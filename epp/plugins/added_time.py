@@ -398,7 +398,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         """Return float64[n]: the seconds until each candidate has loaded the adapter of `request`,
         including the cost of the adapter's slot; 0 where it is on the GPU or in use.
 
-        A candidate that reports no adapters gets the median of those that do.
+        A model that no candidate reports counts as an adapter that must be loaded, even if it is
+        the base model. A candidate that reports no adapters gets the median of those that do.
         """
         adapters = candidates.adapter_state
         generation = adapters.generation

@@ -131,7 +131,7 @@ def _least_first(load: Floats) -> Floats:
 
 class Queue(Parameters, frozen=True):
     """Prefer endpoints with short waiting queues: 1 for the shortest, 0 for the longest, linear
-    between.
+    between; 1 for all if they are equal.
     """
 
     type_name: ClassVar[str] = "queue-scorer"
@@ -153,8 +153,8 @@ class KVCacheUtilization(Parameters, frozen=True):
 
 
 class RunningRequests(Parameters, frozen=True):
-    """Prefer endpoints with few running requests: 1 for the fewest, 0 for the most,
-    linear between.
+    """Prefer endpoints with few running requests: 1 for the fewest, 0 for the most, linear between;
+    1 for all if they are equal.
     """
 
     type_name: ClassVar[str] = "running-requests-size-scorer"

@@ -72,8 +72,9 @@ READ_BYTES_MAX: Final = 65_536
 thousands of small frames.
 """
 CONNECTION_WINDOW_BYTES: Final = 2**31 - 1
-"""Flow-control window of a connection. It is as large as HTTP/2 allows and so never limits
-anything, so that a waiting stream does not block other streams on its connection.
+"""Flow-control window in bytes of a gateway's HTTP/2 connection. It is as large as HTTP/2 allows
+and so never limits anything, so that a waiting stream does not block other streams on its
+connection.
 """
 WINDOW_LEFT_SHARE_MIN: Final = 0.25
 """Share of the connection's flow-control window below which the connection is retired, that is, the
@@ -93,7 +94,7 @@ answered: as many as may be open. Envoy resets the streams of clients that leave
 ones.
 """
 PING_AFTER_S: Final = 30.0
-"""Time in seconds without received data after which a connection is pinged."""
+"""Time in seconds without received data after which a gateway's connection is pinged."""
 PING_WAIT_S: Final = 20.0
 LINGER_S: Final = 2.0
 """Time in seconds that a client has to close a stream after the picker has ended it; then the
@@ -1096,7 +1097,7 @@ class _Crowd:
         if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
             return
         _log.warning(
-            "more connections of gateways than the limit: idle ones were closed or new ones refused",
+            "more connections of gateways than the limit: some were asked to leave or new ones refused",
             evicted=self._evicted,
             refused=self._refused,
             last_peer=self._peer,

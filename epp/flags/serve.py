@@ -275,7 +275,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=64),
         Row(
             SCHEDULING,
-            "number of fallback endpoints that the picker names for retries, beside the chosen one",
+            "maximum number of fallback endpoints that the picker names for retries, beside the "
+            "chosen one",
         ),
     ] = 0
     disable_endpoint_subset_filter: Annotated[

@@ -199,7 +199,7 @@ class Served(Struct, frozen=True, gc=False, array_like=True):
     """Name of the endpoint with this address, or "" if the pool has none."""
     matched_blocks: int = 0
     """Number of blocks of the prompt that this endpoint was estimated to have cached when the
-    picker learnt that it served the request.
+    picker learnt that it served the request; 0 if the decision is derived from a capture.
     """
 
 

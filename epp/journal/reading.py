@@ -136,7 +136,7 @@ def journals(folder: Path, *levels: Level) -> list[Segments]:
     per picker process, oldest process first.
 
     A process may have files of several levels; the first of `levels` that it has is returned.
-    Raises `JournalError` if the folder cannot be read or no process has files.
+    Raises `JournalError` if one of these folders cannot be read or no process has files.
     """
     try:
         within = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]

@@ -1097,7 +1097,8 @@ class _Crowd:
         if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
             return
         _log.warning(
-            "more connections of gateways than the limit: some were asked to leave or new ones refused",
+            "more connections of gateways than the limit: some were asked to leave or new ones "
+            "refused",
             evicted=self._evicted,
             refused=self._refused,
             last_peer=self._peer,
@@ -1178,7 +1179,7 @@ def _timeout_s(text: bytes) -> Seconds | None:
 
 def _peer_of(transport: asyncio.Transport) -> str:
     """Return the address of the connection's gateway as gRPC spells it: "ipv4:10.0.0.1:1234" or
-    "ipv6:[fd00::1]:1234".
+    "ipv6:[fd00::1]:1234"; "unknown" if it has none.
     """
     name = transport.get_extra_info("peername")
     if not isinstance(name, tuple):

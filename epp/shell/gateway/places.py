@@ -27,7 +27,9 @@ class Guest(Protocol):
 
     @property
     def host(self) -> str:
-        """IP address of the gateway on this connection, without the port."""
+        """Address of the gateway on this connection as gRPC spells it, without the port, such as
+        "ipv4:10.0.0.1".
+        """
         ...
 
     @property

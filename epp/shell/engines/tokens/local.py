@@ -142,9 +142,9 @@ class LocalWorker:
     def _without_tokenizer(self, asked: str) -> TokensResult | None:
         """Return why the requested model has no usable tokenizer now, or None if it has one.
 
-        `LOADING` is returned while the tokenizer of any model is being loaded or waits to be
-        loaded. If the requested model's tokenizer is not loaded, this call requests that. A model
-        without tokenizer is logged once.
+        For a model with a usable tokenizer, `LOADING` is returned while the tokenizer of any model
+        is being loaded or waits to be loaded. If the requested model's tokenizer is not loaded,
+        this call requests that. A model without tokenizer is logged once.
         """
         model = self._tokenizer_of(asked)
         if model is None or model in self._broken:

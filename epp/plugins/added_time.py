@@ -39,7 +39,8 @@ from epp.plugins.contract import (
 DECODE_SHARE: Final = 1e-3
 """Number of prefill tokens computed in the time that one context token adds to each decode step.
 
-The simulator's built-in profiles have 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3 (70B).
+The simulator's built-in profiles of H100 GPUs have about 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3
+(70B).
 """
 HALF_WEIGHT_S: Final = 0.5
 """Time to first token in seconds at which half of `firstTokenWeight` applies.

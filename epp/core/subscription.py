@@ -33,8 +33,8 @@ from epp.core.types import Seconds
 
 Asked: TypeAlias = AskReplay | AskSnapshot
 BLOCKS_PER_WORK: Final = 1_024
-"""Number of blocks of the engine after which one call of `work` stops applying events, which takes
-one to two milliseconds.
+"""Number of blocks of the engine and of events, together, after which one call of `work` stops
+applying events, which takes one to two milliseconds.
 """
 
 _NAMES: Final[dict[type[Event], str]] = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
@@ -74,16 +74,16 @@ class Subscription:
         self.unreadable = 0
         """Number of messages of the engine that were not KV-cache events; the shell counts them."""
         self.waiting_bytes = 0
-        """Size in bytes of the frames of KV-cache events that are queued for `work`. Replayed
-        frames that the stream still buffers do not count.
+        """Size in bytes of the frames of KV-cache events that are queued for `work` and not decoded
+        yet. Replayed frames that the stream still buffers do not count.
         """
         self.blocks_heard = 0
         """Number of blocks of the engine in the events for stored and removed blocks that were
         applied.
         """
         self.engine_clock_s: Seconds | None = None
-        """Time at which the engine sent the last decoded frame, in seconds since 1970 by the
-        engine's clock; None before the first.
+        """Time at which the engine sent the last frame of KV-cache events that `work` began to
+        apply, in seconds since 1970 by the engine's clock; None if no frame had a time.
         """
         self._scheduler = scheduler
         self._waiting: deque[Apply | Forget | Event | Batch | BlocksChanged] = deque()
@@ -112,8 +112,8 @@ class Subscription:
 
     @property
     def noted(self) -> int | None:
-        """Return the number of the last frame up to which the events of all frames were applied, or
-        None if there is none.
+        """Return the number of a frame up to which the events of all frames were applied: the last
+        one if none is queued, else the last one when none was queued. None if there is none.
         """
         last = self._noted if self._waiting else self.stream.last
         return None if last is None or last < 0 else last
@@ -142,12 +142,14 @@ class Subscription:
         return self._act()
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """Store a frame with number `sequence` of the replay that was requested from the engine."""
+        """Store a frame with number `sequence` of the replay that was requested from the engine. Do
+        nothing if no replay is running.
+        """
         self.stream.replayed(sequence, payload, now)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> list[Asked]:
-        """End a replay of past frames. `marked` is True if its end marker came, False after a
-        timeout. Return the requests that the caller must send.
+        """End a replay of past frames. `marked` is True if its end marker came, False if it ended
+        otherwise, such as by a timeout. Return the requests that the caller must send.
         """
         self.stream.replay_ended(now, marked=marked)
         return self._act()

@@ -11,8 +11,8 @@ from msgspec import Struct, field
 from epp.core.address import host_of, port_of
 
 Seconds: TypeAlias = float
-"""A time or a duration in seconds. Times are monotonic, since any origin. The core never reads a
-clock; callers pass the time.
+"""A time or a duration in seconds. Times are monotonic, since any origin, unless their text says
+otherwise. The core never reads a clock; callers pass the time.
 """
 
 BYTES_PER_TOKEN = 4
@@ -22,8 +22,8 @@ reference picker.
 
 
 class ApiKind(StrEnum):
-    """The API that a request uses. It is part of the hash seed, so prompts of two APIs never share
-    blocks.
+    """The API that a request uses. It is part of the seed of hashes of a prompt's bytes, so prompts
+    of two APIs share no such blocks. Blocks of token ids all have the seed of `TOKENS`.
     """
 
     CHAT = "chat"
@@ -33,7 +33,7 @@ class ApiKind(StrEnum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     OPAQUE = "opaque"
-    """The API is unknown or the body was not read, so the request is routed by load alone."""
+    """The API is unknown or the body was not read, so the request is routed without its prompt."""
 
 
 class Stage(StrEnum):
@@ -70,8 +70,8 @@ def attribute_key(attribute: str, producer: str = CORE_EXTRACTOR) -> str:
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):
-    """The port, scheme and path at which the shell scrapes an endpoint's metrics. The core does not
-    use it.
+    """The port, scheme and path at which the shell scrapes an endpoint's metrics. The core only
+    checks whether an endpoint has one.
     """
 
     port: int
@@ -99,8 +99,8 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     """
     metrics: MetricsTarget | None = None
     ready_after_s: float = 0.0
-    """Time in seconds, after the endpoint joined, at which it is ready without any scrape (static
-    endpoints: 5 s).
+    """Time in seconds, after the endpoint joined, from which it is ready without a successful
+    scrape: 5 s for endpoints from Kubernetes or a file.
     """
 
     @property
@@ -146,8 +146,9 @@ def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
 class AdapterReport(Struct, frozen=True, kw_only=True):
     """The LoRA adapters that one scrape reports (vLLM; both metric generations).
 
-    `lora_requests_info` (old) gives `active` and `slots_max`. `lora_adapter_loaded` and its
-    companions (new) give `gpu`, `cpu` and `pinned`; then `resident_known` is True.
+    `lora_requests_info` (old) gives `active`, and `slots_max` if no other series does.
+    `lora_adapter_loaded` (new) gives `gpu`, `cpu` and `pinned`, and `max_gpu_lora_adapters` (new)
+    `slots_max`; with either, `resident_known` is True.
     """
 
     active: frozenset[str] = frozenset()
@@ -178,9 +179,11 @@ class KvTransfers(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of prompt tokens whose KV cache the engine received from another engine."""
     received_bytes: float = math.nan
     ended: float = math.nan
-    """Number of KV-cache transfers to the engine that ended, one for each of its ranks and request."""
+    """Number of KV-cache transfers to the engine that ended. A request counts once for each process
+    of the engine (tensor-parallel worker) that receives a part of its KV cache.
+    """
     ended_s: float = math.nan
-    """Sum of the times of these transfers, in seconds."""
+    """Sum of the times of the KV-cache transfers in `ended`, in seconds."""
     failed: float = math.nan
     """Number of KV-cache transfers that failed."""
     expired: float = math.nan

@@ -1,9 +1,9 @@
 """Parse command lines into frozen structs of flags.
 
 The spelling is that of Go: one or two dashes, `--flag=value` or `--flag value`. A boolean takes its
-value only after `=`. If a flag is given twice, the last value counts. A flag that cannot be applied
-is an error. Most flags that only the reference picker has cause a warning and have no effect
-(`reference_picker`).
+value only after `=`. If a flag is given twice, the last value counts. An unknown flag or an invalid
+value is an error. A flag without effect causes a warning, such as most flags that only the
+reference picker has (`reference_picker`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

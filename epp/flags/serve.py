@@ -41,8 +41,8 @@ RECORDS_BYTES_MIN: Final = 65_536
 HISTORY_BYTES_MIN: Final = 2**20
 REFRESH_MIN_S: Final = 0.2
 REFRESH_PER_ENDPOINT_S: Final = 0.000_5
-"""Contribution of each endpoint to the default scrape interval: with 1,000 endpoints, one scrape
-starts every 0.5 ms.
+"""Minimum scrape interval per endpoint of the pool: with 1,000 endpoints, each is scraped every 0.5
+s, so one scrape starts every 0.5 ms.
 """
 
 
@@ -275,7 +275,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=64),
         Row(
             SCHEDULING,
-            "number of fallback endpoints that the picker names for retries, beside the chosen one",
+            "maximum number of fallback endpoints that the picker names for retries, beside the "
+            "chosen one",
         ),
     ] = 0
     disable_endpoint_subset_filter: Annotated[

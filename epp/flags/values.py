@@ -17,8 +17,8 @@ class ByteCount(int):
 
 
 class MemoryBytes(int):
-    """A number of bytes of memory, written like `ByteCount`; it may exceed the size of a gRPC
-    message.
+    """A number of bytes of memory or disk space, written like `ByteCount`; it may exceed the size
+    of a gRPC message.
     """
 
     __slots__ = ()

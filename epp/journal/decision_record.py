@@ -1,8 +1,8 @@
 """Encoding of decisions, refusals and ends of requests as records of a few hundred bytes.
 
 A record consists of a head of fixed size, which is overwritten when the request ends, the time of
-the record, and the packed rest. It contains no part of a prompt or an answer, and of the headers
-only the request id.
+the record, and the packed rest. It contains no part of a prompt or an answer. Of the headers it
+contains at most the request id, the path, a model name and the id of the flow.
 """
 
 import math
@@ -20,7 +20,9 @@ from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Seconds
 
 TEXT_CHARACTERS_MAX: Final = 256
-"""Maximum number of recorded characters of a model name or request id, which come from clients."""
+"""Maximum number of recorded characters of a model name, request id or path, which come from
+clients.
+"""
 DECIDED: Final = b"d"
 REFUSED: Final = b"r"
 SERVED: Final = b"s"
@@ -197,7 +199,7 @@ class Served(Struct, frozen=True, gc=False, array_like=True):
     """Name of the endpoint with this address, or "" if the pool has none."""
     matched_blocks: int = 0
     """Number of blocks of the prompt that this endpoint was estimated to have cached when the
-    picker learnt that it served the request.
+    picker learnt that it served the request; 0 if the decision is derived from a capture.
     """
 
 
@@ -233,7 +235,9 @@ class Scores(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """The recorded end of a request; a field is None if its value is unknown."""
+    """The recorded end of a request; a field is None if its value is unknown, and `failure` also if
+    the stream did not fail.
+    """
 
     ending: str
     failure: str | None

@@ -101,7 +101,7 @@ class Context:
 
 def moment_of(text: str, now_s: float) -> float:
     """Return the Unix time that `text` names: a time of day like "02:10" (its last occurrence), a
-    date with a time, or an age like "30m".
+    date with or without a time, or an age like "30m".
 
     Times are in UTC unless they have another zone. Raises `JournalError` for any other text.
     """
@@ -165,8 +165,8 @@ class _Reader:
         self._since_s, self._until_s = since_s, until_s
         self._picker = ""
         self._now_s = 0.0
-        """Lower bound of the present Unix time: the time of the last decision or opened journal that
-        was read.
+        """Lower bound of the present Unix time: that of the last decision, refusal or served
+        endpoint that was read, or of the beginning of a later file.
         """
         self._context = Context()
         self._changes: set[tuple[float, int]] = set()
@@ -248,8 +248,8 @@ class _Reader:
 
 
 def _teller(told: ToldPlugin | None) -> TellsCost | None:
-    """Return the stored scorer plugin, or None if it is not installed, has other parameters or
-    reports no costs.
+    """Return the stored scorer plugin, or None if none was stored, or if it is not installed, has
+    other parameters or reports no costs.
     """
     if told is None:
         return None

@@ -1,9 +1,9 @@
 """The format of a journal's files, which docs/capture-format.md describes.
 
 A file consists of members of gzip. They contain frames: a length in four bytes, little-endian, and
-the content, whose first byte is the kind. Decisions, refusals and ends of requests are packed as in
-memory (`decision_record`). All other records are maps of MessagePack, whose member `event` names
-the type.
+the content, whose first byte is the kind. Decisions, refusals, endpoints that served instead of the
+chosen one, and ends of requests are packed as in memory (`decision_record`). All other records are
+maps of MessagePack, whose member `event` names the type.
 """
 
 import re
@@ -37,9 +37,9 @@ SEGMENT_NAME: Final = {
     )
     for level in Level
 }
-"""Regular expression for the names of a level's journal files.
+"""Regular expressions for the names of journal files, by level.
 
-Its groups are the origin and the number of the segment.
+Their groups are the origin and the number of the segment.
 """
 LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<cq")

@@ -28,7 +28,9 @@ class Setting(Struct, frozen=True):
     cached.
     """
     costs: tuple[TellsCost | None, ...] = ()
-    """Plugins of the scorers that can list the parts of their cost; None for each other scorer."""
+    """Plugins of the scorers that can list the parts of their cost; None for each other scorer, and
+    for one that cannot be created again.
+    """
 
 
 NO_SETTING: Final = Setting(0, (), ())
@@ -74,7 +76,9 @@ class PastChange(Struct, frozen=True, kw_only=True):
 
 
 class PastLoss(Struct, frozen=True, kw_only=True):
-    """A number of records missing in a journal, from about `at_s` on."""
+    """A number of records missing in a journal: soon after `at_s`, or before the file that begins
+    then.
+    """
 
     at_s: float
     picker: str

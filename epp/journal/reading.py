@@ -41,8 +41,8 @@ from epp.journal.records import Record, ToldApplied, ToldRefused, ToldSetting, T
 FLAGS: Final[Mapping[Level, str]] = {Level.DECISIONS: "--decisions-dir", Level.INPUTS: "--capture"}
 
 Read: TypeAlias = bytes | Record
-"""A record of a journal: bytes for a packed decision, refusal or end of a request, or else a
-struct.
+"""A record of a journal: bytes for a packed decision, refusal, endpoint that served instead, or end
+of a request, or else a struct.
 """
 _encode: Final = msgspec.json.Encoder().encode
 _CUT: Final = b""
@@ -51,7 +51,7 @@ FILE_NAMES: Final[Mapping[Level, tuple[re.Pattern[str], ...]]] = {
     Level.DECISIONS: (SEGMENT_NAME[Level.DECISIONS], HISTORY_NAME),
     Level.INPUTS: (SEGMENT_NAME[Level.INPUTS], EVENTS_NAME, REQUESTS_NAME),
 }
-"""Regular expressions for the names of all files that hold a level of a journal.
+"""Regular expressions for the names of all files that hold a level of a journal, by level.
 
 Their groups are origin and number.
 """
@@ -136,14 +136,16 @@ def journals(folder: Path, *levels: Level) -> list[Segments]:
     per picker process, oldest process first.
 
     A process may have files of several levels; the first of `levels` that it has is returned.
-    Raises `JournalError` if the folder cannot be read or no process has files.
+    Raises `JournalError` if one of these folders cannot be read or no process has files.
     """
     try:
         within = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
         places = [folder, *sorted(Path(entry.path) for entry in within)]
         paths = [Path(entry.path) for place in places for entry in os.scandir(place)]
     except OSError as error:
-        raise JournalError(f"{folder} cannot be read: {error.strerror}") from error
+        raise JournalError(
+            f"{error.filename or folder} cannot be read: {error.strerror}"
+        ) from error
     requests = _by_origin(paths, (REQUESTS_NAME,))
     found: dict[str, Segments] = {}
     for level in levels:

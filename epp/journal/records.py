@@ -80,7 +80,7 @@ class ToldSetting(_Record, frozen=True, kw_only=True, tag="setting"):
     by_blocks: tuple[str, ...]
     costs: tuple[ToldPlugin | None, ...] = ()
     """Plugins of the scorers that can list the parts of their cost, with None for each other
-    scorer.
+    scorer, and for one whose parameters cannot be stored.
     """
 
 

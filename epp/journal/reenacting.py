@@ -29,9 +29,9 @@ def decide_again(
 ) -> dict[str, Reenacted]:
     """Return the re-enacted decisions of each picker process in `folder`, by the process's origin.
 
-    Each decision is repeated with the knowledge that the picker had at its time. If `config` is
-    given, it replaces the configurations that were in force. Raises `JournalError`, and
-    `ConfigError` for a captured document that is not a valid configuration.
+    Each decision is repeated with the captured part of the knowledge that the picker had at its
+    time. If `config` is given, it replaces the configurations that were in force. Raises
+    `JournalError`, and `ConfigError` for a captured document that is not a valid configuration.
     """
     if config is None:
         settings_of = _in_force(folder, plugins)

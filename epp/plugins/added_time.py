@@ -39,7 +39,8 @@ from epp.plugins.contract import (
 DECODE_SHARE: Final = 1e-3
 """Number of prefill tokens computed in the time that one context token adds to each decode step.
 
-The simulator's built-in profiles have 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3 (70B).
+The simulator's built-in profiles of H100 GPUs have about 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3
+(70B).
 """
 HALF_WEIGHT_S: Final = 0.5
 """Time to first token in seconds at which half of `firstTokenWeight` applies.
@@ -249,7 +250,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
     ) -> Mapping[str, Floats]:
         """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
 
-        `score` computes their sum.
+        `score` rates the candidates by the sum of the parts.
         """
         work = self.work(request, candidates)
         speed = candidates.prefill_tokens_per_s
@@ -398,7 +399,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         """Return float64[n]: the seconds until each candidate has loaded the adapter of `request`,
         including the cost of the adapter's slot; 0 where it is on the GPU or in use.
 
-        A candidate that reports no adapters gets the median of those that do.
+        A model that no candidate reports counts as an adapter that must be loaded, even if it is
+        the base model. A candidate that reports no adapters gets the median of those that do.
         """
         adapters = candidates.adapter_state
         generation = adapters.generation

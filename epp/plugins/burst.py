@@ -80,13 +80,15 @@ class BurstSettings(Parameters, frozen=True):
     window_duration_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100
     """Length of a burst window in milliseconds. A window begins with its first request."""
     max_per_replica: Annotated[int, Meta(ge=_UNLIMITED)] = _UNLIMITED
-    """Maximum number of requests with equal prompts that one endpoint receives within a burst
+    """Maximum number of requests with equal prompts for which one endpoint matches within a burst
     window; -1 for no limit.
     """
     block_size_tokens: Annotated[int, Meta(ge=1)] = _BLOCK_TOKENS_MIN
     """Number of tokens in a block; values below 64 become 64."""
     max_prefix_tokens_to_match: Annotated[int, Meta(ge=0)] = 0
-    """Maximum number of tokens of a prompt to compare with others; 0 for 2,048 blocks."""
+    """Maximum number of tokens of a prompt to compare with others, at most 2,048 blocks; a value
+    below one block, such as 0, stands for 2,048 blocks.
+    """
     min_colocate_blocks: Annotated[int, Meta(ge=0)] = 0
     """Minimum number of leading blocks that prompts of a burst window must have in common to be
     placed together; at 0, only equal prompts are.
@@ -143,8 +145,8 @@ class BurstIndex:
         self._ends_at_s: Seconds = -math.inf
         self._window = 0
         self._vacant: set[int] = set()
-        """Slots whose endpoint left the pool or restarted, and to which no request was routed
-        since.
+        """Slots whose endpoint left the pool or restarted, until a request is routed there or an
+        endpoint there reports the size of its cache.
         """
         self._clear()
 
@@ -287,11 +289,12 @@ class BurstIndex:
         return {slot: held for slot, held in shared.items() if held >= least and slot < slots}
 
     def _least_loaded(self, matched: Ints, total: int, *, avoid: dict[int, int]) -> None:
-        """Set `matched` to `total` at slots without load in the burst window, to 0 at the slot with
-        the largest load, and linearly between.
+        """Set `matched` by the load of each slot in the burst window: to `total` without load, and
+        linearly down to 0 at the slot that ranks last, in whole blocks.
 
-        Slots in `avoid` rank after all others. The least loaded candidate then has the largest
-        match, whatever the set of candidates is.
+        The load of a slot in `avoid` counts as higher by the largest load plus 1, so that it ranks
+        after all others. The least loaded candidate has the largest match, whatever the set of
+        candidates is.
         """
         loads = np.zeros(len(matched))
         for slot, load in self._load.items():

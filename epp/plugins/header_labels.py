@@ -23,8 +23,9 @@ class HeaderLabelAffinity(Parameters, frozen=True):
     """Prefer endpoints whose label `label_key` equals the request header `header_name`.
 
     The score is 1 for these endpoints and 0 for the others. All scores are 0 without the header.
-    The response carries the label of the endpoint that was chosen, in a header of the same name,
-    unless `stamp_response_header` is false. A client can send it back with its next request.
+    The response has a header of the same name with the label of the endpoint that was chosen,
+    unless that endpoint lacks the label or `stamp_response_header` is false. A client can send it
+    back with its next request.
     """
 
     type_name: ClassVar[str] = "header-label-affinity-scorer"

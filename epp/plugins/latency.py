@@ -206,8 +206,9 @@ class PredictedLatency(Parameters, frozen=True):
 
 
 class LatencySloAdmitter(Parameters, frozen=True):
-    """`latency-slo-admitter`: refuse requests of priority below 0 with 429 if no endpoint is
-    predicted to meet their SLO.
+    """`latency-slo-admitter`: refuse requests of priority below 0 with 429 if every endpoint is
+    predicted to miss their SLO. An endpoint without requests in flight, with an almost empty KV
+    cache or with an unreliable prediction never counts as missing it.
     """
 
     type_name: ClassVar[str] = "latency-slo-admitter"

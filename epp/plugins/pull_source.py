@@ -59,7 +59,7 @@ class PullSource(Parameters, frozen=True):
     """Minimum number of cached tokens that the source must have beyond those of the chosen
     endpoint.
 
-    With fewer, computing them is as fast as pulling them.
+    With fewer, the request names no source.
     """
     prefill_profile_name: str = _PREFILL
     """No effect, because the source is always that of the endpoint to which the gateway sends the

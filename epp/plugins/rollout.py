@@ -111,7 +111,7 @@ class RolloutScreener(Parameters, frozen=True):
     A strict entry of `headerSelectors` limits a request with its header to endpoints with that
     label, and refuses it with 503 if there is none. Such a header for the label of the revision
     replaces the draw; that revision must have every required role too. Every entry returns the
-    label of the endpoint that was chosen, in a response header.
+    label of the endpoint that was chosen, if it has that label, in a response header.
 
     The plugin has an effect once it is declared; a profile does not name it. Only pods that
     `scope.labelSelector` selects count for the draw.

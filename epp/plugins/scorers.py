@@ -33,7 +33,7 @@ class PrefixCache(Parameters, frozen=True):
     the index of such a picker finds less than the share `agreement_below` of a prompt at every
     endpoint, `prefix-cache-scorer` gives 1 to one endpoint and 0 to the others. This one endpoint
     is computed by a hash of the session, the conversation or the head of the prompt, so that all
-    pickers choose the same.
+    pickers choose the same, unless it has many more requests in flight than the mean.
     """
 
     type_name: ClassVar[str] = "prefix-cache-scorer"
@@ -131,7 +131,7 @@ def _least_first(load: Floats) -> Floats:
 
 class Queue(Parameters, frozen=True):
     """Prefer endpoints with short waiting queues: 1 for the shortest, 0 for the longest, linear
-    between.
+    between; 1 for all if they are equal.
     """
 
     type_name: ClassVar[str] = "queue-scorer"
@@ -153,8 +153,8 @@ class KVCacheUtilization(Parameters, frozen=True):
 
 
 class RunningRequests(Parameters, frozen=True):
-    """Prefer endpoints with few running requests: 1 for the fewest, 0 for the most,
-    linear between.
+    """Prefer endpoints with few running requests: 1 for the fewest, 0 for the most, linear between;
+    1 for all if they are equal.
     """
 
     type_name: ClassVar[str] = "running-requests-size-scorer"

@@ -144,8 +144,8 @@ class _SessionAffinity(Parameters, frozen=True):
         return {self.token_header: token} if token else {}
 
     def _holders(self, request: InferenceRequest, candidates: Candidates) -> Bools:
-        """Return bool[n]: True for candidates that served the session of `request` before; all
-        False if the session is unknown.
+        """Return bool[n]: True for the previous endpoint of the session of `request`; all False if
+        the session is unknown.
         """
         if self.strategy is SessionStrategy.SESSION_ID:
             return candidates.affinity(self.producer_type).matched > 0
@@ -157,15 +157,15 @@ class _SessionAffinity(Parameters, frozen=True):
 
 
 class SessionAffinityScorer(_SessionAffinity, frozen=True):
-    """Score 1 for the endpoint that served this session before, 0 for the others; all 0 if none
-    did.
+    """Score 1 for the session's previous endpoint, 0 for the others; all 0 if it is unknown or no
+    candidate.
 
     If the strategy is `encoded_endpoint_header`, a response header carries a session token, and the
     client sends this token with the session's next request. A session token is a keyed hash of the
     endpoint. The token reveals nothing about the endpoint, and only pickers with the key can create
-    it. If a request has an invalid token, or the token of an endpoint that is not a candidate, no
-    endpoint is preferred. If the strategy is `session_id`, an affinity index remembers the endpoint
-    of each session.
+    it (an exception is `--accept-unsigned-session-tokens`). If a request has an invalid token, or
+    the token of an endpoint that is not a candidate, no endpoint is preferred. If the strategy is
+    `session_id`, an affinity index remembers the endpoint of each session.
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"
@@ -175,8 +175,8 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
 
 
 class SessionAffinityFilter(_SessionAffinity, frozen=True):
-    """Keep only the endpoint that served this session before, while it is a candidate; otherwise
-    keep all endpoints.
+    """Keep only the session's previous endpoint, while it is a candidate; otherwise keep all
+    endpoints.
 
     The strategies, which recognize a session, are those of `session-affinity-scorer`. The filter
     keeps a session at its first endpoint even if this endpoint is overloaded;

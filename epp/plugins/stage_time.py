@@ -74,8 +74,8 @@ class TransferTime(Parameters, frozen=True, dict=True):
 
     def ahead_s(self, tokens: Floats, candidates: Candidates) -> Floats:
         """Return float64[n]: the time in seconds in which the KV cache of `tokens` of earlier
-        requests moves to each candidate. Until a speed was measured, it is `UNMEASURED_FACTOR` times
-        as long.
+        requests moves to each candidate. Until a speed was measured, it is `UNMEASURED_FACTOR`
+        times as long if `learn_link_speed` is True.
         """
         ahead_s = tokens * self.transfer_to_s_per_token(candidates)
         if self.learn_link_speed and candidates.link_unmeasured:
@@ -126,12 +126,13 @@ class PrefillTime(TransferTime, frozen=True, dict=True):
     """Prefer the endpoint that computes the prompt and sends its KV cache soonest. This scorer is
     for the prefill stage.
 
-    The cost is t + r p / s + 2 max(y m - t, 0) with t = (b + p) / s. b are the pending prefill tokens
-    of the endpoint, p is the prefill of this prompt as in `added-time-scorer`, r is `evictionCost`, s
-    is the configured prefill speed, and m is the time in which the KV cache of one token moves. y are
-    the tokens whose KV blocks the endpoint still has to send for earlier requests. Their transfers
-    delay that of this prompt, and it delays them, if they are not over when the prompt is computed.
-    The last term is left out if `linkBytesPerSecond` is 0.
+    The cost is t + r p / s + 2 max(y m - t, 0) with t = (b + p) / s. b are the pending prefill
+    tokens of the endpoint, p is the prefill of this prompt as in `added-time-scorer`, r is
+    `evictionCost`, s is the configured prefill speed, and m is the time in which the KV cache of
+    one token moves. y are the tokens whose KV blocks the endpoint still has to send for earlier
+    requests; with `learnLinkSpeed`, they count `UNMEASURED_FACTOR` times until a speed was
+    measured. Their transfers delay that of this prompt, and it delays them, if they are not over
+    when the prompt is computed. The last term is left out if `linkBytesPerSecond` is 0.
     """
 
     type_name: ClassVar[str] = "prefill-time-scorer"
@@ -166,12 +167,12 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
     """Prefer the endpoint where the request is decoded with the least added time. This scorer is
     for the decode stage.
 
-    The cost has the parts of `added-time-scorer` that concern decoding and memory. In place of the
-    prefill, it has the smaller of two times: that of a prefill at the endpoint itself, with the delay
-    of others, and that of a remote prefill with the KV transfer to this endpoint, which shares the
-    network with those of earlier requests (`time-based-pd-decider`). The wait for the
-    first token has the additional weight of `added-time-scorer`. Blocks that are evicted count twice
-    the cheaper way to have them again.
+    The cost has the parts of `added-time-scorer` that concern decoding, memory and adapters. In
+    place of the prefill, it has the smaller of two times: that of a prefill at the endpoint itself,
+    with the delay of others, and that of a remote prefill with the KV transfer to this endpoint,
+    which shares the network with those of earlier requests (`time-based-pd-decider`). The wait for
+    the first token has the additional weight of `added-time-scorer`. Blocks that are evicted count
+    twice the cheaper way to have them again.
 
     A remote prefill is only considered if the prefill endpoint is chosen first (`stageOrder:
     prefill-first`).
@@ -241,8 +242,8 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
         """Return each part of the request's cost at each candidate in seconds, float64[n] by name.
 
         The prompt is computed at the candidate or at the prefill endpoint, whichever takes less
-        time. The parts of the other prefill are 0.
-        `score` computes the sum of all parts.
+        time. The parts of the other prefill are 0. `score` rates the candidates by the sum of all
+        parts.
         """
         parts = dict(self._added.cost_parts(request, candidates))
         speed = candidates.prefill_tokens_per_s

@@ -13,7 +13,7 @@ from epp.plugins.strategy import Step, Strategy, config_of, named, producer, ste
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _BURST: Final = "burst-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
-"""The producer of load in flight, with a prefill speed so low that tokens in flight do not drain
+"""The producer of load in flight, with a prefill speed so low that tokens in flight hardly drain
 over time. They stay until the first token of the answer is seen or counted.
 """
 _ADAPTERS: Final = step("lora-affinity-scorer", 1)

@@ -33,12 +33,12 @@ from epp.shell.engines.trust import client_context, trust_of
 from epp.shell.supervision import Supervisor, forever
 
 MODELS_INTERVAL_S_MIN: Final = 5.0
-"""Minimum interval in seconds between two fetches of an endpoint's list of models; adapters are
-loaded rarely.
+"""Lower limit in seconds of the mean interval between two fetches of an endpoint's list of models;
+adapters are loaded rarely.
 """
 GPU_INTERVAL_S_MIN: Final = 1.0
-"""Minimum interval in seconds between two fetches of an endpoint's GPU utilization; the exporter
-itself samples GPUs less often.
+"""Lower limit in seconds of the mean interval between two fetches of an endpoint's GPU utilization;
+the exporter itself samples GPUs less often.
 """
 BACKOFF_S_MAX: Final = 30.0
 KEPT_INTERVALS: Final = 5
@@ -141,8 +141,8 @@ _READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], PageContent], Sec
     "models": (_read_models, MODELS_INTERVAL_S_MIN),
     "gpus": (_read_gpus, GPU_INTERVAL_S_MIN),
 }
-"""Parser of each kind of page ("models", "gpus"), and minimum interval in seconds between two
-fetches of such a page.
+"""Parser of each kind of page ("models", "gpus"), and lower limit in seconds of the mean interval
+between two fetches of such a page.
 """
 
 

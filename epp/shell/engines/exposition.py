@@ -91,13 +91,13 @@ class MetricNames(Struct, frozen=True, kw_only=True):
 
     The first selector that matches the page is used. An empty tuple means that the engine has no
     such series. Series that differ only in other labels (data-parallel ranks, models) are added up;
-    the usage of the KV cache is averaged.
+    the usage of the KV cache is averaged, and the largest block size is used.
     """
 
     waiting: tuple[Selector, ...] = ()
     waiting_to_decode: tuple[Selector, ...] = ()
-    """Gauge of waiting requests without those that receive their KV cache, which endpoints with the
-    role decode use instead of `waiting`.
+    """Gauge of waiting requests without those that receive their KV cache. For endpoints whose role
+    label includes decode, it is read instead of `waiting` if the page has it.
     """
     running: tuple[Selector, ...] = ()
     kv_cache_usage: tuple[Selector, ...] = ()
@@ -131,8 +131,8 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
-    """A series with the block size and the number of blocks as labels, used if the gauges for them
-    are missing.
+    """A series with the block size and the number of blocks as labels, used unless the page has
+    gauges for both.
     """
     adapter_requests: bytes = b""
     """Name of vLLM's series `lora_requests_info`: one per state of the adapters, with the time of
@@ -295,8 +295,8 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         requests_total=_selectors("llamacpp:prompt_tokens_total"),
     ),
 }
-"""Metric series by engine type, in the order in which they are tried on pages of endpoints without
-a label of the engine type.
+"""Metric series by engine type, in the order in which they are tried, after those of the default
+engine, on pages of endpoints without a label of the engine type.
 """
 
 _BLOCK_SIZE_LABELS: Final = (b"block_size", b"page_size")
@@ -537,9 +537,10 @@ class PageReader:
     ) -> EndpointMetrics:
         """Return the metrics on `page`, a metrics page of an endpoint that has the labels `labels`.
 
-        With the `memory` of the endpoint's last page, new series may be noticed some pages later,
-        as `page_layout` explains; everything else is identical. A counter that is NaN, infinite,
-        negative or above `VALUE_MAX` is unknown.
+        With the `memory` of the endpoint's last page, new series may be noticed, and the values of
+        histograms and of rarely compared series updated, some pages later (`page_layout`);
+        everything else is identical. A counter that is NaN, infinite, negative or above `VALUE_MAX`
+        is unknown.
 
         Raises `ExpositionError` in these cases:
 

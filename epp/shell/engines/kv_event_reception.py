@@ -80,8 +80,9 @@ class Reception:
             subscription.close(self._clock())
 
     def watch(self, source: Source, now: Seconds) -> None:
-        """Check whether the rank `source` sends KV events while its engine works, and log a warning
-        if it begins to send none.
+        """Watch the subscription of the rank `source` (`Subscription.watch`), start the replays
+        that it requests, and log a warning when the rank begins to send no KV events although its
+        engine works.
 
         Called a few times a second.
         """

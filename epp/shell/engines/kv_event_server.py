@@ -4,9 +4,9 @@ An engine that connects identifies itself only in the topic of its first message
 choose freely. Its IP address is therefore decisive: a connection can only send events for an
 endpoint at that address. If there are several endpoints, the topic `kv@IP:PORT@MODEL` selects one.
 If an endpoint has several ranks, each payload contains the rank. Connections from an address
-without endpoint are ignored, and so are, for a while, those from an address that sent events for
-other endpoints. Ignored connections stay open unread for the time of a handshake, because a client
-whose connection closes reconnects at once.
+without endpoint are ignored, and so are, for a while, those from an address that sent many events
+for other endpoints. Ignored connections stay open unread for the time of a handshake, because a
+client whose connection closes reconnects at once.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ It is also the maximum number of topics that are remembered of one connection.
 UNHEARD_S: Final[Seconds] = 30.0
 """Time in seconds for which new connections from an IP address are ignored after the picker
 rejected more than `UNKNOWN_MESSAGES_MAX` messages of one connection, the last one because it was
-for no endpoint at this address.
+unreadable or for no endpoint at this address.
 """
 LISTEN_AGAIN_S: Final[Seconds] = 5.0
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}

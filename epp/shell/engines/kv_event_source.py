@@ -36,8 +36,8 @@ class SourceRow(Struct, frozen=True, kw_only=True):
     complete: bool = False
     silent: bool = False
     problem: str = ""
-    """Reason in words why no events are received from the endpoint; "" if they are, or soon will
-    be.
+    """Reason in words why no events are received from the endpoint or, with several ranks, why a
+    rank's stream is not live; "" if there is no such reason or it is unknown.
     """
     place: str = ""
     """Address where the endpoint publishes its events or from which its engine connected, or "" if
@@ -68,7 +68,7 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
     events: Mapping[str, int]
     """Number of KV-cache events that were applied to the indexes, by their type."""
     faults: Mapping[str, int]
-    """Number of events and payloads that were not understood, and of rejected connections and
+    """Number of events and payloads that could not be used, and of rejected connections and
     messages of engines, by reason.
     """
     streams: Mapping[str, int]

@@ -3,8 +3,8 @@ loop's time.
 
 Received data is read from all connections together (`gathered_reads`), added to subscriptions, and
 processed in turns of 3 ms with pauses of 4 ms. Engines that send without pause therefore use at
-most three sevenths of the loop's time. A connection with too much unprocessed data is not read, and
-its engine drops what it cannot send.
+most about three sevenths of the loop's time. A connection with too much unprocessed data is not
+read, and its engine drops what it cannot send.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ AT_ONCE_MAX: Final = 32
 processed.
 """
 BLOCKS_MAX: Final = 256
-"""Maximum number of blocks of one rank whose events are processed before the next rank has its
-turn.
+"""Number of blocks of one rank, in the events that were processed, after which the next rank has
+its turn.
 """
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
 """Maximum number of unprocessed bytes of one rank's events. Above it the rank's connection is not
@@ -115,8 +115,8 @@ class Turns:
                     self._busy[source] = None
 
     def _process(self, source: Source) -> None:
-        """Process received events of one rank, at most `BLOCKS_MAX` blocks at a time. Resume
-        reading its connection when half of `WAITING_BYTES_MAX` or less is left.
+        """Process received events of one rank, with up to about `BLOCKS_MAX` blocks at a time.
+        Resume reading its connection when half of `WAITING_BYTES_MAX` or less is left.
         """
         subscription = source.subscription
         if subscription is None:

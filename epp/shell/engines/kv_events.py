@@ -230,8 +230,8 @@ class KVEventListener:
         )
 
     def subscriptions(self) -> list[tuple[Endpoint, Subscription]]:
-        """Return the event subscriptions that exist, each with its endpoint; one for each rank with
-        a source.
+        """Return the event subscriptions that exist, each with its endpoint; at most one for each
+        rank.
         """
         return [
             (source.endpoint, source.subscription)

@@ -57,8 +57,8 @@ class BadResponseError(Exception):
 
 
 class StaleConnectionError(ConnectionError):
-    """Raised if a kept-alive connection closed before the first byte of the answer, so that the
-    request is repeated.
+    """Raised if a connection closed before the first byte of the answer. If it was a kept-alive
+    connection, the request is repeated.
     """
 
 

@@ -7,9 +7,9 @@ each wanted metric is therefore searched near its position on the last page, and
 are not parsed again. Of a histogram only the sum and count are wanted, which stand among the
 buckets. Each of them is searched by its labels near its last position.
 
-Series that are compared over half a minute or more are searched on one page of `SELDOM_EVERY`, all
-on the same page: the lines of histograms and the metrics in `seldom`. On every page they would take
-longer than all others.
+The lines of histograms and the metrics in `seldom`, most of which are compared over half a minute
+or more, are searched on one page of `SELDOM_EVERY`, all on the same page. On every page they would
+take longer than all others.
 
 The result differs in two ways from parsing the complete page. Series that are searched rarely are
 updated some pages later. A metric that was missing when the layout was taken, or a series apart
@@ -61,9 +61,11 @@ class _Metric:
         self.heading = heading
         """The metric's `# TYPE` line, including the newlines before and after it."""
         self.at = at
-        """Position of the metric's heading on the last page."""
+        """Position of the metric's heading on the last page, estimated if it was not searched
+        there.
+        """
         self.text = text
-        """Text of the metric's series on the last page."""
+        """Text of the metric's series on the last page on which it was searched."""
 
 
 class _Line(_Metric):

@@ -32,8 +32,8 @@ def engines_of(extractor: CoreMetricsExtractor) -> dict[str, MetricNames]:
     """Return the names of each engine type's metric series, as `PageReader` needs them.
 
     A configured engine replaces the gauges of the built-in one with the same name. Series that the
-    configuration cannot express (restart counters, adapter residency) stay those of the built-in
-    one.
+    configuration cannot express, such as restart counters, stay those of the built-in one; those of
+    adapter residency only if `loraSpec` is not empty.
     """
     engines: dict[str, MetricNames] = dict(ENGINES)
     for configured in extractor.engine_configs:

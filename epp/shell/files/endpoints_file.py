@@ -24,8 +24,8 @@ from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.found import Found
 
 READY_AFTER_S: Final = 5.0
-"""Default time in seconds, after an endpoint joined the pool, from which it is used although its
-metrics could not be scraped (design section 4).
+"""Time in seconds, after an endpoint of the file joined the pool, from which it is used although
+its metrics were not scraped yet.
 """
 _PORT: Final = Annotated[int, Meta(ge=1, le=65535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=253)]

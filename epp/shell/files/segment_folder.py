@@ -1,4 +1,4 @@
-"""Write record files (segments) one after another, limited in size each and all together.
+"""Write record files (segments) one after another, limited in their total size and in age.
 
 Each appended piece is a complete gzip member. After a crash only the last member can be broken. If
 a disk fills up, the part of a member that was written is cut off again.

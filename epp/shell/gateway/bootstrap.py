@@ -288,8 +288,8 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     full-duplex mode (Envoy 1.40).
     """
     request_body_max_bytes: int = 33_554_432
-    """Number of bytes that Envoy buffers for each connection with the body mode BUFFERED; equal to
-    --request-body-max-bytes.
+    """Number of bytes that Envoy buffers for each connection with the body mode BUFFERED; it should
+    equal the picker's --request-body-max-bytes.
     """
     round_robin: tuple[str, ...] = ()
     """Addresses "ip:port" of endpoints that Envoy uses round robin without any picker, as a

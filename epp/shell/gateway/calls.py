@@ -46,7 +46,8 @@ class Cut(StrEnum):
     """
     EVICTED = "evicted"
     """A newer connection needed a place within the limits. This one was asked to leave: a
-    connection without streams if there was one, and the longest silent of these.
+    connection without streams if there was one, and among several the one that had been silent for
+    longest.
     """
     REFUSED = "refused"
     """The limits of the number of connections left no place for the new connection."""

@@ -410,7 +410,8 @@ def _round_chunk(phase: bytes, length: int, end_of_stream: bool) -> tuple[bytes,
 def _varint(number: int) -> bytes:
     """Encode a number below 2^21 as a protobuf integer: seven bits a byte, lowest first.
 
-    The code has no loop, because it runs five times for each body chunk.
+    The code has no loop, because it runs five times for each length of a body chunk that is not
+    cached.
     """
     if number < 1 << 7:
         return bytes((number,))

@@ -25,12 +25,12 @@ SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS: Final = f"/{SERVICE}/Process"
 GATEWAYS_MAX: Final = 10_000
 STREAMS_MAX: Final = 20_000
-"""Maximum number of open ext_proc streams of all gateways together; with grpcio each takes about 26
-KB.
+"""Default of the maximum number of open ext_proc streams of all gateways together; with grpcio each
+takes about 26 KB.
 """
 SHEDDING_STREAMS_MAX: Final = 1_000
-"""Maximum number of streams above `STREAMS_MAX` that stay open until their first message, with
-which they are refused. Further streams are ended at once.
+"""Maximum number of streams above the limit of open streams that stay open until their first
+message, with which they are refused. Further streams are ended at once.
 """
 REQUEST_TIMEOUT_S: Final = 60.0
 OVERDUE_POLL_S: Final = 1.0

@@ -12,8 +12,8 @@ and a status in the trailers. It also limits the share of each gateway:
 * Output. A stream's answers are created as they are sent: only while less than `QUEUED_BYTES_MAX`
   of them wait for room in the stream's window, and only while the socket accepts data. The frames
   that were sent tell which windows moved, so that other streams are not examined.
-* Streams. At most `CONNECTION_STREAMS_MAX` are open at once. A connection that mostly resets its
-  streams is closed.
+* Streams. At most `CONNECTION_STREAMS_MAX` are open at once. A connection that resets many streams
+  in a row before an answer is closed.
 * Connections. Their number is limited by `places`.
 
 Flow control is an invariant: every received byte is acknowledged, also those of ended streams, or
@@ -72,8 +72,9 @@ READ_BYTES_MAX: Final = 65_536
 thousands of small frames.
 """
 CONNECTION_WINDOW_BYTES: Final = 2**31 - 1
-"""Flow-control window of a connection. It is as large as HTTP/2 allows and so never limits
-anything, so that a waiting stream does not block other streams on its connection.
+"""Flow-control window in bytes of a gateway's HTTP/2 connection. It is as large as HTTP/2 allows
+and so never limits anything, so that a waiting stream does not block other streams on its
+connection.
 """
 WINDOW_LEFT_SHARE_MIN: Final = 0.25
 """Share of the connection's flow-control window below which the connection is retired, that is, the
@@ -84,8 +85,8 @@ are acknowledged, half of the window is therefore always left.
 """
 HEADER_LIST_BYTES_MAX: Final = 65_536
 QUEUED_BYTES_MAX: Final = 262_144
-"""Maximum size in bytes of the answers of one stream that wait for room in the stream's
-flow-control window.
+"""Size in bytes of the answers of one stream that wait for room in the stream's flow-control window
+from which no further answers are created.
 """
 RESETS_MAX: Final = CONNECTION_STREAMS_MAX
 """Maximum number of consecutive streams that a gateway may reset on one connection before any was
@@ -93,7 +94,7 @@ answered: as many as may be open. Envoy resets the streams of clients that leave
 ones.
 """
 PING_AFTER_S: Final = 30.0
-"""Time in seconds without received data after which a connection is pinged."""
+"""Time in seconds without received data after which a gateway's connection is pinged."""
 PING_WAIT_S: Final = 20.0
 LINGER_S: Final = 2.0
 """Time in seconds that a client has to close a stream after the picker has ended it; then the
@@ -280,9 +281,13 @@ class _Stream:
         self.half_told = False
         self.ended: Status | None = None
         self.closing = False
-        """True if the picker has ended this stream, so that its trailers are being sent."""
+        """True if the picker has ended this stream, so that its trailers are being sent, or if the
+        stream is over.
+        """
         self.taken_bytes = 0
-        """Number of bytes that this stream uses of the memory budget of bodies."""
+        """Number of bytes of this stream's unprocessed messages that count against the memory
+        budget of bodies. Its session counts the body that it stores itself.
+        """
         self.unacknowledged_bytes = 0
         self.deadline: asyncio.TimerHandle | None = None
 
@@ -1092,7 +1097,8 @@ class _Crowd:
         if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
             return
         _log.warning(
-            "more connections of gateways than the limit: idle ones were closed or new ones refused",
+            "more connections of gateways than the limit: some were asked to leave or new ones "
+            "refused",
             evicted=self._evicted,
             refused=self._refused,
             last_peer=self._peer,
@@ -1173,7 +1179,7 @@ def _timeout_s(text: bytes) -> Seconds | None:
 
 def _peer_of(transport: asyncio.Transport) -> str:
     """Return the address of the connection's gateway as gRPC spells it: "ipv4:10.0.0.1:1234" or
-    "ipv6:[fd00::1]:1234".
+    "ipv6:[fd00::1]:1234"; "unknown" if it has none.
     """
     name = transport.get_extra_info("peername")
     if not isinstance(name, tuple):

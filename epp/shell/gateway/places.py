@@ -1,11 +1,11 @@
 """Limits of the number of gateways' connections, in total and for each address.
 
 Above a limit, the newest connection is not rejected, because it may be from a gateway that has just
-started. Instead, another connection is asked to leave: one without streams, if there is one, and of
-these the one that has been silent for longest. It is chosen from the same address if that is at its
-limit, else from the address with most connections. It stays open until its streams have ended. As
-many connections may be leaving at a time as may stay; beyond that the newest connection is
-rejected.
+started. Instead, another connection is asked to leave: one without streams, if there is one, and
+among several the one that has been silent for longest. It is chosen from the same address if that
+is at its limit, else from the address with most connections. It stays open until its streams have
+ended. As many connections may be leaving at a time as may stay; beyond that the newest connection
+is rejected.
 """
 
 from collections import Counter
@@ -27,7 +27,9 @@ class Guest(Protocol):
 
     @property
     def host(self) -> str:
-        """IP address of the gateway on this connection, without the port."""
+        """Address of the gateway on this connection as gRPC spells it, without the port, such as
+        "ipv4:10.0.0.1".
+        """
         ...
 
     @property
@@ -54,8 +56,8 @@ class Admission(Struct, Generic[AnyGuest], frozen=True):
 class Places(Generic[AnyGuest]):
     """The connections that stay, limited in total and for each address, and those that are leaving.
 
-    A connection is evicted for a new one only while the number of leaving connections is below the
-    limit.
+    A connection is evicted for a new one only while fewer connections are leaving than may stay, in
+    total and from its address.
     """
 
     def __init__(self, guests_max: int, host_guests_max: int) -> None:

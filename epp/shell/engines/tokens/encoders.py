@@ -25,7 +25,7 @@ TRIALS: Final = 200
 _BYTES: Final = 256
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-"""Type of a function that converts text without special tokens to token ids."""
+"""Type of a function that converts text to token ids and adds no special tokens around it."""
 
 
 class NoTokenizerError(Exception):

@@ -47,8 +47,8 @@ restarted. The slowest input, two megabytes of blanks, takes two seconds of a wh
 """
 LOAD_S_MAX: Final[Seconds] = 60.0
 LOADED_AT_ONCE_MAX: Final = 8
-"""Maximum number of tokenizers that the tokenizer process loads when it starts; it loads others
-when they are first needed.
+"""Maximum number of tokenizers that the tokenizer process loads when it starts. It loads others
+when they are first needed, while fewer than its own limit (`LOADED_MAX`, also 8) are loaded.
 """
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0
@@ -142,9 +142,9 @@ class LocalWorker:
     def _without_tokenizer(self, asked: str) -> TokensResult | None:
         """Return why the requested model has no usable tokenizer now, or None if it has one.
 
-        `LOADING` is returned while the tokenizer of any model is being loaded or waits to be
-        loaded. If the requested model's tokenizer is not loaded, this call requests that. A model
-        without tokenizer is logged once.
+        For a model with a usable tokenizer, `LOADING` is returned while the tokenizer of any model
+        is being loaded or waits to be loaded. If the requested model's tokenizer is not loaded,
+        this call requests that. A model without tokenizer is logged once.
         """
         model = self._tokenizer_of(asked)
         if model is None or model in self._broken:

@@ -110,7 +110,7 @@ class TokensBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the connections of this source of token ids, and fail the requests that wait for
-        it.
+        """Close the idle connections of this source of token ids, or fail the requests in its
+        queue, as far as it has either.
         """
         ...

@@ -1,7 +1,8 @@
 """Request the tokens of a prompt from the engine's render and tokenize APIs.
 
-A renderer gets the same bytes as the endpoint, including the client's `Authorization`, so that it
-returns the engine's tokens. Requests to a renderer are limited in time, connections and bytes.
+A renderer gets the body of the request, changed only as far as `prefill_only` and `omit_mm_kwargs`
+demand, and the client's `Authorization`, so that it returns the engine's tokens. Requests to a
+renderer are limited in time, connections and bytes.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
 """Routed blocks: the approximate prefix index as other endpoint pickers ship it.
 
 There is a list of block hashes by recency for each endpoint, and a set of endpoints for each hash.
-Unlike `core/knowledge/prefix` it ignores the order of blocks: an endpoint may have lost the head of
-a prompt and kept its tail, which still counts.
+Unlike `core/knowledge/prefix` it ignores the order of blocks, unless `contiguous` is set: an
+endpoint may have lost the head of a prompt and kept its tail, which still counts while another
+endpoint has the head.
 """
 
 from collections import OrderedDict

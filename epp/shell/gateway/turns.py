@@ -17,12 +17,12 @@ TURN_STEPS_MAX: Final = 128
 connection.
 """
 TURN_S_MAX: Final = 0.002
-"""Maximum time in seconds of one connection's turn: some dozens of ordinary messages. A single
-message is bounded elsewhere and not interrupted.
+"""Time in seconds after which a connection's turn begins no further message: some dozens of
+ordinary messages. A single message is bounded elsewhere and not interrupted.
 """
 PASS_S_MAX: Final = 0.010
-"""Maximum time in seconds of all connections' turns together between two iterations of the event
-loop.
+"""Time in seconds of all connections' turns together after which no further turn begins before the
+next iteration of the event loop.
 """
 
 

@@ -49,8 +49,8 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest
 HEADERS_KEPT_MAX: Final = 1_024
 NAMES_KEPT_MAX: Final = 1_024
 OPENINGS_KEPT_MAX: Final = 4
-"""Maximum number of kinds of clients whose first request headers the decoder recognises as a
-whole.
+"""Maximum number of cached sequences of first headers, such as those of the requests of one client
+library, that the decoder recognises as a whole.
 """
 OPENING_BYTES_MAX: Final = 2_048
 MODES_KEPT_MAX: Final = 64
@@ -60,9 +60,9 @@ contains two body modes in four or six bytes.
 """
 
 VIEWED_BYTES_MIN: Final = 4_096
-"""Minimum length in bytes from which a chunk of a request body is passed on as a view of its
-message. A view avoids a copy. A view and the rest of the message occupy about 350 bytes, so shorter
-chunks are copied.
+"""Minimum length in bytes from which a chunk of a request body, except the last, is passed on as a
+view of its message. A view avoids a copy. A view and the rest of the message occupy about 350
+bytes, so shorter chunks are copied.
 """
 
 _Kept = TypeVar("_Kept")
@@ -100,13 +100,13 @@ class Unscanned(StrEnum):
     FIRST_FIELD = "first-field"
     """The message does not begin with headers, a body or trailers."""
     HEADERS = "headers"
-    """The message's headers or trailers have an unusual encoding."""
+    """The message's headers or trailers, or the part after them, are unusual."""
     BODY = "body"
 
 
 class _Opening(Struct, frozen=True, eq=False):
-    """The first request headers that the messages of one kind of client have in common, none of
-    which is secret.
+    """The first headers that messages of one kind, such as the requests of one client library, have
+    in common, none of which is secret.
     """
 
     spelled: bytes
@@ -145,7 +145,7 @@ class Decoder:
         self._reported: tuple[bool, Unscanned | None] = False, None
         self._headers_kept: dict[bytes, tuple[str, str]] = {}
         self._openings: deque[_Opening] = deque(maxlen=OPENINGS_KEPT_MAX)
-        """Cached openings (first headers of a kind of client), the newest first."""
+        """Cached openings (sequences of first headers), the newest first."""
         self._names_kept: dict[bytes, str] = {}
         self._modes_kept: dict[bytes, BodyModes] = {}
         self._readers: Mapping[int, Callable[[bytes], Event]] = {
@@ -337,8 +337,8 @@ class Decoder:
         """Return the body modes in `message` after `at`, and the parsed rest of the message from
         there.
 
-        The rest is None if the modes came from the cache, because a cached rest contains only
-        modes. Both are None if `at` is the end of the message.
+        The rest is None if the modes came from the cache, because a cached rest contains no
+        metadata. Both are None if `at` is the end of the message.
         """
         if at == len(message):
             return None, None

@@ -12,8 +12,8 @@ class ApiFailure(StrEnum):
     """The kind of failure of a request to the API server."""
 
     GONE = "gone"
-    """HTTP status 410: the resource version or page token is too old, so the list must be
-    restarted.
+    """Status 410 of a request or in the stream of a watch: the resource version or page token is
+    too old, so the list must be restarted.
     """
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"

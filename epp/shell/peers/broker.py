@@ -1,6 +1,6 @@
 """Transport frames between replicas through Valkey or Redis: pub/sub and a key with a snapshot.
 
-The data of one beat is one PUBLISH:
+The data of one beat is usually one PUBLISH:
 
     origin, 8 bytes | frames, each: length u32 | bytes
 

@@ -31,8 +31,8 @@ class Traffic:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.failures: dict[str, int] = {}
-        """Number of connections to peers or to the broker that failed or were closed, by kind of
-        the failure.
+        """Number of failures by kind, mostly of connections to peers or to the broker that failed
+        or were closed.
         """
 
     def dropped(self) -> None:
@@ -65,7 +65,9 @@ class PeerRow(Struct, frozen=True, kw_only=True):
     connected_s: Seconds | None
     """Seconds for which the peer has been answering, or None if it does not answer."""
     heard_s: Seconds | None
-    """Seconds since the peer's last message, or None if there was none."""
+    """Seconds since the peer last answered a hello, or since its last message through the broker;
+    None if there was none.
+    """
     bytes_sent: int = 0
     bytes_received: int = 0
     dropped: int = 0

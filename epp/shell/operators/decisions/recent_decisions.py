@@ -1,8 +1,8 @@
 """Record recent decisions, refusals and their outcomes in memory.
 
-The record of a request contains its id, model and numbers, and that of a refusal also the path
-without query. No part of a prompt, an answer or another header is recorded. Rows for pages are
-computed on request.
+The record of a request contains its id, model and numbers, the names of flows if it waited in the
+queue (which a header may give), and that of a refusal also the path without query. No part of a
+prompt, an answer or another header is recorded. Rows for pages are computed on request.
 """
 
 import asyncio

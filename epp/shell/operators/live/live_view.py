@@ -87,7 +87,7 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """"slow" or "failing" if the endpoint is an outlier, else None."""
     ejected: bool
     since: str
-    """Time since which the endpoint has its state, in ISO 8601."""
+    """Time since which the endpoint has its state, or its problem as an outlier, in ISO 8601."""
     reason: str
     """Reason why the endpoint is not ready, slow, failing, ejected or full; "" if it has no
     problem.
@@ -143,7 +143,9 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     room_load: float | None = None
     """Load of the endpoint as a share of its room, by which the queue judges; full from 1 on."""
     room_requests: int | None = None
-    """Number of further requests for which the endpoint is estimated to have slots."""
+    """Number of further requests for which the engine's slots and its queue are estimated to
+    suffice; None also if the queue judges by other limits.
+    """
     latencies: dict[str, LiveLatency] = field(default_factory=dict)
     """Predicted and observed latencies by "ttft" and "tpot"; empty if none are predicted."""
 
@@ -177,7 +179,9 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     score: LiveScore | None = None
     runner_up: LiveScore | None = None
     decided_by: list[str] = field(default_factory=list)
-    """Names of the scorers that decided, or of the parts of the cost if a single scorer decided."""
+    """Names of the scorers that decided, or of the parts of the cost if the profile has only one
+    scorer.
+    """
     matched_blocks: int = 0
     total_blocks: int = 0
     served_by: str | None = None
@@ -200,8 +204,8 @@ class LivePrefills(Struct, frozen=True, kw_only=True):
     decode: str
     """Name of the endpoint that receives the KV cache and decodes."""
     requests: int
-    """Number of the picker's own latest requests for this pair of endpoints whose prefill has not
-    ended.
+    """Number of the picker's own latest requests for this pair of endpoints whose prefill has
+    neither ended nor become overdue.
     """
 
 

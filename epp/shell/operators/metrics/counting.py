@@ -226,9 +226,7 @@ class Family(Collector, Generic[Child]):
         self._children.clear()
 
     def describe(self) -> Iterator[Metric]:
-        """Return the metric for the registry, which detects duplicate names. It has no samples yet
-        when it is registered.
-        """
+        """Return the metric for the registry, which detects duplicate names."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

@@ -68,8 +68,8 @@ from epp.shell.printable import printable
 from epp.shell.process.own_process import ProcessSnapshot
 
 CHILDREN_MAX: Final = 1_000
-"""Maximum number of label combinations per metric. It is limited because clients control some label
-values.
+"""Maximum number of label combinations of a metric, unless it has a limit of its own. It is limited
+because clients control some label values.
 """
 COUNTS_BYTES_MAX: Final = 150_000
 """Maximum number of bytes that the request counters by model take on a metrics page: several
@@ -355,8 +355,8 @@ class _Routed(Struct, frozen=True):
 
 
 class _Parsed(Struct, frozen=True):
-    """The histograms that count every parsed response, for one combination of model, target model
-    and priority.
+    """The histograms of what parsed responses show, for one combination of model, target model and
+    priority.
     """
 
     ttft_s: Distribution
@@ -785,8 +785,8 @@ class Telemetry:
         self._set_aside(*endpoint_labels(endpoint)).inc()
 
     def endpoints_replaced(self, endpoints: Iterable[Endpoint]) -> None:
-        """Remove the counters of endpoints that are no longer in the pool, because pods come and
-        go.
+        """Set which endpoints are in the pool, and remove the counters of all others, because pods
+        come and go.
         """
         # Waiting decisions would create these counters again.
         self.fold()
@@ -813,7 +813,9 @@ class Telemetry:
     def config_applied(
         self, settings: SchedulerSettings, *, config_hash: str, generation: int
     ) -> None:
-        """Record `settings` as those of the configuration in force, and count a successful reload."""
+        """Show `settings` as those in force, in the metrics of the configuration, and count a
+        successful reload.
+        """
         self._reload_ok.set(1)
         self._reloads("success").inc()
         self._config_info.clear()

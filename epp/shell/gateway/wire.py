@@ -55,8 +55,8 @@ library, that the decoder recognises as a whole.
 OPENING_BYTES_MAX: Final = 2_048
 MODES_KEPT_MAX: Final = 64
 MODES_KEPT_BYTES_MAX: Final = 32
-"""Maximum length in bytes of the part of a message after its phase that is cached. It usually
-contains two body modes in four or six bytes.
+"""Maximum length in bytes of the part of an ext_proc message after its phase that is cached. It
+usually contains two body modes in four or six bytes.
 """
 
 VIEWED_BYTES_MIN: Final = 4_096
@@ -98,9 +98,9 @@ class Unscanned(StrEnum):
     """
 
     FIRST_FIELD = "first-field"
-    """The message does not begin with headers, a body or trailers."""
+    """The ext_proc message does not begin with headers, a body or trailers."""
     HEADERS = "headers"
-    """The message's headers or trailers, or the part after them, are unusual."""
+    """The headers or trailers of the ext_proc message, or the part after them, are unusual."""
     BODY = "body"
 
 
@@ -135,12 +135,12 @@ class Decoder:
         self.scanned = 0
         """Number of ext_proc messages that were read by the fast reader."""
         self.fallbacks = dict.fromkeys(Unscanned, 0)
-        """Number of messages that were left to protobuf, including malformed messages, by their
-        unusual part.
+        """Number of ext_proc messages that were left to protobuf, including malformed ones, by
+        their unusual part.
         """
         self.first_reason: Unscanned | None = None
-        """Unusual part of the first message that was left to protobuf, or None if there was
-        none.
+        """Unusual part of the first ext_proc message that was left to protobuf, or None if there
+        was none.
         """
         self._reported: tuple[bool, Unscanned | None] = False, None
         self._headers_kept: dict[bytes, tuple[str, str]] = {}

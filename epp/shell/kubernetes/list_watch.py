@@ -71,7 +71,9 @@ class Timing(Struct, frozen=True, kw_only=True):
     twice the minimum after the first failure; this limit doubles with each further one.
     """
     healthy_s: Seconds = 60.0
-    """Time in seconds without failures after which the delay for repeated failures is reset."""
+    """Time in seconds without failed lists and watches after which the delay for repeated failures
+    is reset.
+    """
     refused_s: Seconds = 30.0
     """Maximum delay in seconds until a kind of object that is absent or forbidden is tried again,
     at least half as long; the first delays are shorter if the kind was available before.
@@ -232,8 +234,8 @@ class ListWatch(Generic[T]):
         self._healthy_since_s: Seconds | None = None
         self._broken = True
         self.heard_at_s: Seconds | None = None
-        """Time at which the server last sent a page, event or bookmark or started a watch, or None
-        if it never did.
+        """Time at which the API server last sent a page, event or bookmark or started a watch, or
+        None if it never did.
         """
         self.synced = False
         """True once the first list is complete. Failures of later lists and watches never remove

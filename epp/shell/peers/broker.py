@@ -76,7 +76,9 @@ def broker_url(url: str, url_file: str) -> str:
 
 
 class Waiting:
-    """A bounded queue of frames that drops the oldest frame when it is full."""
+    """A bounded queue of frames to or from the broker that drops the oldest frame when it is
+    full.
+    """
 
     def __init__(self) -> None:
         self._frames: deque[tuple[bytes, bytes]] = deque()

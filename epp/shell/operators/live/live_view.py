@@ -58,7 +58,8 @@ class LiveLatency(Struct, frozen=True):
     predicted_s: Seconds | None
     observed_s: Seconds | None
     error: float | None
-    """Median relative error of the better of two sources of predictions, `estimate` and `learned`.
+    """Median relative error of the predicted latency, by the better of the sources `estimate` and
+    `learned`.
     """
 
 
@@ -70,7 +71,7 @@ class LiveBand(Struct, frozen=True, kw_only=True):
     flows: int
     oldest_wait_s: Seconds
     most: list[WaitingFlow]
-    """Flows of the band with most waiting requests, most first."""
+    """The flows with the most waiting requests of this priority, most first."""
 
 
 class LiveEndpoint(Struct, frozen=True, kw_only=True):

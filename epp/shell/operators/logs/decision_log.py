@@ -18,8 +18,8 @@ from epp.shell.operators.logs.set_up import LogLevel
 from epp.shell.per_second import PerSecond
 
 _TEXT_CHARACTERS_MAX: Final = 256
-"""Maximum number of characters that are logged of a text from a client: model name or request
-id.
+"""Maximum number of characters that are logged of a text from a client, such as the model name or
+the request id.
 """
 
 

@@ -140,7 +140,8 @@ class Sum:
 
 
 class Waiting(Generic[Key]):
-    """A list of events that wait to be counted. Each is a row with a key and `width` numbers.
+    """A list of events that wait to be counted in metrics. Each is a row with a key and `width`
+    numbers.
 
     The list stores only the key and copies of the numbers. The caller limits the number of rows.
     """

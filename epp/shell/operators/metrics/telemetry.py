@@ -130,7 +130,9 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     kv_link_bytes_per_s: float | None = None
     """Measured speed of KV transfers in the pool, or None if none was measured."""
     kv_link_ignored: int | None = None
-    """Number of ignored measurements of this speed, or None if no stage prefills elsewhere."""
+    """Number of ignored measurements of the speed of KV transfers, or None if no stage prefills
+    elsewhere.
+    """
     indexes: Sequence[IndexStanding] = ()
     """State of every index in the configuration."""
     held_body_bytes: int = 0
@@ -206,7 +208,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     process: ProcessSnapshot | None = None
     """CPU and memory of the picker's process, or None if not measured."""
     tokens: Sequence[TokensSnapshot] = ()
-    """Counts of each token backend that has been used since the start."""
+    """Counts of each backend for token ids of prompts that has been used since the start."""
 
 
 class PageBudget:
@@ -667,8 +669,8 @@ class Telemetry:
         model_name: str = "",
         counted: bool = False,
     ) -> None:
-        """Count a stream that ended with an error. `counted` is True if its request was counted as
-        routed before.
+        """Count an ext_proc stream that ended with an error. `counted` is True if its request was
+        counted as routed before.
         """
         model, priority = (request.model, str(request.priority)) if request else ("", "0")
         labels = (model_name or model, model, priority)
@@ -852,8 +854,8 @@ class Telemetry:
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
     ) -> None:
-        """Record how long a request waited for its tokens; a request that did not wait is not
-        counted. The token backend itself counts the results.
+        """Record how long a request waited for the token ids of its prompt; a request that did not
+        wait is not counted. The token backend itself counts the results.
         """
         if waited_s:
             self._tokenize_s(backend).observe(waited_s)

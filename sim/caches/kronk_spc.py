@@ -23,8 +23,8 @@ class KronkSpc(behaviour.CacheBehaviour, frozen=True):
     copied into the sequence of every request that begins with the same message. A request with
     another system prompt replaces the cached one. A copy of a system prompt takes its bytes /
     `bytes_per_s`, in which the engine computes nothing; Kronk's manual only says 10 to 30 ms per
-    copy. A request that starts before the system prompt of the first one is computed computes its
-    whole prompt.
+    copy. Requests with the same system prompt that start before it is computed compute their whole
+    prompts.
     """
 
     type_name: ClassVar[str] = "kronk-spc"

@@ -67,8 +67,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     reconnect_s: tuple[Seconds, Seconds] = (0.1, 1.0)
     relist_s: tuple[Seconds, Seconds] = (300.0, 600.0)
     backoff_s: tuple[Seconds, Seconds] = (0.5, 30.0)
-    """Minimum and maximum delay in seconds before the attempt after a failure. It is random, up to
-    twice the minimum after the first failure; this limit doubles with each further one.
+    """Minimum and maximum of the back-off after a failure in seconds. It is random, up to twice the
+    minimum after the first failure; this limit doubles with each further one.
     """
     healthy_s: Seconds = 60.0
     """Time in seconds without failed lists and watches after which the delay for repeated failures

@@ -86,8 +86,8 @@ _MEMBERSHIPS_MAX: Final = 64
 list is as long as the pool.
 """
 _OPEN_MAX: Final = 65_536
-"""Maximum number of decisions whose request may still end; it exceeds the maximum number of open
-streams.
+"""Maximum number of decisions whose request may still end; it exceeds the default maximum of open
+streams (20,000).
 """
 WAITING_MAX: Final = 64
 """Maximum number of decisions, refusals and ends of requests that wait to be recorded.

@@ -100,9 +100,9 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     inflight_requests: int
     inflight_prefill_tokens: float | None
     requests: int
-    """Number of requests within the window of the live view that were routed to the endpoint, or
-    that the gateway sent to it instead of the chosen one. All counts and shares of requests below
-    are of the same window.
+    """Number of requests within the window of the live view for which this endpoint was chosen, or
+    used by the gateway instead of the chosen one; a request counts only for the endpoint that the
+    gateway used, as far as known. All counts and shares of requests below are of the same window.
     """
     share: float
     """The endpoint's share of all requests that were routed within the window of the live view,

@@ -472,7 +472,8 @@ class RecentDecisions:
         `COMPARED_MAX`.
 
         The pairs belong to requests that ended since the last call and were served by the chosen
-        endpoint.
+        endpoint. The expected time counts from the decision, the observed one from the request
+        headers.
         """
         self.fold()
         places, self._to_compare = self._to_compare, []

@@ -160,7 +160,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_first_token_observed_seconds_total",
         "counter",
         "seconds",
-        "Sum of the observed times to first token of the requests in "
+        "Sum of the observed times to first token, from the request headers on, of the requests in "
         "homing_first_token_error_seconds.",
     ),
     MetricSpec(
@@ -1142,7 +1142,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_capture_events_total",
         "events",
-        "Events written to the capture: decisions, scrapes, ends of requests.",
+        "Events written to the capture, such as decisions, scrapes and ends of requests.",
         (),
         "counter",
     ),
@@ -1169,7 +1169,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_decision_history_records_total",
         "records",
-        "Decisions, refusals and ends of requests written to --decisions-dir.",
+        "Records written to --decisions-dir: decisions, refusals, ends of requests, and changes of "
+        "settings and states.",
         (),
         "counter",
     ),

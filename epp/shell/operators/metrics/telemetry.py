@@ -872,7 +872,9 @@ class Telemetry:
             self._loop_lag_s.observe(late_s)
 
     def first_token_compared(self, expected_s: Seconds, observed_s: Seconds) -> None:
-        """Record the expected and the observed time to first token of one request, in seconds."""
+        """Record the time to first token of one request, in seconds: expected from the decision on,
+        and observed from the request headers on.
+        """
         came = "later" if observed_s >= expected_s else "earlier"
         self._first_token_error(came).observe(abs(observed_s - expected_s))
         self._first_token_expected_s.inc(expected_s)

@@ -10,10 +10,10 @@ gateways use:
     body 1, end_of_stream 2
 
 A message is unusual if a field has another number, order or type, or occurs twice; if a text is not
-UTF-8; or if a length exceeds its container or has more bytes than necessary. The whole message then
-goes to `codec.decode`, which accepts or rejects it. The part after the phase (attributes, metadata,
-modes) always goes to protobuf. It is a valid message by itself, because protobuf treats two
-concatenated messages as one with the fields of both.
+UTF-8; if a length exceeds its container or has more than four bytes; or if it has too many or too
+long headers. The whole message then goes to `codec.decode`, which accepts or rejects it. The part
+after the phase (attributes, metadata, modes) goes to protobuf, unless it is cached. It is a valid
+message by itself, because protobuf treats two concatenated messages as one with the fields of both.
 
 The reader therefore accepts no message that protobuf would reject, and reads none differently.
 """

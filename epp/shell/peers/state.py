@@ -26,7 +26,7 @@ class Traffic:
         """Number of frames exchanged with peers, by direction ("sent", "received") and outcome.
         Sent frames are "dropped" if a queue is full, the connection is gone or the frame is too
         long; received ones if the queue of the broker's frames is full. Frames with an outcome of
-        `Taken` are counted as "received" in addition.
+        `Taken` are counted as "received" in addition, but not messages that contain no frame.
         """
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -86,7 +86,8 @@ class PeersSnapshot(Struct, frozen=True, kw_only=True):
     """Statistics about the peers of this replica, as shown on its metrics page."""
 
     known: int
-    """Number of other replicas whose addresses are known."""
+    """Number of other replicas whose addresses are known, or that send messages through the broker.
+    """
     frames: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Number of frames by direction and outcome, as in `Traffic.frames`."""
     bytes_sent: int = 0

@@ -1,7 +1,7 @@
 """Short random runs of a scheduler in which endpoints come and go, driven as the picker and the
 simulator drive it.
 
-Endpoints join, leave and restart. Requests end well, with an error or without any notice. Engines
+Endpoints leave and join again. Requests end well, with an error or without any notice. Engines
 report random values.
 """
 

@@ -29,13 +29,13 @@ class GuardedPrefix(Parameters, frozen=True):
     documentation says 16 and 2. The authors tuned the value 8 for 4,000 tokens in and 2,000 out on
     A10 and A100 (PR #933).
 
-    Kept from AIBrix: percentages are whole numbers, so endpoints whose cached blocks differ by less
-    than a hundredth of the prompt are equal; under memory pressure, the table loses the head of a
-    prompt before its tail. Different from AIBrix: the picker plugin orders equal endpoints, round
-    robin or at random; blocks have 16 tokens, where AIBrix's code has 4 bytes and its documentation
-    128 tokens. The copy's table has at most 200,000 (block, endpoint) pairs, and the endpoint with
-    most of them loses its oldest. AIBrix's table has as many blocks in one order, and forgets
-    blocks after 20 minutes.
+    Kept from AIBrix: percentages are whole numbers, rounded down, so endpoints may be equal
+    although their cached blocks differ by almost a hundredth of the prompt; when it is full, the
+    table loses the head of a prompt before its tail. Different from AIBrix: the picker plugin
+    orders equal endpoints, round robin or at random; blocks have 16 tokens, where AIBrix's code has
+    4 bytes and its documentation 128 tokens. The copy's table has at most 200,000 (block, endpoint)
+    pairs, and the endpoint with most of them loses its oldest. AIBrix's table has as many blocks in
+    one order, and forgets blocks after 20 minutes.
     """
 
     type_name: ClassVar[str] = "guarded-prefix-scorer"

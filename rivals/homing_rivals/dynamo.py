@@ -38,7 +38,7 @@ They count until a first token is seen or counted, as in Dynamo without a
 `router_prefill_load_model`.
 """
 _TTL: Final = "120s"
-"""Time in seconds for which Dynamo's approximate mode assumes that a routed block is cached."""
+"""Time for which Dynamo's approximate mode assumes that a routed block is cached."""
 
 
 class DynamoCost(Parameters, frozen=True):

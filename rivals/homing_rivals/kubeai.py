@@ -27,8 +27,8 @@ class BoundedPrefixHash(Parameters, frozen=True):
     The key of a request is its adapter and the first `prefix_chars` characters of the user's first
     message, or of a completion's prompt if there are no messages. R is the number of requests in
     flight at an endpoint without this request, sum R that of all n endpoints; if nothing is in
-    flight, any endpoint is within the bound. If no endpoint is within the bound, the first endpoint
-    clockwise that has the adapter wins.
+    flight, any endpoint is within the bound. Only endpoints that have the adapter are considered.
+    If none of these is within the bound, the first of them clockwise wins.
 
     Kept from KubeAI: the system prompt is not part of the key, and conversations whose first
     message begins with the same template share one endpoint for ever.

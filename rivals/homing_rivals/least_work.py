@@ -1,8 +1,8 @@
 """Rules that prefer the endpoint with the least prefill work, including that of the request itself.
 
-The two rules of this family, LPWL and LMetric, use the same terms. Both rules read the prefix index
-and the picker's own count of uncached tokens in flight, which are exact and immediate for requests
-of this picker.
+The two rules of this family are LPWL and LMetric. Both read the prefix index, LPWL also the
+picker's count of uncached tokens in flight, and LMetric that of requests in flight. These change at
+once with each request of this picker.
 """
 
 from typing import ClassVar, Final

@@ -195,8 +195,8 @@ class ExploreExploit(contract.Parameters, frozen=True):
     `output_tokens` and d is `decode_s`.
 
     If the endpoint to exploit has L > `rebalance_ratio` * min L, and each endpoint got
-    `rebalance_requests` on average, the endpoint with the lowest L(e) gets the prompt instead, and
-    keeps it from then on.
+    `rebalance_requests` in the window on average, the endpoint with the lowest L(e) gets the prompt
+    instead, and has it cached from then on.
 
     Different from Preble: prefill speeds are those of the configuration, where Preble has lines
     fitted for two GPUs; the time of a decoded token is a constant, where Preble takes the median of

@@ -43,7 +43,7 @@ class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
 
     auto_tune: bool = False
     block_size_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Number of tokens in a block of the tree, as in smg's metrics page."""
+    """Number of tokens in a block of the tree."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
     """Maximum number of blocks of an endpoint.
 

@@ -1,8 +1,9 @@
 """Routed blocks: the approximate prefix index as other endpoint pickers ship it.
 
 There is a list of block hashes by recency for each endpoint, and a set of endpoints for each hash.
-Unlike `core/knowledge/prefix` it ignores the order of blocks: an endpoint may have lost the head of
-a prompt and kept its tail, which still counts.
+Unlike `core/knowledge/prefix` it ignores the order of blocks, unless `contiguous` is set: an
+endpoint may have lost the head of a prompt and kept its tail, which still counts while another
+endpoint has the head.
 """
 
 from collections import OrderedDict
@@ -40,7 +41,7 @@ class RoutedBlocksSettings(contract.Parameters, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Number of tokens in a block; a token counts as 4 bytes of the prompt."""
     blocks_per_request_max: Annotated[int, Meta(ge=1, le=_CHAIN_BLOCKS_MAX)] = 2_048
-    """Maximum number of blocks of each prompt that are recorded and matched."""
+    """Maximum number of full blocks of each prompt that are recorded and matched."""
     blocks_per_endpoint_max: Annotated[int, Meta(ge=1)] = 31_250
     """Maximum number of blocks of an endpoint.
 

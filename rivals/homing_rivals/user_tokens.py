@@ -150,8 +150,8 @@ class UserTokens:
         """Drop nothing for an endpoint that left, because tokens of users belong to no endpoint."""
 
     def expire(self, now: Seconds) -> None:
-        """Drop tokens that are older than the window, and users without tokens. Compute the lowest
-        and the highest tokens of any user again.
+        """Drop the tokens of each period of five seconds that began before the window, and users
+        without tokens. Compute the lowest and the highest tokens of any user again.
         """
         oldest = now - self._settings.window_s
         for name, user in tuple(self._users.items()):

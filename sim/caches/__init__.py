@@ -1,1 +1,1 @@
-"""Prompt caches of engines other than vLLM for the simulator, one module each."""
+"""Prompt caches besides vLLM's block pool for the simulator, one module each."""

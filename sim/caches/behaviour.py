@@ -87,8 +87,9 @@ class UnhashedPool(BlockPool):
 
 
 def parts_of(request: EngineRequest) -> PromptParts:
-    """Return the parts of a request's prompt and answer (`request.parts`). Raises AssertionError if
-    the request has none; only requests of engines without a prompt cache may have none.
+    """Return the parts of a request's prompt, with the answer as the last part (`request.parts`).
+    Raises AssertionError if the request has none; only requests of engines without a prompt cache
+    may have none.
     """
     assert request.parts is not None, "an engine with a prompt cache is told the parts of prompts"
     return request.parts

@@ -22,8 +22,9 @@ class KronkSpc(behaviour.CacheBehaviour, frozen=True):
     memory once it is computed, if it has at least `cache_min_tokens`. The cached system prompt is
     copied into the sequence of every request that begins with the same message. A request with
     another system prompt replaces the cached one. A copy of a system prompt takes its bytes /
-    `bytes_per_s`; Kronk's manual only says 10 to 30 ms per copy. The simulator assumes that a
-    request that arrives while the system prompt is copied to memory computes its whole prompt.
+    `bytes_per_s`, in which the engine computes nothing; Kronk's manual only says 10 to 30 ms per
+    copy. Requests with the same system prompt that start before it is computed compute their whole
+    prompts.
     """
 
     type_name: ClassVar[str] = "kronk-spc"

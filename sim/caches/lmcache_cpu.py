@@ -18,14 +18,14 @@ class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
     """LMCache's local CPU backend, behind vLLM's own cache.
 
     Blocks that vLLM's block pool on the GPU evicts go to CPU memory, which drops the least recently
-    used ones. The whole chunks that follow the pool's part of a prompt, which may be empty, are loaded
-    from CPU memory, up to the first chunk that is no longer there. Loading takes bytes /
-    `bytes_per_s`, and the engine does nothing else meanwhile. The real LMCache copies blocks to CPU
-    memory when they are computed and not when they are evicted. The simulated and the real LMCache
-    have the same hits as long as the CPU memory is larger than the pool. If the CPU memory is
-    smaller, fewer evicted blocks fit in the real LMCache, because its memory then also holds blocks
-    that are still in the pool. Copies to CPU memory take no time here, because they can overlap
-    with computation.
+    used ones. The chunks that follow the pool's part of a prompt, which may be empty or end within
+    a chunk, are loaded from CPU memory, up to the first one that is not complete. Loading takes
+    bytes / `bytes_per_s`, and the engine does nothing else meanwhile. The real LMCache copies
+    blocks to CPU memory when they are computed and not when they are evicted. The simulated and the
+    real LMCache have the same hits as long as the CPU memory is larger than the pool. If the CPU
+    memory is smaller, fewer evicted blocks fit in the real LMCache, because its memory then also
+    holds blocks that are still in the pool. Copies to CPU memory take no time here, because they
+    can overlap with computation.
     """
 
     type_name: ClassVar[str] = "lmcache-cpu"
@@ -171,8 +171,8 @@ class Tier:
         return TieredPool(blocks_total, self.evicted)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the whole chunks that follow the pool's part of the prompt and are in CPU memory,
-        with the time to load them.
+        """Return the part of the prompt up to the last complete chunk, of which the pool has the
+        beginning and CPU memory the rest, with the time to load this rest.
         """
         size = self._block_size_tokens
         held = held_tokens // size

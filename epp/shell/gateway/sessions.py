@@ -63,7 +63,7 @@ class Sessions:
 
     def pass_from(self, bytes_: int | None) -> None:
         """Let new sessions route request bodies of `bytes_` or more without reading them, while memory
-        is scarce; None removes the limit.
+        is scarce, unless their model may have to be rewritten; None removes the limit.
         """
         self.settings = msgspec.structs.replace(self.settings, pass_from_bytes=bytes_)
 

@@ -52,8 +52,8 @@ class CertificatePair(Struct, frozen=True):
 
 
 def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
-    """Return a self-signed P-256 certificate for localhost and `host_name`, valid for ten years
-    from `now`.
+    """Return a self-signed P-256 certificate for `host_name`, localhost and its IP addresses, valid
+    from a minute before `now` for about ten years.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing")])
@@ -223,7 +223,8 @@ class ServerCertificate:
         return True
 
     async def watch(self, interval_s: float, report: Callable[[str, bool], None]) -> None:
-        """Reload the certificate every `interval_s` seconds until cancelled.
+        """Reload the files of the certificate and the authorities, if there are any, every
+        `interval_s` seconds until cancelled.
 
         `report(sentence, good)` is called once for each change that is loaded, and once for each
         new reason why one is rejected. An unchanged reason is not repeated.

@@ -13,21 +13,23 @@ from typing import Final, Protocol
 from epp.core.types import Seconds
 
 TURN_STEPS_MAX: Final = 128
-"""Maximum number of messages and other HTTP/2 frames that are processed in one turn of a
+"""Maximum number of messages and other HTTP/2 frames that are processed in one turn of a gateway's
 connection.
 """
 TURN_S_MAX: Final = 0.002
-"""Maximum time in seconds of one connection's turn: some dozens of ordinary messages. A single
-message is bounded elsewhere and not interrupted.
+"""Time in seconds after which the turn of a gateway's connection begins no further message: some
+dozens of ordinary messages. A single message is bounded elsewhere and not interrupted.
 """
 PASS_S_MAX: Final = 0.010
-"""Maximum time in seconds of all connections' turns together between two iterations of the event
-loop.
+"""Time in seconds of all connections' turns together after which no further turn begins before the
+next iteration of the event loop.
 """
 
 
 class Turn:
-    """The remaining steps and time of one turn. Nothing remains until `begin` is called."""
+    """The remaining steps and time of a connection's turn. Nothing remains until `begin` is
+    called.
+    """
 
     __slots__ = ("_clock", "_left", "_until_s")
 

@@ -10,10 +10,10 @@ gateways use:
     body 1, end_of_stream 2
 
 A message is unusual if a field has another number, order or type, or occurs twice; if a text is not
-UTF-8; or if a length exceeds its container or has more bytes than necessary. The whole message then
-goes to `codec.decode`, which accepts or rejects it. The part after the phase (attributes, metadata,
-modes) always goes to protobuf. It is a valid message by itself, because protobuf treats two
-concatenated messages as one with the fields of both.
+UTF-8; if a length exceeds its container or has more than four bytes; or if it has too many or too
+long headers. The whole message then goes to `codec.decode`, which accepts or rejects it. The part
+after the phase (attributes, metadata, modes) goes to protobuf, unless it is cached. It is a valid
+message by itself, because protobuf treats two concatenated messages as one with the fields of both.
 
 The reader therefore accepts no message that protobuf would reject, and reads none differently.
 """
@@ -49,20 +49,20 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest
 HEADERS_KEPT_MAX: Final = 1_024
 NAMES_KEPT_MAX: Final = 1_024
 OPENINGS_KEPT_MAX: Final = 4
-"""Maximum number of kinds of clients whose first request headers the decoder recognises as a
-whole.
+"""Maximum number of cached sequences of first headers, such as those of the requests of one client
+library, that the decoder recognises as a whole.
 """
 OPENING_BYTES_MAX: Final = 2_048
 MODES_KEPT_MAX: Final = 64
 MODES_KEPT_BYTES_MAX: Final = 32
-"""Maximum length in bytes of the part of a message after its phase that is cached. It usually
-contains two body modes in four or six bytes.
+"""Maximum length in bytes of the part of an ext_proc message after its phase that is cached. It
+usually contains two body modes in four or six bytes.
 """
 
 VIEWED_BYTES_MIN: Final = 4_096
-"""Minimum length in bytes from which a chunk of a request body is passed on as a view of its
-message. A view avoids a copy. A view and the rest of the message occupy about 350 bytes, so shorter
-chunks are copied.
+"""Minimum length in bytes from which a chunk of a request body, except the last, is passed on as a
+view of its message. A view avoids a copy. A view and the rest of the message occupy about 350
+bytes, so shorter chunks are copied.
 """
 
 _Kept = TypeVar("_Kept")
@@ -98,15 +98,15 @@ class Unscanned(StrEnum):
     """
 
     FIRST_FIELD = "first-field"
-    """The message does not begin with headers, a body or trailers."""
+    """The ext_proc message does not begin with headers, a body or trailers."""
     HEADERS = "headers"
-    """The message's headers or trailers have an unusual encoding."""
+    """The headers or trailers of the ext_proc message, or the part after them, are unusual."""
     BODY = "body"
 
 
 class _Opening(Struct, frozen=True, eq=False):
-    """The first request headers that the messages of one kind of client have in common, none of
-    which is secret.
+    """The first headers that messages of one kind, such as the requests of one client library, have
+    in common, none of which is secret.
     """
 
     spelled: bytes
@@ -135,17 +135,17 @@ class Decoder:
         self.scanned = 0
         """Number of ext_proc messages that were read by the fast reader."""
         self.fallbacks = dict.fromkeys(Unscanned, 0)
-        """Number of messages that were left to protobuf, including malformed messages, by their
-        unusual part.
+        """Number of ext_proc messages that were left to protobuf, including malformed ones, by
+        their unusual part.
         """
         self.first_reason: Unscanned | None = None
-        """Unusual part of the first message that was left to protobuf, or None if there was
-        none.
+        """Unusual part of the first ext_proc message that was left to protobuf, or None if there
+        was none.
         """
         self._reported: tuple[bool, Unscanned | None] = False, None
         self._headers_kept: dict[bytes, tuple[str, str]] = {}
         self._openings: deque[_Opening] = deque(maxlen=OPENINGS_KEPT_MAX)
-        """Cached openings (first headers of a kind of client), the newest first."""
+        """Cached openings (sequences of first headers), the newest first."""
         self._names_kept: dict[bytes, str] = {}
         self._modes_kept: dict[bytes, BodyModes] = {}
         self._readers: Mapping[int, Callable[[bytes], Event]] = {
@@ -337,8 +337,8 @@ class Decoder:
         """Return the body modes in `message` after `at`, and the parsed rest of the message from
         there.
 
-        The rest is None if the modes came from the cache, because a cached rest contains only
-        modes. Both are None if `at` is the end of the message.
+        The rest is None if the modes came from the cache, because a cached rest contains no
+        metadata. Both are None if `at` is the end of the message.
         """
         if at == len(message):
             return None, None

@@ -12,14 +12,14 @@ class ApiFailure(StrEnum):
     """The kind of failure of a request to the API server."""
 
     GONE = "gone"
-    """HTTP status 410: the resource version or page token is too old, so the list must be
-    restarted.
+    """Status 410 of a request or in the stream of a watch: the resource version or page token is
+    too old, so the list must be restarted.
     """
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     ABSENT = "absent"
-    """HTTP status 404: the kind does not exist because its CRD is missing, or the object does not
-    exist.
+    """HTTP status 404 of the API server: the kind does not exist because its CRD is missing, or the
+    object does not exist.
     """
     CONFLICT = "conflict"
     """Kind of a failure with HTTP status 409: another client created the object, or wrote it since
@@ -29,7 +29,7 @@ class ApiFailure(StrEnum):
     SERVER = "server"
     """Kind of a failure with HTTP status 5xx: an error inside the API server."""
     STATUS = "status"
-    """An HTTP status other than 2xx for which there is no kind of its own."""
+    """An HTTP status of the API server other than 2xx for which there is no kind of its own."""
     UNREACHABLE = "unreachable"
     """The connection to the API server failed or broke."""
     SILENT = "silent"

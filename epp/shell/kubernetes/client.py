@@ -1,4 +1,4 @@
-"""Access the API server over HTTP: its address and credentials, and one request function.
+"""Access the API server over HTTP: its address, credentials and requests.
 
 Bodies are raw JSON in both directions. The generated models of `kubernetes` are not imported,
 because that takes 0.9 s and 27 MB. Reading the few required members without them is also faster.
@@ -34,8 +34,8 @@ from epp.shell.kubernetes.api_errors import (
 )
 
 ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Maximum size in bytes of an answer of the API server: a page of a hundred pods of the maximum
-size in etcd.
+"""Maximum size in bytes of an answer of the API server that is read as a whole: more than a page of
+a hundred pods of the maximum size in etcd.
 """
 CONNECTIONS_MAX: Final = 32
 _REASON_BYTES_MAX: Final = 65_536
@@ -57,8 +57,8 @@ class Credentials:
         token_file: Path = Path(SERVICE_TOKEN_FILENAME),
         ca_file: Path = Path(SERVICE_CERT_FILENAME),
     ) -> None:
-        """Find the API server: in a cluster by the pod's ServiceAccount, otherwise by `$KUBECONFIG`
-        or ~/.kube/config.
+        """Create credentials, which `load` reads: in a cluster those of the pod's ServiceAccount,
+        otherwise those of `$KUBECONFIG` or ~/.kube/config.
         """
         self._environment = environment
         self._token_file = token_file
@@ -147,7 +147,7 @@ class KubeClient:
         connect_timeout_s: Seconds = 10.0,
     ) -> None:
         """Create the client. `timeout_s` is the maximum time in seconds without data within an
-        answer, except that of a watch.
+        answer to `request`; `stream` has its own.
         """
         self._credentials = credentials
         self._timeout_s = timeout_s

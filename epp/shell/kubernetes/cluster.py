@@ -44,7 +44,7 @@ class Cluster:
     task, and call `close`.
 
     - `on_found(found)` is called when endpoints, objectives, rewrites or `ready` changed.
-    - `on_ready` is called when `ready` may have changed.
+    - `on_ready` is called when `ready` or `leading` may have changed.
     - `on_config(text, told_by)` is called when the configuration that the ConfigMap or its mounted
       file supplies changed.
     - `on_peers(addresses)` is called when the replicas of `--peer-service` changed.
@@ -132,8 +132,8 @@ class Cluster:
         )
 
     def tell(self, *, applied: bool, message: str) -> None:
-        """Write a Kubernetes Event about an applied or rejected configuration on the InferencePool,
-        if the InferencePool is known and the rate limit allows it.
+        """Queue a Kubernetes Event about an applied or rejected configuration on the InferencePool,
+        if the InferencePool is known and the limits of the queue allow it.
         """
         pool = self.discovery.pool
         if pool is not None:

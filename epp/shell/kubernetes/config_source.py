@@ -34,8 +34,8 @@ class ConfigSource:
         oldest first.
         """
         self._file: bytes | None = None
-        """Latest configuration text of the mounted file if the watch has not delivered it, else
-        None.
+        """Latest configuration text that the mounted file showed after the last text of the watch
+        and before the watch delivered it, or None.
         """
         self._applied: bytes | None = None
 
@@ -44,8 +44,8 @@ class ConfigSource:
         self._applied = _digest(text)
 
     def file_changed(self, text: bytes) -> None:
-        """Apply a new configuration text of the mounted file if the watch is not connected, else
-        remember it. Ignore a text that the watch delivered before.
+        """Remember a new configuration text of the mounted file, and apply it if the watch is not
+        connected. Ignore a text that the watch delivered before the file showed it.
         """
         digest = _digest(text)
         if digest in self._ahead:
@@ -60,7 +60,7 @@ class ConfigSource:
 
     def watch_told(self, text: bytes) -> None:
         """Apply a new configuration text of the watched ConfigMap, if it is not in force already, and
-        expect it in the mounted file later.
+        then expect it in the mounted file later, unless the file has shown it.
         """
         digest = _digest(text)
         if digest != self._applied and (self._file is None or _digest(self._file) != digest):

@@ -16,7 +16,7 @@ from epp.shell.kubernetes.client import KubeClient
 from epp.shell.kubernetes.objects import Collection, Pool
 
 MESSAGE_CHARACTERS_MAX: Final = 1_024
-"""Maximum number of characters of an Event's message that the API server accepts."""
+"""Number of characters after which the message of a Kubernetes Event is cut."""
 PENDING_MAX: Final = 8
 COMPONENT: Final = "homing"
 

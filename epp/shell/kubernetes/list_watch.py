@@ -3,11 +3,12 @@ randomness.
 
 A list returns every object and a resource version. A watch from that version returns later changes.
 After any failure one question decides: is the resource version still valid? It is valid if the
-connection broke, or the server closed it, restarted or fell silent. The watch then continues from
-the last version, and nothing is lost. It is invalid after other failures, such as a 410, an ERROR
-event or an unreadable line. A new list then replaces all objects at once, and the old objects stay
-in force until it is complete. As a safeguard, the list is repeated periodically. Differences from
-the watch that it finds are counted; there should be none.
+connection broke, if the server closed it, restarted or fell silent, and after the statuses 401,
+403, 429 and 5xx. The watch then continues from the last version, and nothing is lost. It is invalid
+after other failures, such as a 410, an ERROR event or an unreadable line. A new list then replaces
+all objects at once, and the old objects stay in force until it is complete. As a safeguard, the
+list is repeated periodically. Differences from the watch that it finds are counted; there should be
+none.
 
 A list is requested as a stream of events, for which the server needs no copy of the list. It is
 requested page by page from servers without this feature (Kubernetes before 1.32, unless its gate
@@ -41,9 +42,10 @@ restores a deleted object.
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """Delays of lists and watches in seconds.
+    """Delays and durations of lists and watches in seconds, and the size of pages.
 
-    A pair contains the bounds of a uniform random delay, which spreads the requests of replicas.
+    A pair contains the bounds of a uniform random time, which spreads the requests of replicas;
+    only those of `backoff_s` are limits of such bounds.
     """
 
     page_objects: int = 100
@@ -65,14 +67,16 @@ class Timing(Struct, frozen=True, kw_only=True):
     reconnect_s: tuple[Seconds, Seconds] = (0.1, 1.0)
     relist_s: tuple[Seconds, Seconds] = (300.0, 600.0)
     backoff_s: tuple[Seconds, Seconds] = (0.5, 30.0)
-    """Delay in seconds before the attempt after the first failure, and its maximum after repeated
-    failures.
+    """Minimum and maximum of the back-off after a failure in seconds. It is random, up to twice the
+    minimum after the first failure; this limit doubles with each further one.
     """
     healthy_s: Seconds = 60.0
-    """Time in seconds without failures after which the delay for repeated failures is reset."""
+    """Time in seconds without failed lists and watches after which the delay for repeated failures
+    is reset.
+    """
     refused_s: Seconds = 30.0
-    """Delay in seconds until a kind of object that is absent or forbidden is tried again; the first
-    delays are shorter if the kind was available before.
+    """Maximum delay in seconds until a kind of object that is absent or forbidden is tried again,
+    at least half as long; the first delays are shorter if the kind was available before.
     """
     retry_after_s_max: Seconds = 60.0
 
@@ -127,7 +131,7 @@ class Statistics:
         self.watches = 0
         self.repairs = 0
         """Number of objects for which a periodic list differed from what the watch had reported,
-        although they did not change after the watch.
+        without those that the list has in a version newer than the watch.
         """
         self.errors: Counter[ApiFailure] = Counter()
 
@@ -230,8 +234,8 @@ class ListWatch(Generic[T]):
         self._healthy_since_s: Seconds | None = None
         self._broken = True
         self.heard_at_s: Seconds | None = None
-        """Time at which the server last sent a page, event or bookmark or started a watch, or None
-        if it never did.
+        """Time at which the API server last sent a page, event or bookmark or started a watch, or
+        None if it never did.
         """
         self.synced = False
         """True once the first list is complete. Failures of later lists and watches never remove
@@ -266,8 +270,8 @@ class ListWatch(Generic[T]):
     # The methods below determine the next step.
 
     def next(self, now: Seconds) -> Step:
-        """Return the next step of the list or watch at `now`: a request, which is counted, or a
-        pause.
+        """Return the next step of the list or watch at `now`: a request or a pause. Each list and
+        each watch that it starts is counted.
         """
         if now < self._not_before_s:
             return Pause(self._not_before_s - now)
@@ -318,8 +322,8 @@ class ListWatch(Generic[T]):
     def initial(self, line: bytes, now: Seconds) -> bool | None:
         """Process a line of a streamed list.
 
-        Return None until the list is complete, then True if `objects` or `synced` changed. Raises
-        `ApiError` if the line is invalid.
+        Return None until the list is complete, then True if `objects` or `synced` changed, else
+        False. Raises `ApiError` if the line is invalid or reports an error.
         """
         event, metadata = _read_event(line)
         self._heard(now)
@@ -413,8 +417,8 @@ class ListWatch(Generic[T]):
         self._not_before_s = now + pause_s * self._random.uniform(0.5, 1.0)
 
     def _backoff_s(self) -> Seconds:
-        """Return a random delay in seconds from a range that doubles with each failure, up to a
-        maximum (full jitter).
+        """Return a random delay in seconds from a range whose upper end doubles with each failure,
+        up to a maximum.
         """
         least_s, most_s = self._timing.backoff_s
         # The least delay times 2**16 exceeds every limit.
@@ -435,7 +439,7 @@ class ListWatch(Generic[T]):
 
     def _replace(self, resource_version: str, now: Seconds) -> bool:
         """Replace all objects by those of the completed list, and count as repairs the changes that
-        the watch missed. Return True if `objects` or `synced` changed.
+        the watch seems to have missed. Return True if `objects` or `synced` changed.
         """
         before, after = self._held, self._pending
         told = {
@@ -463,7 +467,7 @@ class ListWatch(Generic[T]):
 
     def _explained(self, name: str) -> bool:
         """Return True if the listed object `name` changed after the watch ended, so that the watch
-        did not miss the change.
+        did not miss the change. A deletion never counts as explained.
         """
         listed = self._pending.get(name)
         return listed is not None and _newer(listed.resource_version, self._left_at)

@@ -39,8 +39,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Reflector(Generic[T]):
-    """A copy of one kind of object of the API server in `objects`; `on_change` is called after each
-    change.
+    """A copy of one kind of object of the API server in `objects`; `on_change` is called after the
+    first list and after changes, of which it may report several at once.
 
     `sources` are tried in order, and the first one that can be read is used. If `optional`, a
     missing CRD means that the feature is disabled, which is not an error.

@@ -81,7 +81,7 @@ CLOSE_S_MAX: Final = 3.0
 """Maximum time in seconds that the shutdown waits for the journal to be written."""
 _NOTE_BYTES: Final = 600
 _FRAME_BYTES: Final = 120
-"""Approximate memory in bytes of a queued journal record without its variable parts."""
+"""Approximate memory in bytes of a queued frame of the decision history beside its content."""
 _ADAPTER_BYTES: Final = 100
 _MEMBER_BYTES: Final = 500
 _KEY_BYTES: Final = 40

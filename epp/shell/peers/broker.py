@@ -1,6 +1,6 @@
 """Transport frames between replicas through Valkey or Redis: pub/sub and a key with a snapshot.
 
-The data of one beat is one PUBLISH:
+The data of one beat is usually one PUBLISH:
 
     origin, 8 bytes | frames, each: length u32 | bytes
 
@@ -76,7 +76,9 @@ def broker_url(url: str, url_file: str) -> str:
 
 
 class Waiting:
-    """A bounded queue of frames that drops the oldest frame when it is full."""
+    """A bounded queue of frames to or from the broker that drops the oldest frame when it is
+    full.
+    """
 
     def __init__(self) -> None:
         self._frames: deque[tuple[bytes, bytes]] = deque()

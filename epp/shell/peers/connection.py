@@ -58,7 +58,7 @@ class Problem(StrEnum):
     or the peer did not authenticate in time.
     """
     HANDSHAKE = "handshake"
-    """The TLS handshake failed although the peer knows the secret."""
+    """The TLS handshake failed. A client that came so far knows the secret; a server may not."""
     MESSAGE = "message"
     """The connection ended because the peer sent a message that is invalid or too long."""
     CLOSED = "closed"

@@ -41,8 +41,8 @@ GUESTS_MAX: Final = 2 * PEERS_MAX
 the longest silence is closed.
 """
 HANDSHAKES_PER_BEAT_MAX: Final = 8
-"""Maximum number of TLS handshake steps per beat, each about 0.3 ms. Only peers with the secret
-reach the TLS handshake.
+"""Maximum number of TLS handshake steps of incoming connections per beat, each about 0.3 ms. Only
+peers with the secret reach the TLS handshake.
 """
 MESSAGES_PER_GUEST_MAX: Final = 8
 """Maximum number of messages that one call of `receive` reads from one connection."""

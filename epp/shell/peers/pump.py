@@ -1,6 +1,6 @@
 """Move frames between the exchange of shared state and its carrier, in beats of bounded work.
 
-Except during the warm start, the pump uses at most a fifth of the event loop's time, however much
+Except during the warm start, receiving uses at most a fifth of the event loop's time, however much
 peers send. Unread data waits in the bounded queues of the carrier and then at the sender.
 """
 

@@ -217,8 +217,8 @@ class Peers:
                     self._on_snapshot("peer", time.monotonic() - began_at_s)
 
     async def _take_snapshots(self) -> None:
-        """Do the warm start: load the snapshot file, then a newer snapshot from a replica or from
-        the broker. Count and log the result.
+        """Do the warm start: load the snapshot file, then a snapshot from a replica or from the
+        broker. Count and log the result.
         """
         began_at_s = time.monotonic()
         try:

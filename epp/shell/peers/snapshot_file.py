@@ -1,7 +1,8 @@
-"""A snapshot of the shared state on disk, for a picker that starts without peers.
+"""A snapshot of the shared state on disk, which a picker loads at its start before it asks peers.
 
 The file is replaced atomically and synced before it gets its name. A snapshot that is incomplete,
-too old or of another version is ignored with one log line, and the picker starts cold.
+too old or of another version is ignored with one log line. The picker then starts cold, unless a
+peer sends it a snapshot.
 """
 
 import asyncio

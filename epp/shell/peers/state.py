@@ -26,13 +26,13 @@ class Traffic:
         """Number of frames exchanged with peers, by direction ("sent", "received") and outcome.
         Sent frames are "dropped" if a queue is full, the connection is gone or the frame is too
         long; received ones if the queue of the broker's frames is full. Frames with an outcome of
-        `Taken` are counted as "received" in addition.
+        `Taken` are counted as "received" in addition, but not messages that contain no frame.
         """
         self.bytes_sent = 0
         self.bytes_received = 0
         self.failures: dict[str, int] = {}
-        """Number of connections to peers or to the broker that failed or were closed, by kind of
-        the failure.
+        """Number of failures by kind, mostly of connections to peers or to the broker that failed
+        or were closed.
         """
 
     def dropped(self) -> None:
@@ -65,7 +65,9 @@ class PeerRow(Struct, frozen=True, kw_only=True):
     connected_s: Seconds | None
     """Seconds for which the peer has been answering, or None if it does not answer."""
     heard_s: Seconds | None
-    """Seconds since the peer's last message, or None if there was none."""
+    """Seconds since the peer last answered a hello, or since its last message through the broker;
+    None if there was none.
+    """
     bytes_sent: int = 0
     bytes_received: int = 0
     dropped: int = 0
@@ -84,7 +86,8 @@ class PeersSnapshot(Struct, frozen=True, kw_only=True):
     """Statistics about the peers of this replica, as shown on its metrics page."""
 
     known: int
-    """Number of other replicas whose addresses are known."""
+    """Number of other replicas whose addresses are known, or that send messages through the broker.
+    """
     frames: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Number of frames by direction and outcome, as in `Traffic.frames`."""
     bytes_sent: int = 0

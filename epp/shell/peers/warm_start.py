@@ -1,7 +1,8 @@
 """Transfer a snapshot of the shared state from one replica to another.
 
 A starting replica requests it from the peer that has had the shared state for longest. If that peer
-is busy or silent, it requests it from another one. A replica sends one snapshot at a time. It
+is busy or silent, it requests it from another one. A replica that missed frames of a peer requests
+it from this peer. A replica sends one snapshot at a time. It
 pauses after each frame, and while the receiver accepts no more.
 """
 
@@ -135,7 +136,7 @@ class WarmStart:
 
 
 class SnapshotServer:
-    """The sender of snapshots to starting peers, one at a time. Run `run` as a task."""
+    """The sender of snapshots to peers that request them, one at a time. Run `run` as a task."""
 
     def __init__(self, exchange: PeerExchange, mesh: Mesh, complaints: Complaints) -> None:
         self._exchange = exchange

@@ -40,8 +40,8 @@ _M_ARENA_MAX: Final = -8
 """Number of a parameter of mallopt(3), as defined in malloc.h."""
 POLL_S: Final = 2.0
 TRIM_AGAIN_S: Final = 10.0
-"""Interval in seconds at which free memory is returned under memory pressure. Each return takes
-time and may find little.
+"""Minimum time in seconds between two returns of free memory because of memory pressure. Each
+return takes time and may find little.
 """
 
 
@@ -124,8 +124,8 @@ class MemoryReturn:
         self._poll_s = poll_s
         self._looks_until_trim = 0
         self._settled_bytes = resident()
-        """Resident bytes after memory was last returned, without the bytes then in use by
-        bodies.
+        """Least resident bytes, without those in use by bodies, since memory was last returned
+        after a peak, or since the start.
         """
 
     async def run(self) -> None:

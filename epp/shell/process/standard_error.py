@@ -36,8 +36,8 @@ class StandardError(logging.Handler):
         self._limit = PerSecond(LINES_PER_SECOND_MAX)
 
     def take_over(self) -> None:
-        """Redirect to the log everything that would be printed on standard error, except a crash of
-        the interpreter.
+        """Redirect to the log everything that Python would print on standard error, except a crash
+        of the interpreter.
         """
         logging.getLogger().addHandler(self)
         warnings.showwarning = self._warned

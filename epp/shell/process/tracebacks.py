@@ -55,8 +55,8 @@ def as_lines(out: TextIO, exc_info: ExcInfo) -> None:
 
 
 def is_literal(text: object, code: CodeType) -> bool:
-    """Return True if the exception's `text` is a literal in the raising `code`, and thus quotes no
-    input.
+    """Return True if `text`, of an exception or a log record, is a literal in `code`, and thus
+    quotes no input.
     """
     return isinstance(text, str) and any(
         type(constant) is str and constant == text for constant in code.co_consts

@@ -11,7 +11,9 @@ CHANGES_MAX = 20
 
 
 class ConfigurationChanges:
-    """The configuration in force and its last rejected document, for the live view."""
+    """The configuration in force and its last rejected document, for the live view and the decision
+    history.
+    """
 
     def __init__(
         self,

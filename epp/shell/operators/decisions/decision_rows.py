@@ -149,7 +149,7 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
 def _latency(past: PastDecision, remembered: Remembered) -> Row:
     """Return the predicted and observed latencies of a request, with the median errors of the
     predictions when it was placed. The times count from the decision, but the observed time to first
-    token includes the arrival of the body.
+    token includes the time before it since the request headers, except the wait in the queue.
     """
     ttft_s, tpot_s, ttft_error, tpot_error = map(_known, past.told.predicted)
     waited_s = (past.told.queued or {}).get("waited_s", 0.0)

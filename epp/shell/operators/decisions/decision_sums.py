@@ -11,8 +11,8 @@ from epp.shell.operators.decisions.decision_rows import weighted
 
 FAILED_FROM: Final = 500
 SAMPLES_MAX: Final = 500_000
-"""Maximum number of time samples per endpoint and period; later samples are only missing in the
-percentiles.
+"""Maximum number of samples of each latency in a period, per endpoint and for all endpoints; later
+samples are only missing in the percentiles.
 """
 _DIGITS: Final = 4
 _Row: TypeAlias = dict[str, Any]
@@ -82,7 +82,9 @@ class Stretch:
         self.endpoints: dict[str, Sums] = {}
         self.refused: dict[str, int] = {}
         self.decided_by: dict[str, int] = {}
-        """Number of decisions that would have differed without a scorer, by that scorer's name."""
+        """Number of decisions in which a scorer was one of the fewest that put the chosen endpoint
+        above the runner-up, by that scorer's name.
+        """
 
     def add(self, past: PastDecision | PastRefusal) -> None:
         """Add a recorded decision or refusal to the sums if it is within the period."""

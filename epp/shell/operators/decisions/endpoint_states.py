@@ -35,7 +35,9 @@ _REASONS: Final[Mapping[Standing, str]] = {
 
 
 class EndpointStates:
-    """The states of all endpoints at the last comparison, which takes place about once a second."""
+    """The states of all endpoints at the last comparison, which takes place about once a second and
+    for each page of endpoints.
+    """
 
     def __init__(
         self,

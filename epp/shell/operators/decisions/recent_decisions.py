@@ -1,8 +1,8 @@
 """Record recent decisions, refusals and their outcomes in memory.
 
-The record of a request contains its id, model and numbers, and that of a refusal also the path
-without query. No part of a prompt, an answer or another header is recorded. Rows for pages are
-computed on request.
+The record of a request contains its id, model and numbers, the names of flows if it waited in the
+queue (which a header may give), and that of a refusal also the path without query. No part of a
+prompt, an answer or another header is recorded. Rows for pages are computed on request.
 """
 
 import asyncio
@@ -86,8 +86,8 @@ _MEMBERSHIPS_MAX: Final = 64
 list is as long as the pool.
 """
 _OPEN_MAX: Final = 65_536
-"""Maximum number of decisions whose request may still end; it exceeds the maximum number of open
-streams.
+"""Maximum number of decisions whose request may still end; it exceeds the default maximum of open
+streams (20,000).
 """
 WAITING_MAX: Final = 64
 """Maximum number of decisions, refusals and ends of requests that wait to be recorded.
@@ -472,7 +472,8 @@ class RecentDecisions:
         `COMPARED_MAX`.
 
         The pairs belong to requests that ended since the last call and were served by the chosen
-        endpoint.
+        endpoint. The expected time counts from the decision, the observed one from the request
+        headers.
         """
         self.fold()
         places, self._to_compare = self._to_compare, []

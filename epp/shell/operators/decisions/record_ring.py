@@ -45,7 +45,7 @@ class RecordRing:
         """Store `record`, overwriting the oldest records if necessary, and return its position for
         `get`.
 
-        Return `GONE` if the record is longer than the ring.
+        Return `GONE` if the record does not fit in the ring.
         """
         size_bytes, words, length = self._size_bytes, self._words, len(record)
         framed_bytes = _framed_bytes(length)

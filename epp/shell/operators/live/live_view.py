@@ -58,7 +58,8 @@ class LiveLatency(Struct, frozen=True):
     predicted_s: Seconds | None
     observed_s: Seconds | None
     error: float | None
-    """Median relative error of the better of two sources of predictions, `estimate` and `learned`.
+    """Median relative error of the predicted latency, by the better of the sources `estimate` and
+    `learned`.
     """
 
 
@@ -70,7 +71,7 @@ class LiveBand(Struct, frozen=True, kw_only=True):
     flows: int
     oldest_wait_s: Seconds
     most: list[WaitingFlow]
-    """Flows of the band with most waiting requests, most first."""
+    """The flows with the most waiting requests of this priority, most first."""
 
 
 class LiveEndpoint(Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """"slow" or "failing" if the endpoint is an outlier, else None."""
     ejected: bool
     since: str
-    """Time since which the endpoint has its state, in ISO 8601."""
+    """Time since which the endpoint has its state, or its problem as an outlier, in ISO 8601."""
     reason: str
     """Reason why the endpoint is not ready, slow, failing, ejected or full; "" if it has no
     problem.
@@ -99,9 +100,9 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     inflight_requests: int
     inflight_prefill_tokens: float | None
     requests: int
-    """Number of requests within the window of the live view that were routed to the endpoint, or
-    that the gateway sent to it instead of the chosen one. All counts and shares of requests below
-    are of the same window.
+    """Number of requests within the window of the live view for which this endpoint was chosen, or
+    used by the gateway instead of the chosen one; a request counts only for the endpoint that the
+    gateway used, as far as known. All counts and shares of requests below are of the same window.
     """
     share: float
     """The endpoint's share of all requests that were routed within the window of the live view,
@@ -143,7 +144,9 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     room_load: float | None = None
     """Load of the endpoint as a share of its room, by which the queue judges; full from 1 on."""
     room_requests: int | None = None
-    """Number of further requests for which the endpoint is estimated to have slots."""
+    """Number of further requests for which the engine's slots and its queue are estimated to
+    suffice; None also if the queue judges by other limits.
+    """
     latencies: dict[str, LiveLatency] = field(default_factory=dict)
     """Predicted and observed latencies by "ttft" and "tpot"; empty if none are predicted."""
 
@@ -177,7 +180,9 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     score: LiveScore | None = None
     runner_up: LiveScore | None = None
     decided_by: list[str] = field(default_factory=list)
-    """Names of the scorers that decided, or of the parts of the cost if a single scorer decided."""
+    """Names of the scorers that decided, or of the parts of the cost if the profile has only one
+    scorer.
+    """
     matched_blocks: int = 0
     total_blocks: int = 0
     served_by: str | None = None
@@ -200,8 +205,8 @@ class LivePrefills(Struct, frozen=True, kw_only=True):
     decode: str
     """Name of the endpoint that receives the KV cache and decodes."""
     requests: int
-    """Number of the picker's own latest requests for this pair of endpoints whose prefill has not
-    ended.
+    """Number of the picker's own latest requests for this pair of endpoints whose prefill has
+    neither ended nor become overdue.
     """
 
 

@@ -1,7 +1,8 @@
 """Log one line that explains a decision or a refusal.
 
-A line contains the id and model of a request and, if it was refused, the path without query. Other
-data from clients never reaches a log.
+A line contains the id and model of a request, the names of flows if it waited in the queue and, if
+it was refused, the path without query and the name of the faulty parameter. Other data from clients
+never reaches a log.
 """
 
 from typing import Final
@@ -17,8 +18,8 @@ from epp.shell.operators.logs.set_up import LogLevel
 from epp.shell.per_second import PerSecond
 
 _TEXT_CHARACTERS_MAX: Final = 256
-"""Maximum number of characters that are logged of a text from a client: model name or request
-id.
+"""Maximum number of characters that are logged of a text from a client, such as the model name or
+the request id.
 """
 
 
@@ -26,9 +27,9 @@ class DecisionLog:
     """A log of decisions and refusals at a bounded rate.
 
     At debug level every decision and every refusal is logged. At info level every `sample_every`-th
-    decision is logged, by its number, so that two runs with the same decisions log the same ones.
-    At most `refusals_per_second_max` refusals a second are logged; the next line contains the number
-    of omitted refusals. Above info level nothing is logged.
+    decision is logged, by its number, so that two runs with the same decisions log the same ones,
+    and at most `refusals_per_second_max` refusals a second; the next line of a refusal contains the
+    number of omitted ones. Above info level nothing is logged.
     """
 
     def __init__(

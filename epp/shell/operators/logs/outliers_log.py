@@ -1,4 +1,4 @@
-"""Log when an endpoint becomes a slow or failing outlier, and when it no longer is."""
+"""Log when an endpoint becomes a slow or failing outlier, is ejected, and when it no longer is."""
 
 import math
 import time

@@ -140,7 +140,8 @@ class Sum:
 
 
 class Waiting(Generic[Key]):
-    """A list of events that wait to be counted. Each is a row with a key and `width` numbers.
+    """A list of events that wait to be counted in metrics. Each is a row with a key and `width`
+    numbers.
 
     The list stores only the key and copies of the numbers. The caller limits the number of rows.
     """
@@ -226,9 +227,7 @@ class Family(Collector, Generic[Child]):
         self._children.clear()
 
     def describe(self) -> Iterator[Metric]:
-        """Return the metric for the registry, which detects duplicate names. It has no samples yet
-        when it is registered.
-        """
+        """Return the metric for the registry, which detects duplicate names."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

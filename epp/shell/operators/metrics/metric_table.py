@@ -27,7 +27,7 @@ REQUEST_BUCKETS_S: Final = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 SIZE_BUCKETS_BYTES: Final = tuple(float(4**power) for power in range(3, 14))
-"""Bucket bounds in bytes for sizes of requests and responses, from 64 bytes to 64 MiB."""
+"""Bucket bounds in bytes for sizes of requests and of cached prompts, from 64 bytes to 64 MiB."""
 TOKEN_BUCKETS: Final = (0.0, *(float(2**power) for power in range(4, 19)))
 """Bucket bounds for numbers of tokens: 0, then powers of two from 16 to 262,144."""
 RATIO_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -57,8 +57,8 @@ class MetricSpec(Struct, frozen=True):
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     sampled: bool = False
-    """True if the metric's value is read from the scheduler for each page instead of being counted
-    per request.
+    """True if the metric's value is read for each page, mostly from the scheduler, instead of being
+    counted with each event.
     """
 
 
@@ -160,7 +160,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_first_token_observed_seconds_total",
         "counter",
         "seconds",
-        "Sum of the observed times to first token of the requests in "
+        "Sum of the observed times to first token, from the request headers on, of the requests in "
         "homing_first_token_error_seconds.",
     ),
     MetricSpec(
@@ -539,13 +539,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_inflight_requests",
         "requests",
-        "Requests that this picker routed to the endpoint and that have not ended.",
+        "Requests of this picker and its peers that are in flight at the endpoint.",
         _ENDPOINT,
     ),
     _sampled(
         "homing_inflight_tokens",
         "tokens",
-        "Uncached prompt tokens routed to the endpoint and estimated as not yet prefilled.",
+        "Uncached prompt tokens of this picker and its peers at the endpoint, estimated as not yet "
+        "prefilled.",
         _ENDPOINT,
     ),
     MetricSpec(
@@ -1141,7 +1142,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_capture_events_total",
         "events",
-        "Events written to the capture: decisions, scrapes, ends of requests.",
+        "Events written to the capture, such as decisions, scrapes and ends of requests.",
         (),
         "counter",
     ),
@@ -1168,7 +1169,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_decision_history_records_total",
         "records",
-        "Decisions, refusals and ends of requests written to --decisions-dir.",
+        "Records written to --decisions-dir: decisions, refusals, ends of requests, and changes of "
+        "settings and states.",
         (),
         "counter",
     ),

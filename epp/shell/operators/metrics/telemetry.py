@@ -68,8 +68,8 @@ from epp.shell.printable import printable
 from epp.shell.process.own_process import ProcessSnapshot
 
 CHILDREN_MAX: Final = 1_000
-"""Maximum number of label combinations per metric. It is limited because clients control some label
-values.
+"""Maximum number of label combinations of a metric, unless it has a limit of its own. It is limited
+because clients control some label values.
 """
 COUNTS_BYTES_MAX: Final = 150_000
 """Maximum number of bytes that the request counters by model take on a metrics page: several
@@ -130,7 +130,9 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     kv_link_bytes_per_s: float | None = None
     """Measured speed of KV transfers in the pool, or None if none was measured."""
     kv_link_ignored: int | None = None
-    """Number of ignored measurements of this speed, or None if no stage prefills elsewhere."""
+    """Number of ignored measurements of the speed of KV transfers, or None if no stage prefills
+    elsewhere.
+    """
     indexes: Sequence[IndexStanding] = ()
     """State of every index in the configuration."""
     held_body_bytes: int = 0
@@ -206,7 +208,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     process: ProcessSnapshot | None = None
     """CPU and memory of the picker's process, or None if not measured."""
     tokens: Sequence[TokensSnapshot] = ()
-    """Counts of each token backend that has been used since the start."""
+    """Counts of each backend for token ids of prompts that has been used since the start."""
 
 
 class PageBudget:
@@ -355,8 +357,8 @@ class _Routed(Struct, frozen=True):
 
 
 class _Parsed(Struct, frozen=True):
-    """The histograms that count every parsed response, for one combination of model, target model
-    and priority.
+    """The histograms of what parsed responses show, for one combination of model, target model and
+    priority.
     """
 
     ttft_s: Distribution
@@ -667,8 +669,8 @@ class Telemetry:
         model_name: str = "",
         counted: bool = False,
     ) -> None:
-        """Count a stream that ended with an error. `counted` is True if its request was counted as
-        routed before.
+        """Count an ext_proc stream that ended with an error. `counted` is True if its request was
+        counted as routed before.
         """
         model, priority = (request.model, str(request.priority)) if request else ("", "0")
         labels = (model_name or model, model, priority)
@@ -785,8 +787,8 @@ class Telemetry:
         self._set_aside(*endpoint_labels(endpoint)).inc()
 
     def endpoints_replaced(self, endpoints: Iterable[Endpoint]) -> None:
-        """Remove the counters of endpoints that are no longer in the pool, because pods come and
-        go.
+        """Set which endpoints are in the pool, and remove the counters of all others, because pods
+        come and go.
         """
         # Waiting decisions would create these counters again.
         self.fold()
@@ -813,7 +815,9 @@ class Telemetry:
     def config_applied(
         self, settings: SchedulerSettings, *, config_hash: str, generation: int
     ) -> None:
-        """Record `settings` as those of the configuration in force, and count a successful reload."""
+        """Show `settings` as those in force, in the metrics of the configuration, and count a
+        successful reload.
+        """
         self._reload_ok.set(1)
         self._reloads("success").inc()
         self._config_info.clear()
@@ -850,8 +854,8 @@ class Telemetry:
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
     ) -> None:
-        """Record how long a request waited for its tokens; a request that did not wait is not
-        counted. The token backend itself counts the results.
+        """Record how long a request waited for the token ids of its prompt; a request that did not
+        wait is not counted. The token backend itself counts the results.
         """
         if waited_s:
             self._tokenize_s(backend).observe(waited_s)
@@ -868,7 +872,9 @@ class Telemetry:
             self._loop_lag_s.observe(late_s)
 
     def first_token_compared(self, expected_s: Seconds, observed_s: Seconds) -> None:
-        """Record the expected and the observed time to first token of one request, in seconds."""
+        """Record the time to first token of one request, in seconds: expected from the decision on,
+        and observed from the request headers on.
+        """
         came = "later" if observed_s >= expected_s else "earlier"
         self._first_token_error(came).observe(abs(observed_s - expected_s))
         self._first_token_expected_s.inc(expected_s)

@@ -1,8 +1,8 @@
 """Serve the debug pages with the picker's state and recent decisions.
 
 The pages are /debug/config, /debug/endpoints, /debug/decisions, /debug/explain, /debug/indexes,
-/debug/tokens and /debug/peers. They are plain tables, or JSON with `?format=json` or a matching
-Accept header. No part of a prompt is shown.
+/debug/tokens and /debug/peers. They are plain text, mostly tables, or JSON with `?format=json` or a
+matching Accept header. No part of a prompt is shown.
 """
 
 import time

@@ -22,8 +22,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 QUEUE_SPANS_MAX: Final = 2_048
 BATCH_SPANS_MAX: Final = 512
 DELAY_S: Final = 5.0
-"""Maximum delay in seconds of a span before its batch is exported. This and the limits beside it
-are the defaults of the OpenTelemetry specification for `OTEL_BSP_*` variables.
+"""Maximum delay in seconds of a span before its batch is exported, unless an export takes longer.
+This and the limits beside it are the defaults of the OpenTelemetry specification for `OTEL_BSP_*`
+variables.
 """
 CLOSE_S: Final = 2.0
 """Maximum time in seconds to export the queued spans at shutdown."""

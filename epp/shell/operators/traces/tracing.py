@@ -2,8 +2,8 @@
 
 The span lasts from the request headers to the end of the response. Its parent is the request's
 `traceparent`. The request continues with a `traceparent` of this span, so that the model server's
-span is its child. A request that is not sampled continues with a header that says so, and the model
-server does not sample it either. `tracestate` is not read. It is passed on unchanged, or removed if
+span is its child. A request that is not sampled continues with a header that says so, so that the
+model server need not sample it either. `tracestate` is not read. It is passed on, or removed if
 the request has no valid `traceparent`.
 
 The only data from clients in attributes is the model's name, shortened. Prompts, other headers and

@@ -133,7 +133,7 @@ class Autoscaler:
         self._starting: list[int] = []
         """Numbers of the start requests whose pods do not serve yet, oldest first."""
         self._ended: set[int] = set()
-        """Numbers of the pods that the autoscaler has ended."""
+        """Numbers of the pods that the autoscaler has drained and not started again."""
         cluster.loop.after(settings.interval_s, self._evaluate)
 
     def _own(self, cluster: Cluster) -> list[SimulatedPod]:

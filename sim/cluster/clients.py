@@ -80,7 +80,9 @@ class Clients:
 
     @property
     def next_sent_at(self) -> Seconds:
-        """Earliest known time at which a request will be sent; infinite if there is none."""
+        """Earliest known time at which a new request may be sent (retries excluded); infinite if
+        there is none.
+        """
         return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
     def go_on(self, arrivals: Iterable[Arrival]) -> None:

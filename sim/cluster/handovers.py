@@ -118,8 +118,8 @@ class Handover:
         before.
         """
         self.decode_lost_at: Seconds | None = None
-        """Time when the decode engine lost the leg before its KV transfer began; None if it has not
-        lost it.
+        """Time when the decode engine lost the leg: when its process died, or when the request
+        ended outside its KV transfer. None before.
         """
         self.reserved_at: Seconds | None = None
         """Time when the decode engine reserved the blocks of the whole prompt; None before."""

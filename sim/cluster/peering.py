@@ -131,8 +131,7 @@ class Peering:
         receivers counts once for each. Frames of `greet` and of snapshots are not counted.
         """
         self.bytes = 0
-        """Size in bytes of the frames that pickers sent to each other, counted for each receiver.
-        """
+        """Size in bytes of the frames that `frames` counts, for each receiver."""
         self.frames_lost = 0
 
     def greet(self) -> None:

@@ -29,7 +29,7 @@ SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
 """
 
 TICK_S: Final[Seconds] = 1.0
-"""Interval in seconds at which `epp serve` lets time pass in the scheduler (`Scheduler.tick`)."""
+"""Interval in seconds at which `epp serve` lets time pass in the scheduler (`Tick`)."""
 
 
 class ClusterSettingsError(ValueError):
@@ -41,7 +41,7 @@ class ClientSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     retries: Annotated[int, Meta(ge=0, le=1_000)] = 0
     """Maximum number of retries of a request that was answered with 429 or 503, found no running
-    picker, or lost the pod that prefills or decodes it.
+    picker, lost the pod that prefills or decodes it, or could not read its KV blocks.
     """
     pause_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 1.0
     """Pause before the first retry of a request, in seconds. Each further pause is twice as long as
@@ -98,11 +98,13 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     reschedules: tuple[Reschedule, ...] = ()
     """Periods in which connections to pods fail. They need `fallback_endpoints_max` of 1 or more."""
     scrape_interval_s: Seconds | None = None
-    """Mean time in seconds between two scrapes of a pod; None derives it from the number of pods,
-    as `epp serve` does.
+    """Mean time in seconds between two scrapes of a pod; None derives it from the number of pods at
+    the start, by the rule of `epp serve`.
     """
     scrape_delay_s: Seconds = 0.001
-    """Age in seconds of the state that a metrics page shows when the picker reads the page."""
+    """Time in seconds from a scrape of a pod until the picker reads the page, which shows the state
+    at the scrape.
+    """
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     network_delay_s: Seconds = 0.0005
     """Network delay in seconds in one direction, between client and picker and between picker and
@@ -136,7 +138,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     @property
     def refresh_interval_s(self) -> Seconds:
         """Mean time in seconds between two scrapes of a pod: `scrape_interval_s`, or the time
-        derived from the number of pods.
+        derived from the number of pods at the start.
         """
         if self.scrape_interval_s is not None:
             return self.scrape_interval_s

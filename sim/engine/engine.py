@@ -102,7 +102,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
-    """The state of an engine at the end of a step, as its metrics page shows it."""
+    """The state of an engine as its metrics page shows it (`Engine.snapshot`)."""
 
     running: int
     waiting: int
@@ -214,7 +214,9 @@ class Engine:
         has been generated; vLLM counts them then.
         """
         self.answers = 0
-        """Number of requests with a complete answer, since the engine started."""
+        """Number of requests with a complete answer since the engine started, finished prefill legs
+        included.
+        """
         self.answer_tokens = 0
         """Number of output tokens of the completely answered requests."""
         self.slowness = 1.0
@@ -379,7 +381,7 @@ class Engine:
 
     def step(self, now: Seconds) -> Step | None:
         """Do one pass that starts at `now` and return its result. None if there is no request, or
-        if none can be computed before a KV transfer ends.
+        if none can be computed before a KV transfer or a KV lease ends.
         """
         decoding = dict.fromkeys(self.running)
         if self._partial is not None:
@@ -399,7 +401,7 @@ class Engine:
 
     def begin(self, now: Seconds) -> Seconds | None:
         """Begin a step of one or more passes at `now`; return the time of its end. None if there is
-        no request, or if none can be computed before a KV transfer ends.
+        no request, or if none can be computed before a KV transfer or a KV lease ends.
         """
         preemptions = self.preemptions
         pending = self._begin_pass(now)

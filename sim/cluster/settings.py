@@ -41,7 +41,8 @@ class ClientSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     retries: Annotated[int, Meta(ge=0, le=1_000)] = 0
     """Maximum number of retries of a request that was answered with 429 or 503, found no running
-    picker, lost the pod that prefills or decodes it, or could not read its KV blocks.
+    picker, lost its picker while it waited there, lost the pod that prefills or decodes it, or
+    could not read its KV blocks.
     """
     pause_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 1.0
     """Pause before the first retry of a request, in seconds. Each further pause is twice as long as
@@ -66,7 +67,8 @@ class Absence(Struct, frozen=True):
     A period that begins at 0 means that the picker joins late. The new process begins without any
     state. It scrapes pods from `from_s` on. It receives requests from `to_s` on; if pickers share
     decisions, it first waits for a snapshot from a peer, at most `SNAPSHOT_S_MAX`. Other pickers
-    receive the requests meanwhile; without others, they fail. Pods finish the answers in progress.
+    receive the requests meanwhile; without others, they fail. Requests that wait at the picker when
+    it dies fail too. Pods finish the answers in progress.
 
     A period must last at least two scrape intervals. It must begin at least `SNAPSHOT_S_MAX` after
     the end of the same picker's previous one.

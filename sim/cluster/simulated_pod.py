@@ -271,8 +271,8 @@ class SimulatedPod:
 
     @property
     def tier_tokens(self) -> Mapping[str, float] | None:
-        """Prompt tokens found in each cache tier, summed over all processes of the pod; None if it
-        has only the GPU tier.
+        """Prompt tokens found in each cache tier, summed over all processes of the pod; None unless
+        its cache is `offload`.
         """
         if not self._offloaded:
             return None

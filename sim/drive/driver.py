@@ -25,7 +25,7 @@ from sim.traces.prompts import COMPLETIONS_PATH, body_of, model_of
 
 ENDS_KEPT_MAX: Final = 100_000
 """Maximum number of requests whose end time is stored for follow-up requests, and of requests that
-wait for their time or are in flight.
+wait for a previous turn or are in flight.
 """
 _OWN_HEADERS: Final = frozenset(
     {"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"}

@@ -149,7 +149,7 @@ class Step(Struct, kw_only=True):
 
 
 class _Pending(Struct):
-    """A step that has begun and not ended. Its pass j, counted from 0, takes `first_s + j *
+    """An engine step that has begun and not ended. Its pass j, counted from 0, takes `first_s + j *
     growth_s` seconds.
     """
 

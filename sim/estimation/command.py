@@ -42,7 +42,7 @@ def add_parser(commands: _Commands) -> None:
     """Add the command line of `sim profile`."""
     parser = commands.add_parser(
         "profile",
-        help="estimate a profile for a model and a GPU that are not built in",
+        help="estimate a profile for a model and a GPU without a built-in profile",
         allow_abbrev=False,
     )
     kinds = parser.add_subparsers(required=True, metavar="COMMAND")

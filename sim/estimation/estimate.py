@@ -52,7 +52,9 @@ class EstimateSettings(Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     """Maximum number of sequences in a step; None for vLLM's default on the GPU."""
     max_num_batched_tokens: int | None = None
-    """Maximum number of tokens in a step; None for vLLM's default on the GPU."""
+    """Maximum number of tokens in a step, raised to `max_num_seqs` if it is smaller; None for
+    vLLM's default on the GPU.
+    """
     max_model_len_tokens: int | None = None
     """Maximum number of tokens in prompt and answer together; None for the model's maximum."""
     as_unmeasured: bool = False

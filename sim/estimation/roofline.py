@@ -379,8 +379,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return weights in {"fp8", "int8", "nvfp4"} and self._peak(weights) > self.gpu.half_flops
 
     def _peak(self, weights: WeightFormat) -> float:
-        """Return the GPU's peak in operations per second for weights of this format. Formats that
-        the GPU does not support are unpacked to 16 bits.
+        """Return the GPU's peak in operations per second for weights of this format. INT4, MXFP4
+        and formats that the GPU does not support are unpacked to 16 bits.
         """
         gpu = self.gpu
         peaks = {"fp8": gpu.fp8_flops, "int8": gpu.int8_flops, "nvfp4": gpu.fp4_flops}

@@ -158,7 +158,9 @@ class StoredPrompts:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Release the stored prompt that the request used, so that it may be evicted."""
+        """Release the stored prompt that the request used. It may be evicted if no other request
+        uses it.
+        """
         entry = self._using.pop(request, None)
         if entry is not None:
             entry.users -= 1

@@ -137,7 +137,9 @@ class Autoscaler:
         cluster.loop.after(settings.interval_s, self._evaluate)
 
     def _own(self, cluster: Cluster) -> list[SimulatedPod]:
-        """Return the pods that the autoscaler scales and that run, or that will restart."""
+        """Return the pods that the autoscaler scales, and that discovery lists or that will
+        restart.
+        """
         return [
             pod
             for pod in cluster.pods

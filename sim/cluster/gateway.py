@@ -75,8 +75,8 @@ class Gateway:
         self.handovers = Handovers(settings.kv_transfer, loop, pods, self)
         """Prefill legs and KV transfers of requests that have a prefill pod."""
         self.decided: Callable[[SimulatedRequest], None] | None = None
-        """Function that is called with each request as soon as it is routed, before it is sent to
-        its pod; None for none.
+        """Function that is called with each request as soon as an attempt of its client is routed,
+        before it is sent to its pod; None for none.
         """
         self._connections = Connections(settings.reschedules, seed=seed)
         self.rescheduled = 0

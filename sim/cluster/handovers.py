@@ -134,7 +134,9 @@ class Handover:
         """KV transfer in progress, or None if none is."""
         self.lease_ends_at: Seconds = 0.0
         self.cancelled = False
-        """True if the request no longer needs its prefill leg, because it has ended or failed."""
+        """True if the request no longer needs its prefill leg, because it was aborted or evicted,
+        or failed.
+        """
 
     @property
     def cached_tokens(self) -> int:

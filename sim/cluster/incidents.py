@@ -81,8 +81,8 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An incident: from `from_s` to `to_s`, the pods' metrics pages stay as they were at
-    `from_s`.
+    """An incident: from `from_s` to `to_s`, the pods' metrics pages stay as they were at `from_s`,
+    but that of a pod whose process ends is free again.
     """
 
     from_s: Instant

@@ -37,7 +37,7 @@ class KVEventSettings(Struct, frozen=True, kw_only=True):
     delay_s: Seconds
     """Delay of every frame of events in one direction, in seconds."""
     loss: float = 0.0
-    """Share of the frames of events that are lost, drawn for each picker."""
+    """Share of the frames of events that are lost, drawn for each picker. Replays are not lost."""
 
 
 class _Source:

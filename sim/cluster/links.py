@@ -144,7 +144,9 @@ class Network:
         self._share(_neighbours(transfer))
 
     def _share(self, transfers: Iterable[Transfer]) -> None:
-        """Compute the bandwidth of each of the active `transfers` again."""
+        """Compute the bandwidth of each of the active `transfers` again, and schedule its end by
+        it.
+        """
         for transfer in transfers:
             self._settle(transfer)
             transfer.bytes_per_s = min(

@@ -135,8 +135,8 @@ class Peering:
         self.frames_lost = 0
 
     def greet(self) -> None:
-        """Make all pickers known to each other at the start of the run, because they ran before the
-        traffic.
+        """Make the running pickers known to each other at the start of the run, unless a partition
+        separates them, because they ran before the traffic.
         """
         there = [peer for peer in self._peers if peer is not None]
         now = self._loop.now

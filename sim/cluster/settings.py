@@ -98,7 +98,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Maximum number of fallback endpoints that a picker names; the gateway uses them if a
     connection fails."""
     reschedules: tuple[Reschedule, ...] = ()
-    """Periods in which connections to pods fail. They need `fallback_endpoints_max` of 1 or more."""
+    """Periods in which some connections to the first named endpoint fail. They need
+    `fallback_endpoints_max` of 1 or more.
+    """
     scrape_interval_s: Seconds | None = None
     """Mean time in seconds between two scrapes of a pod; None derives it from the number of pods at
     the start, by the rule of `epp serve`.

@@ -160,7 +160,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str
     kv_tokens: Annotated[int, Meta(ge=KV_TOKENS_MIN, le=10**10)]
     max_model_len_tokens: _Count
-    """Maximum number of tokens in prompt and answer together that the model allows."""
+    """Maximum number of tokens in prompt and answer of a request together (`--max-model-len` of
+    vLLM).
+    """
     kv_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """KV-cache bytes per token of the whole model, usually 2 * layers * KV heads * head size *
     bytes of a number. 0 if unknown. With a `kv_window`, it is the mean at the usual context length.
@@ -382,8 +384,8 @@ def estimate_warning(name: str, said: str) -> str:
 
 
 class ProfileError(ValueError):
-    """A profile is missing or invalid. The message is one sentence, which names the file if there
-    is one.
+    """A profile is missing or invalid. The message is one sentence, which usually names the file if
+    there is one.
     """
 
 

@@ -104,7 +104,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
 class Run:
     """One simulation run. Each of `listeners` is called with a request when it ends, and `decided`
-    when it is routed.
+    when it is routed, at each attempt of its client.
     """
 
     def __init__(

@@ -229,7 +229,7 @@ def _half_a100(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
 
 
 def _three_kinds(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """Return pods of three GPU types in equal numbers, the slowest type last."""
+    """Return pods of three GPU types in about equal numbers, the slowest type last."""
     names = (DEFAULT_PROFILE, _A100, _RTX_4090)
     kinds = [PodKind.of(find_profile(name), max_loras=kind.engine.max_loras) for name in names]
     return tuple(kinds[at * len(kinds) // pods] for at in range(pods))

@@ -6,10 +6,11 @@ A pass is what vLLM's scheduler does once for each forward pass (`v1/core/sched/
 1. Running requests get their next tokens within the token budget: a chunk of prompt, or one token.
    A request without a free block preempts the youngest running request. That one gives up its
    blocks, must be computed again, and goes to the head of the queue.
-2. Unless a request was preempted, waiting requests are admitted in order. Each must fit into the
-   budget, the number of sequences, the blocks for its *whole* prompt, and the adapter slots. It
-   reuses the longest cached head of at most `tokens - 1`. A request that only lacks an adapter slot
-   is passed over; a request that lacks something else blocks all behind it.
+2. Unless a request was preempted, waiting requests are admitted in order. Each needs a rest of the
+   budget (without chunked prefill, for all its uncached tokens), a place among the sequences,
+   blocks for its *whole* prompt, and a slot for its adapter, if any. It reuses the longest cached
+   head of at most `tokens - 1`. A request that only lacks an adapter slot is passed over; a request
+   that lacks something else blocks all behind it.
 3. Full blocks are registered as they are scheduled, including those of generated tokens.
 4. Each request computed up to its last known token gets one token at the end of the pass.
 
@@ -691,7 +692,7 @@ class Engine:
         now: Seconds,
     ) -> int:
         """Let decode legs whose blocks have arrived compute the last tokens of their prompts, in
-        the order of arrival; return the remaining budget.
+        the order of arrival, as far as there is room; return the remaining budget.
         """
         settings, active = self.settings, self._adapters_running
         left: deque[EngineRequest] = deque()
@@ -753,8 +754,8 @@ class Engine:
         self.pool.register(request.holding, request.chain, request.chain_ends, full)
 
     def _occupy_slot(self, adapter: str, work: StepWork) -> None:
-        """Count one more running request of `adapter`, and load the adapter in place of an idle one
-        if it is not resident.
+        """Count one more running request of `adapter`. If the adapter is in no slot, load it into a
+        free slot, or in place of the idle one that was least recently used.
         """
         active, resident = self._adapters_running, self._resident
         active[adapter] = active.get(adapter, 0) + 1

@@ -54,9 +54,9 @@ _SCHEMA: Final = pa.schema(
 class RequestTable:
     """The file `requests.parquet`: one row for each request, in the order in which requests ended.
 
-    Names and times that do not exist are null, such as `pod` of a refused request or `tpot_s` of a
-    one-token answer; counts are 0 then. `output_tokens` of a request that no engine received is
-    that of the trace.
+    Names, statuses and times that do not exist are null, such as `pod` of a refused request or
+    `tpot_s` of a one-token answer; counts are 0 then. `output_tokens` of a request that no engine
+    received is that of the trace.
     """
 
     def __init__(self, path: Path) -> None:

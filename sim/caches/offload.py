@@ -109,8 +109,8 @@ class OffloadedBlocks:
         return BlockPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the blocks of the prompt that follow those in the pool, with the time to load
-        them. Each block is loaded from the first tier that has it.
+        """Return how far the prompt is cached if the blocks that follow those in the pool are
+        loaded, with the time to load them. Each block is loaded from the first tier that has it.
         """
         size = self._block_size_tokens
         # The last token is always computed, and so is its block.

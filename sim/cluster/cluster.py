@@ -65,8 +65,8 @@ class Cluster:
     ) -> None:
         """Set up the cluster; `resolver` delays requests before pickers place them. None for the
         renderer that `settings.tokenize` describes, or for no delay without it. `prefill_rule`
-        chooses prefill pods; None if all pods serve whole requests. Raises `ClusterSettingsError`
-        for a rule without `kv_transfer`.
+        chooses prefill pods; None if the pickers' configuration chooses them, or if all pods serve
+        whole requests. Raises `ClusterSettingsError` for a rule without `kv_transfer`.
         """
         if prefill_rule is not None and settings.kv_transfer is None:
             raise ClusterSettingsError("a prefill rule needs kv_transfer, got None")

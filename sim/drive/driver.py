@@ -1,11 +1,11 @@
 """The sender of `sim drive`: it sends the requests of a trace at the trace's times, in an open
 loop.
 
-Only a turn of a conversation waits: for the end of the previous turn and its think time, if the
-trace names the previous turn. All other requests are sent at their times, so that a slow gateway
-does not reduce the load. If `in_flight_max` requests are in flight, further ones are counted but
-not sent. A turn that waits is not in flight. The driver measures how late it sent each request,
-because lateness means that the driver itself is slow.
+Only a turn of a conversation waits: for the end of the previous turn and its think time (divided by
+`speed`), if the trace names the previous turn. All other requests are sent at their times, so that
+a slow gateway does not reduce the load. If `in_flight_max` requests are in flight, further ones are
+counted but not sent. A turn that waits is not in flight. The driver measures how late it sent each
+request, because lateness means that the driver itself is slow.
 """
 
 import asyncio

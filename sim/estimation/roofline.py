@@ -120,7 +120,9 @@ class Efficiency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class MemoryModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fitted parameters of the GPU memory that is used by neither weights nor KV cache."""
+    """The fitted parameters of the GPU memory that is used by neither weights nor KV cache, and the
+    errors of the KV-cache memory that results.
+    """
 
     fixed_bytes: float
     """Size in bytes of the memory of the driver, the kernels and the allocator on each GPU."""

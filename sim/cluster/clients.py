@@ -86,7 +86,9 @@ class Clients:
         return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
     def go_on(self, arrivals: Iterable[Arrival]) -> None:
-        """Continue with the requests of `arrivals`, after all earlier arrivals have been sent."""
+        """Continue with the requests of `arrivals`. All earlier arrivals must have been taken from
+        their trace before.
+        """
         assert self._next_arrival_at == math.inf, "all earlier arrivals were sent"
         self._arrivals = iter(arrivals)
         self._pull()

@@ -144,7 +144,7 @@ class Gateway:
         self._enter(request, resolution)
 
     def _enter(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Let the picker place `request` now, or later if it waits in the picker's queue."""
+        """Let the picker place or refuse `request` now, or later if it waits in the picker's queue."""
         entered = self._pickers.enter(request, resolution, partial(self._released, request))
         if isinstance(entered, Place):
             request.wait = request.place = entered

@@ -69,7 +69,9 @@ class Driven(Struct, kw_only=True):
 
 
 class Driver:
-    """One run of `sim drive` over a trace. `stop` ends it early without losing measurements."""
+    """One run of `sim drive` over a trace. `stop` ends it early without losing the measurements of
+    requests that have ended.
+    """
 
     def __init__(self, settings: DriveSettings, ended: Callable[[Driven], None]) -> None:
         """Create a driver. `ended` is called with each request that was sent and has ended, with a

@@ -177,8 +177,8 @@ class DecisionFile:
 
 
 def _stages_of(request: SimulatedRequest) -> dict[str, Any]:
-    """Return the route and the prefill pod of a request as entries of its line; no entries if the
-    policy has no stages.
+    """Return the route and the prefill pod of a request as entries of its line; no entries if it
+    has neither.
     """
     route = request.route
     if route is None or (route.decision is None and route.prefill is None):

@@ -91,8 +91,9 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """
     targets: Targets = field(default_factory=Targets)
     warm_up_s: Seconds | None = None
-    """Time in seconds at the start of the run that is excluded from all figures. None for the
-    default of `Measures`, which depends on the span of the arrivals.
+    """Time in seconds at the start of the run whose requests are excluded from latencies, tokens
+    and rates; counts of requests include them. None for the default of `Measures`, which depends on
+    the span of the arrivals.
     """
     busiest_s: Seconds | None = None
     """Length in seconds of the busiest period, which the summary reports separately. None for no

@@ -815,8 +815,9 @@ STAGED_CASES: Final[Mapping[str, Case]] = MappingProxyType(
         )
     }
 )
-"""Cases with prefill and decode pods, by name. They run only if `--cases` names them. A strategy
-without stages sends whole requests to all their pods.
+"""Cases with prefill and decode pods, by name. They run only if `--cases` names them. A
+configuration without stages sends whole requests to all their pods, and the prompts of a baseline
+go to prefill pods by round robin.
 """
 
 

@@ -33,7 +33,7 @@ A few measured points improve it: set `like` to this file in the points of sim c
 _FIELDS: Final = {
     "kv_tokens": "memory of all GPUs, less weights, activations and buffers",
     "linear_tokens": "products of matrices, experts, norms and activations of all layers",
-    "host_s": "that of the built-in profiles",
+    "host_s": "that of a built-in profile",
 }
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -26,8 +26,8 @@ from sim.estimation.roofline import (
 
 HOST_S: Final = 0.0015
 HOST_S_SEVERAL: Final = 0.002
-"""Time in seconds to schedule and launch a step on several GPUs. `HOST_S` is the time on one GPU.
-Both values are those of the built-in profiles.
+"""Time in seconds to schedule and launch a step on several GPUs, as in the built-in profile
+`qwen3-32b-h100-tp2`. `HOST_S` is the time on one GPU, as in all built-in profiles of one GPU.
 """
 KV_ERROR_MAX: Final = 10.0
 """Maximum error of the KV-cache size that is stated, as a share. If hardly any memory is left for

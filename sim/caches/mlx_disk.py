@@ -25,13 +25,13 @@ class MlxDisk(MlxParameters, frozen=True):
     """mlx-lm's `LRUPromptCache` with a disk (benjamin-levin/mlx-lm#6, merged in the fork in May
     2026).
 
-    This cache also writes each sequence in memory that is long enough to the disk, once. If memory
-    has no beginning of a prompt, the longest whole sequence on the disk with which the prompt
-    begins is read and stored in memory again. If the files on the disk exceed their budget, the
-    least recently used one is deleted. Reading and writing a file take the times that its author
-    measured (`MEASURED_TOKENS`), interpolated linearly from zero, for every model. The size of a
-    file is computed from the profile's bytes per token. A new engine process in the same pod finds
-    the files on the disk as the previous process left them.
+    This cache also writes each stored sequence that is long enough to the disk, unless it is there.
+    If memory has no beginning of a prompt, the longest whole sequence on the disk with which the
+    prompt begins is read and stored in memory again. If the files on the disk exceed their budget,
+    the least recently used ones are deleted. Reading and writing a file take the times that its
+    author measured (`MEASURED_TOKENS`), interpolated linearly from zero, whatever the model. The
+    size of a file is computed from the profile's bytes per token. A new engine process in the same
+    pod finds the files on the disk as the previous process left them.
     """
 
     type_name: ClassVar[str] = "mlx-disk"
@@ -123,7 +123,8 @@ class SequencesOnDisk(Sequences):
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """Return the part of the prompt found in memory. If memory has none, read the longest
-        sequence from the disk into memory and return it with the reading time.
+        sequence on the disk with which the prompt begins into memory, and return it with the
+        reading time.
         """
         found = super().fetch(request, held_tokens, now)
         if found is not None and found.tokens:

@@ -17,8 +17,9 @@ SYSTEM: Final = "system"
 USER: Final = "user"
 ASSISTANT: Final = "assistant"
 EVICTED: Final = (ASSISTANT, USER, SYSTEM)
-"""Kinds of stored sequences in the order of eviction. The oldest sequence of a kind is evicted if
-that kind has at least as many sequences as the next kind.
+"""Kinds of stored sequences in the order of eviction. The evicted sequence is the oldest one of the
+first kind that has any, and at least as many as the next kind; else the oldest one of the last
+kind.
 """
 
 
@@ -127,8 +128,8 @@ class Sequences:
         return shorter
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Store the computed prompt, and also its system prompt if sequences cannot be trimmed.
-        Writing takes no time.
+        """Store the computed prompt. If sequences cannot be trimmed, also store its first message
+        of several, the system prompt. Writing takes no time.
         """
         prompt = parts_of(request)
         if prompt.messages > 1 and not self._parameters.trimmable:

@@ -52,7 +52,8 @@ class Offload(CacheBehaviour, frozen=True):
     lanes of PCIe 5.0.
     """
     shared_bytes: Annotated[int, Meta(ge=0, le=10**18)] = 0
-    """Size in bytes of the store that all pods share; 0 for no store."""
+    """Size in bytes of the store that all pods of one model and block size share; 0 for no store.
+    """
     shared_bytes_per_s: BytesPerSecond = 12.5e9
     """Speed of loading from the shared store to one pod in bytes per second, regardless of other
     pods that load. The default is 100 Gbit/s.
@@ -108,8 +109,8 @@ class OffloadedBlocks:
         return BlockPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Return the blocks of the prompt that follow those in the pool, with the time to load
-        them. Each block is loaded from the first tier that has it.
+        """Return how far the prompt is cached if the blocks that follow those in the pool are
+        loaded, with the time to load them. Each block is loaded from the first tier that has it.
         """
         size = self._block_size_tokens
         # The last token is always computed, and so is its block.
@@ -133,8 +134,8 @@ class OffloadedBlocks:
         return Found(position * size, load_s)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Copy all full blocks of the computed prompt to every tier. Copying takes no time of the
-        engine.
+        """Copy all full blocks of the computed prompt, after a preemption also those of its answer
+        so far, to every tier. Copying takes no time of the engine.
         """
         self._keep(request.chain, request.chain_ends, request.known_tokens)
         return 0.0

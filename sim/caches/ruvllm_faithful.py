@@ -45,16 +45,17 @@ class RuvllmFaithful(RuvllmParameters, frozen=True):
     This cache stores a computed prompt with its whole KV cache, in a radix tree. A look-up of a
     prompt follows whole edges of the tree and takes the deepest node at which a prompt was stored.
     A prompt that only shares its beginning with a stored one therefore finds nothing, because the
-    node of a split edge has no KV cache. If a new prompt would exceed the memory budget, exactly
+    node of a split edge has no KV cache. If a new prompt would exceed the memory budget, at most
     one stored prompt is evicted: that with the fewest hits, and among these the least recently
     used. The memory of this cache may therefore exceed its budget, which has no effect in the
     simulation. The number of hits of a prompt that is stored again restarts at 0.
 
     The proposal's program listing is corrected here in two points: stored data counts towards the
     memory in use, to which the listing never adds it (`memory_usage_bytes`), and the listing's
-    loop, which compares every edge after the first with the wrong tokens, is not reproduced.
-    A stored prompt is not evicted while a request uses it, as `ref_count` in the listing ensures.
-    The proposal's parameter `max_entries` has no effect, because its listing never uses it.
+    loop, which compares every edge after the first with the wrong tokens, is not reproduced. A
+    stored prompt is not evicted while a request uses it, as `ref_count` in the listing ensures,
+    unless it has been stored again since. The proposal's parameter `max_entries` has no effect,
+    because its listing never uses it.
     """
 
     type_name: ClassVar[str] = "ruvllm-faithful"
@@ -123,8 +124,8 @@ class StoredPrompts:
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """Return the longest stored prompt with which the request's prompt begins; restoring it
-        takes no time. That entry counts as in use until the request leaves. The look-up is counted
-        in `statistics`.
+        takes no time. That entry counts as in use until the request leaves or the prompt is stored
+        again. The look-up is counted in `statistics`.
         """
         entry = self._longest(parts_of(request))
         self.statistics.count(entry.tokens if entry else 0, request.prompt_tokens)
@@ -157,7 +158,9 @@ class StoredPrompts:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Release the stored prompt that the request used, so that it may be evicted."""
+        """Release the stored prompt that the request used. It may be evicted if no other request
+        uses it.
+        """
         entry = self._using.pop(request, None)
         if entry is not None:
             entry.users -= 1

@@ -122,7 +122,9 @@ class RadixTree:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Release the nodes of the tree that the request used, so that they may be evicted."""
+        """Release the nodes of the tree that the request used. Those that no other request uses may
+        be evicted.
+        """
         for node in self._using.pop(request, ()):
             node.users -= 1
         return 0.0

@@ -64,7 +64,7 @@ def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
 
 class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A period from `from_s` to `to_s` of the run in which requests arrive `factor` times as fast
-    as in the trace.
+    as without it.
 
     With `factor_end` the factor changes linearly from `factor` to `factor_end`.
     """
@@ -160,7 +160,7 @@ class Pace(Struct, frozen=True):
     """
     waits: bool
     """True if some requests are sent only after the answer to another one, so that a higher --speed
-    does not raise their rate.
+    may not raise their rate.
     """
 
 

@@ -13,8 +13,8 @@ class Assignment(StrEnum):
     RANDOM = "random"
     """Each request goes to a random picker."""
     STICKY = "sticky"
-    """Each session goes to the same picker as long as that picker runs. Requests without a session
-    go to a random picker.
+    """Each session goes to the same picker while the same pickers run. If a picker stops or starts,
+    only the sessions of that picker move. Requests without a session go to a random picker.
     """
     SKEWED = "skewed"
     """Each request goes to a random picker, where the n-th picker has a weight of 1/n."""

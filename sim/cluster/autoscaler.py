@@ -133,11 +133,13 @@ class Autoscaler:
         self._starting: list[int] = []
         """Numbers of the start requests whose pods do not serve yet, oldest first."""
         self._ended: set[int] = set()
-        """Numbers of the pods that the autoscaler has ended."""
+        """Numbers of the pods that the autoscaler has drained and not started again."""
         cluster.loop.after(settings.interval_s, self._evaluate)
 
     def _own(self, cluster: Cluster) -> list[SimulatedPod]:
-        """Return the pods that the autoscaler scales and that run, or that will restart."""
+        """Return the pods that the autoscaler scales, and that discovery lists or that will
+        restart.
+        """
         return [
             pod
             for pod in cluster.pods

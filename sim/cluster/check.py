@@ -39,7 +39,7 @@ def free_and_used_are_all(cluster: Cluster) -> None:
 
 def no_request_lost(cluster: Cluster) -> None:
     """Check that each request that arrived is in progress or has ended exactly once, and that each
-    pod's engine has exactly the requests that were sent to the pod.
+    pod's engine has the requests that the pod serves and no others, except those that are leaving.
     """
     clients = cluster.clients
     ended = sum(clients.fates.values())

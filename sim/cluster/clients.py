@@ -80,11 +80,15 @@ class Clients:
 
     @property
     def next_sent_at(self) -> Seconds:
-        """Earliest known time at which a request will be sent; infinite if there is none."""
+        """Earliest known time at which a new request may be sent (retries excluded); infinite if
+        there is none.
+        """
         return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
     def go_on(self, arrivals: Iterable[Arrival]) -> None:
-        """Continue with the requests of `arrivals`, after all earlier arrivals have been sent."""
+        """Continue with the requests of `arrivals`. All earlier arrivals must have been taken from
+        their trace before.
+        """
         assert self._next_arrival_at == math.inf, "all earlier arrivals were sent"
         self._arrivals = iter(arrivals)
         self._pull()

@@ -44,8 +44,8 @@ class Cluster:
     it ends.
 
     `stepped` is called with each engine step when it ends, and `decided` with each request when it
-    is routed. `open_policy(seed)` creates a picker, and `request_of` returns a request in the form
-    that pickers parse. `seed` alone determines all random numbers.
+    is routed, at each attempt of its client. `open_policy(seed)` creates a picker, and `request_of`
+    returns a request in the form that pickers parse. `seed` alone determines all random numbers.
     """
 
     def __init__(  # noqa: PLR0913  the parts of a run
@@ -65,8 +65,8 @@ class Cluster:
     ) -> None:
         """Set up the cluster; `resolver` delays requests before pickers place them. None for the
         renderer that `settings.tokenize` describes, or for no delay without it. `prefill_rule`
-        chooses prefill pods; None if all pods serve whole requests. Raises `ClusterSettingsError`
-        for a rule without `kv_transfer`.
+        chooses prefill pods; None if the pickers' configuration chooses them, or if all pods serve
+        whole requests. Raises `ClusterSettingsError` for a rule without `kv_transfer`.
         """
         if prefill_rule is not None and settings.kv_transfer is None:
             raise ClusterSettingsError("a prefill rule needs kv_transfer, got None")
@@ -110,7 +110,9 @@ class Cluster:
         return f"<Cluster [{len(self.pods)} pods, {requests} requests, {self.loop.now} s]>"
 
     def run(self, after_event: Callable[[], None] | None = None) -> None:
-        """Simulate until the last request has ended. `after_event` is called after each event."""
+        """Simulate until the last request has ended or the loop is stopped. `after_event` is called
+        after each event.
+        """
         if not self.clients.done:
             self.loop.run(after_event)
 

@@ -26,9 +26,13 @@ class FaultKind(StrEnum):
     JOIN = "join"
     """A new pod of the same kind as pod number `pod` joins."""
     LAG = "lag"
-    """Every step of the pod's engine takes `factor` times as long, for `duration_s`."""
+    """Every step of the pod's engine takes `factor` times as long, for `duration_s`, or until an
+    earlier fault of this kind at the pod ends.
+    """
     STALE = "stale"
-    """The pod's metrics page does not change for `duration_s`."""
+    """The pod's metrics page does not change for `duration_s`, or until its process or an earlier
+    fault of this kind at the pod ends.
+    """
 
 
 _WEIGHTS: Final = {

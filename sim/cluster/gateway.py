@@ -11,7 +11,7 @@ may be evicted until its first token or, with a prefill pod, until its decode en
 
 A request with a prefill pod reaches the sidecar of its decode pod first, and its prompt is computed
 elsewhere (`sim/cluster/handovers.py`). Without a prefill pod, the sidecar takes no time. The picker
-sees the response headers of such a request when the decode engine has accepted it.
+sees the response headers of a request with a prefill pod when the decode engine has accepted it.
 """
 
 from collections.abc import Callable
@@ -75,8 +75,8 @@ class Gateway:
         self.handovers = Handovers(settings.kv_transfer, loop, pods, self)
         """Prefill legs and KV transfers of requests that have a prefill pod."""
         self.decided: Callable[[SimulatedRequest], None] | None = None
-        """Function that is called with each request as soon as it is routed, before it is sent to
-        its pod; None for none.
+        """Function that is called with each request as soon as an attempt of its client is routed,
+        before it is sent to its pod; None for none.
         """
         self._connections = Connections(settings.reschedules, seed=seed)
         self.rescheduled = 0
@@ -144,7 +144,7 @@ class Gateway:
         self._enter(request, resolution)
 
     def _enter(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Let the picker place `request` now, or later if it waits in the picker's queue."""
+        """Let the picker place or refuse `request` now, or later if it waits in the picker's queue."""
         entered = self._pickers.enter(request, resolution, partial(self._released, request))
         if isinstance(entered, Place):
             request.wait = request.place = entered
@@ -207,8 +207,8 @@ class Gateway:
     # Calls to pods.
 
     def _ask(self, request: SimulatedRequest, endpoint: Endpoint, delay_s: Seconds) -> None:
-        """Send `request` to the pod of `endpoint`, where it arrives after `delay_s` and the time of
-        the server's front end.
+        """Send `request` to the pod of `endpoint`. It arrives at the engine after `delay_s` and the
+        time of the server's front end, or, if it has a prefill pod, at the sidecar after `delay_s`.
         """
         pod = self._pods.at(endpoint)
         request.pod = pod
@@ -465,7 +465,9 @@ def _engine_request(request: SimulatedRequest, kind: PodKind) -> EngineRequest:
 
 
 def _several_endpoints(request: SimulatedRequest) -> bool:
-    """Return whether the picker chose several endpoints for the stages of `request`."""
+    """Return whether the picker's decision on `request` has several legs, which may be at one
+    endpoint.
+    """
     decision = None if request.route is None else request.route.decision
     return decision is not None and bool(decision.earlier)
 

@@ -118,8 +118,8 @@ class Handover:
         before.
         """
         self.decode_lost_at: Seconds | None = None
-        """Time when the decode engine lost the leg before its KV transfer began; None if it has not
-        lost it.
+        """Time when the decode engine lost the leg: when its process died, or when the request
+        ended outside its KV transfer. None before.
         """
         self.reserved_at: Seconds | None = None
         """Time when the decode engine reserved the blocks of the whole prompt; None before."""
@@ -134,7 +134,9 @@ class Handover:
         """KV transfer in progress, or None if none is."""
         self.lease_ends_at: Seconds = 0.0
         self.cancelled = False
-        """True if the request no longer needs its prefill leg, because it has ended or failed."""
+        """True if the request no longer needs its prefill leg, because it was aborted or evicted,
+        or failed.
+        """
 
     @property
     def cached_tokens(self) -> int:

@@ -50,8 +50,8 @@ class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An incident: pods end as with `Drain`, each `stagger_s` seconds after the previous one, and
-    restart `startup_s` seconds after their end.
+    """An incident: pods end as with `Drain`, each beginning `stagger_s` seconds after the previous
+    one, and restart `startup_s` seconds after their end, unless they leave for good.
 
     The pod's name and address stay the same, and its cache is empty. With a `grace_s` of 0, the pod
     crashes.
@@ -81,8 +81,8 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An incident: from `from_s` to `to_s`, the pods' metrics pages stay as they were at
-    `from_s`.
+    """An incident: from `from_s` to `to_s`, the pods' metrics pages stay as they were at `from_s`,
+    but that of a pod whose process ends is free again.
     """
 
     from_s: Instant
@@ -138,9 +138,10 @@ def begins_at_s(incident: Incident) -> Seconds:
 def check_incidents(incidents: Sequence[Incident], *, kinds: Sequence[PodKind]) -> None:
     """Raise `ClusterSettingsError` if an incident contradicts the pods or another incident.
 
-    An incident must not name a pod that does not exist at its time, or a role that no pod has.
-    `SlowLink` needs pods with a role. Two incidents of one kind must not slow down the same pod at
-    the same time, or its network, or freeze its page. `kinds` are the pods at the start.
+    An incident must not name a pod that has not joined at its time, or a role that no pod has. (It
+    may name a pod that has ended.) `SlowLink` needs pods with a role. Two incidents of one kind
+    must not slow down the same pod at the same time, or its network, or freeze its page. `kinds`
+    are the pods at the start.
     """
     there = [(0.0, kind) for kind in kinds]
     joins = [one for one in incidents if isinstance(one, Join)]
@@ -176,7 +177,8 @@ def _spelt(kind_of: type) -> str:
 def _check_pods(
     what: str, incident: OfPods, numbers: Sequence[int], arrivals_s: Sequence[Seconds]
 ) -> None:
-    """Raise `ClusterSettingsError` unless all pods of an incident exist at its time.
+    """Raise `ClusterSettingsError` unless all pods that an incident names have joined at its time.
+    Pods that have left are not checked.
 
     `numbers` are the numbers of the pods that have its role, and `arrivals_s` has the time at which
     each pod joins. `what` names the incident.

@@ -37,7 +37,7 @@ class KVEventSettings(Struct, frozen=True, kw_only=True):
     delay_s: Seconds
     """Delay of every frame of events in one direction, in seconds."""
     loss: float = 0.0
-    """Share of the frames of events that are lost, drawn for each picker."""
+    """Share of the frames of events that are lost, drawn for each picker. Replays are not lost."""
 
 
 class _Source:
@@ -172,7 +172,7 @@ class _Source:
 
 class Listener:
     """One picker's subscriptions to the KV-cache events of all pods. `seed` determines which frames
-    are lost.
+    are lost and when the picker connects.
 
     As in production, pods with several ranks are subscribed to only if a plug-in chooses ranks.
     """
@@ -187,8 +187,8 @@ class Listener:
         self._sources: dict[tuple[str, int], _Source] = {}
         """Subscriptions to KV-cache events by (id of the endpoint, rank)."""
         self._there = True
-        """True before the first call of `replace`: the pods of the first call ran before the run's
-        start, and their events were received from the beginning.
+        """True before the first call of `replace`. The subscriptions of that call begin one round
+        trip earlier, so that a replay of the events so far has just arrived.
         """
 
     @property

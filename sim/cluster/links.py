@@ -52,14 +52,14 @@ class Nics:
 
     @property
     def share_bytes_per_s(self) -> float:
-        """Bandwidth in bytes per second of each active transfer, or of the next one if none is
-        active.
+        """Equal share of the bandwidth of these NICs for each active transfer, in bytes per second,
+        or for the next one if none is active.
         """
         return self.bytes_per_s / max(1, len(self.active))
 
     def share_with_another_bytes_per_s(self) -> float:
-        """Return the bandwidth in bytes per second that each transfer has if one more becomes
-        active.
+        """Return the share of the bandwidth of these NICs, in bytes per second, that each transfer
+        has if one more becomes active.
         """
         return self.bytes_per_s / (len(self.active) + 1)
 
@@ -144,7 +144,9 @@ class Network:
         self._share(_neighbours(transfer))
 
     def _share(self, transfers: Iterable[Transfer]) -> None:
-        """Compute the bandwidth of each of the active `transfers` again."""
+        """Compute the bandwidth of each of the active `transfers` again, and schedule its end by
+        it.
+        """
         for transfer in transfers:
             self._settle(transfer)
             transfer.bytes_per_s = min(

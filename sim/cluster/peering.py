@@ -131,13 +131,12 @@ class Peering:
         receivers counts once for each. Frames of `greet` and of snapshots are not counted.
         """
         self.bytes = 0
-        """Size in bytes of the frames that pickers sent to each other, counted for each receiver.
-        """
+        """Size in bytes of the frames that `frames` counts, for each receiver."""
         self.frames_lost = 0
 
     def greet(self) -> None:
-        """Make all pickers known to each other at the start of the run, because they ran before the
-        traffic.
+        """Make the running pickers known to each other at the start of the run, unless a partition
+        separates them, because they ran before the traffic.
         """
         there = [peer for peer in self._peers if peer is not None]
         now = self._loop.now

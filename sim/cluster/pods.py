@@ -68,8 +68,8 @@ class Pods:
         return self._by_endpoint[endpoint.endpoint_id]
 
     def tier_tokens(self) -> dict[str, float] | None:
-        """Return the prompt tokens found in each tier of the caches, summed over all pods; None if
-        all pods have only the GPU tier.
+        """Return the prompt tokens found in each tier of the caches, summed over all pods with the
+        cache `offload`; None if no pod has it.
         """
         told: dict[str, float] = {}
         for pod in self._pods:

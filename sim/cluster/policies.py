@@ -67,7 +67,9 @@ class Route(Struct, gc=False, eq=False):
     decision: Decision | None = None
     """Decision of the production scheduler for the request, or None for a baseline."""
     prefill: Endpoint | None = None
-    """Endpoint that computes the prompt before `endpoint` decodes; None if `endpoint` does both."""
+    """Endpoint that computes the prompt before `endpoint` decodes; None, or `endpoint` itself, if
+    `endpoint` does both.
+    """
 
     @property
     def predicted_cached_tokens(self) -> int:
@@ -115,7 +117,7 @@ class Policy(Protocol):
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
-        """Report to the policy that a scrape of `endpoint` could not connect."""
+        """Report to the policy that a scrape of `endpoint` got no answer."""
         ...
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...

@@ -39,8 +39,8 @@ class ScrapeTrouble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A period from `from_s` to `to_s` in which scrapes of metrics pages get no answer, or a late
     one.
 
-    The picker gives up a scrape that takes `SCRAPE_TIMEOUT_S` or more, and starts the next one
-    after that time. If several periods overlap, the one with the greatest loss applies.
+    The picker gives up a scrape that takes `SCRAPE_TIMEOUT_S` or more after that time, and starts
+    the next one no earlier. If several periods overlap, the one with the greatest loss applies.
     """
 
     from_s: Instant

@@ -29,7 +29,7 @@ SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
 """
 
 TICK_S: Final[Seconds] = 1.0
-"""Interval in seconds at which `epp serve` lets time pass in the scheduler (`Scheduler.tick`)."""
+"""Interval in seconds at which `epp serve` lets time pass in the scheduler (`Tick`)."""
 
 
 class ClusterSettingsError(ValueError):
@@ -41,7 +41,8 @@ class ClientSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     retries: Annotated[int, Meta(ge=0, le=1_000)] = 0
     """Maximum number of retries of a request that was answered with 429 or 503, found no running
-    picker, or lost the pod that prefills or decodes it.
+    picker, lost its picker while it waited there, lost the pod that prefills or decodes it, or
+    could not read its KV blocks.
     """
     pause_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 1.0
     """Pause before the first retry of a request, in seconds. Each further pause is twice as long as
@@ -66,7 +67,8 @@ class Absence(Struct, frozen=True):
     A period that begins at 0 means that the picker joins late. The new process begins without any
     state. It scrapes pods from `from_s` on. It receives requests from `to_s` on; if pickers share
     decisions, it first waits for a snapshot from a peer, at most `SNAPSHOT_S_MAX`. Other pickers
-    receive the requests meanwhile; without others, they fail. Pods finish the answers in progress.
+    receive the requests meanwhile; without others, they fail. Requests that wait at the picker when
+    it dies fail too. Pods finish the answers in progress.
 
     A period must last at least two scrape intervals. It must begin at least `SNAPSHOT_S_MAX` after
     the end of the same picker's previous one.
@@ -96,13 +98,17 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Maximum number of fallback endpoints that a picker names; the gateway uses them if a
     connection fails."""
     reschedules: tuple[Reschedule, ...] = ()
-    """Periods in which connections to pods fail. They need `fallback_endpoints_max` of 1 or more."""
+    """Periods in which some connections to the first named endpoint fail. They need
+    `fallback_endpoints_max` of 1 or more.
+    """
     scrape_interval_s: Seconds | None = None
-    """Mean time in seconds between two scrapes of a pod; None derives it from the number of pods,
-    as `epp serve` does.
+    """Mean time in seconds between two scrapes of a pod; None derives it from the number of pods at
+    the start, by the rule of `epp serve`.
     """
     scrape_delay_s: Seconds = 0.001
-    """Age in seconds of the state that a metrics page shows when the picker reads the page."""
+    """Time in seconds from a scrape of a pod until the picker reads the page, which shows the state
+    at the scrape.
+    """
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     network_delay_s: Seconds = 0.0005
     """Network delay in seconds in one direction, between client and picker and between picker and
@@ -136,7 +142,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     @property
     def refresh_interval_s(self) -> Seconds:
         """Mean time in seconds between two scrapes of a pod: `scrape_interval_s`, or the time
-        derived from the number of pods.
+        derived from the number of pods at the start.
         """
         if self.scrape_interval_s is not None:
             return self.scrape_interval_s

@@ -45,13 +45,16 @@ class PodKind(Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     """Speed of the pod's passes as a multiple of the profile's speed."""
     cache: CacheBehaviour | None = None
-    """Prompt cache that the engine has instead of vLLM's; None for vLLM's."""
+    """Prompt cache that the engine has instead of vLLM's own, or behind it; None for vLLM's alone.
+    """
     advertised_blocks: int | None = None
     """Number of KV-cache blocks of one engine that the pod's metrics page reports; None for the
     real number.
     """
     features: tuple[Feature, ...] = ()
-    """Features that the pod's engine was started with. `engine` already contains their effects."""
+    """Features that the pod's engine was started with. `engine` already has the settings that they
+    change.
+    """
     nics: int = 1
     """Number of NICs for KV transfers, usually one for each GPU."""
 
@@ -70,7 +73,7 @@ class PodKind(Struct, frozen=True, kw_only=True):
         """Return the kind of pod that `vllm serve` starts on the profile's hardware with these
         `features`.
 
-        `cache`, if not None, replaces vLLM's prompt cache.
+        `cache`, if not None, replaces vLLM's prompt cache or lies behind it.
         """
         kv_tokens = profile.kv_tokens if cache is None else cache.kv_tokens(profile)
         return cls(
@@ -268,8 +271,8 @@ class SimulatedPod:
 
     @property
     def tier_tokens(self) -> Mapping[str, float] | None:
-        """Prompt tokens found in each cache tier, summed over all processes of the pod; None if it
-        has only the GPU tier.
+        """Prompt tokens found in each cache tier, summed over all processes of the pod; None unless
+        its cache is `offload`.
         """
         if not self._offloaded:
             return None
@@ -289,8 +292,8 @@ class SimulatedPod:
         self._follow()
 
     def abort(self, request_id: str) -> None:
-        """Remove the request with this id from the engine, because its client has left. A request
-        in a running pass leaves at the end of the pass.
+        """Remove the request with this id from the engine, because its answer is no longer needed.
+        A request in a running pass leaves at the end of the pass.
         """
         self._catch_up()
         self.engine.cut(self._loop.now)

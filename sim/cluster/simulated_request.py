@@ -110,8 +110,8 @@ class SimulatedRequest:
         """
         self.refusal: Refusal | None = None
         self.passed_over = 0
-        """Number of endpoints that the picker named for the request and that the gateway could not
-        use.
+        """Number of times that the gateway went on to the next endpoint that the picker had named
+        for the request, because it could not connect.
         """
         self.life = 0
         self.metrics_age_s: Seconds = math.inf
@@ -124,7 +124,7 @@ class SimulatedRequest:
         self.fate: Fate | None = None
         self.failure: Failure | None = None
         self.status = 0
-        """HTTP status of the answer; 0 before there is an answer."""
+        """HTTP status of the answer; 0 if there is none."""
 
     def forget_placement(self) -> None:
         """Reset the fields that describe where the request is served. After an eviction they are those

@@ -12,8 +12,8 @@ Instant: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
 Duration: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Numbers: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...]
-"""Numbers of pods or pickers, counted from 0. An empty tuple means all that exist at the time of
-the event.
+"""Numbers of pods or pickers, counted from 0. An empty tuple means all; for an incident, all pods
+that exist when it begins.
 """
 
 

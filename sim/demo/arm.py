@@ -96,7 +96,8 @@ class Child:
         cls, name: str, command: Sequence[str], log: Path, *, announces: bool = False
     ) -> AsyncIterator["Child"]:
         """Start the program on entry of the context, and end its whole process group on exit in
-        every case: with SIGTERM, and with SIGKILL after `_STOP_S_MAX` seconds.
+        every case: with SIGTERM, and with SIGKILL if the program still runs after `_STOP_S_MAX`
+        seconds.
 
         Its output goes to the file `log`. If `announces` is true, standard output does not go
         there, and `announcement` reads its first line.

@@ -3,8 +3,8 @@ several turns.
 
 Conversations arrive as a Poisson process, independent of the servers. Within a conversation, the
 next turn is sent after the answer and a think time, and contains the real answer. All else is drawn
-in advance from one seed, so that two runs send the same conversations at the same times, word for
-word.
+in advance from one seed, so that in two runs the same conversations begin at the same times, with
+the same questions word for word.
 """
 
 import math
@@ -40,7 +40,7 @@ class WorkloadSettings(Struct, frozen=True, kw_only=True):
 
 class Turn(Struct, frozen=True):
     """One question of a conversation, sent `think_s` seconds after the answer to the previous
-    question.
+    question (0 for the first one, which is sent when the conversation arrives).
     """
 
     question: str

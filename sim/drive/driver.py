@@ -1,11 +1,11 @@
 """The sender of `sim drive`: it sends the requests of a trace at the trace's times, in an open
 loop.
 
-Only a turn of a conversation waits: for the end of the previous turn and its think time, if the
-trace names the previous turn. All other requests are sent at their times, so that a slow gateway
-does not reduce the load. If `in_flight_max` requests are in flight, further ones are counted but
-not sent. A turn that waits is not in flight. The driver measures how late it sent each request,
-because lateness means that the driver itself is slow.
+Only a turn of a conversation waits: for the end of the previous turn and its think time (divided by
+`speed`), if the trace names the previous turn. All other requests are sent at their times, so that
+a slow gateway does not reduce the load. If `in_flight_max` requests are in flight, further ones are
+counted but not sent. A turn that waits is not in flight. The driver measures how late it sent each
+request, because lateness means that the driver itself is slow.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from sim.traces.prompts import COMPLETIONS_PATH, body_of, model_of
 
 ENDS_KEPT_MAX: Final = 100_000
 """Maximum number of requests whose end time is stored for follow-up requests, and of requests that
-wait for their time or are in flight.
+wait for a previous turn or are in flight.
 """
 _OWN_HEADERS: Final = frozenset(
     {"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"}
@@ -69,7 +69,9 @@ class Driven(Struct, kw_only=True):
 
 
 class Driver:
-    """One run of `sim drive` over a trace. `stop` ends it early without losing measurements."""
+    """One run of `sim drive` over a trace. `stop` ends it early without losing the measurements of
+    requests that have ended.
+    """
 
     def __init__(self, settings: DriveSettings, ended: Callable[[Driven], None]) -> None:
         """Create a driver. `ended` is called with each request that was sent and has ended, with a

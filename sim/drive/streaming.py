@@ -16,8 +16,8 @@ PROBLEMS: Final = (ClientError, TimeoutError, msgspec.DecodeError, ValueError)
 
 
 class StreamError(ClientError):
-    """The response to a streamed request has an error status, breaks off, or has another number of
-    tokens than expected.
+    """The response to a streamed request has a status other than 200, breaks off, or has another
+    number of tokens than expected.
     """
 
 

@@ -165,8 +165,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `sim calibrate`. Return exit code 0 on success, and 2 if the points are invalid. Raises
-    `OSError` if the profile cannot be written.
+    """Run `sim calibrate`. Return exit code 0 on success, and 2 if the points are unreadable,
+    invalid, too few, or fit no engine. Raises `OSError` if the profile cannot be written.
     """
     try:
         points = points_in(options.points)
@@ -259,7 +259,8 @@ def _moved(points: Points, base: Profile, error: EstimateError) -> Profile:
 
     The result minimises the squares of two kinds of errors. The relative errors of the points are
     in units of `NOISE`. The logarithm of the factor on each constant is in units of half the
-    estimate's error, because 95 % of normal errors are within two of these units.
+    estimate's error, because 95 % of normal errors are within two of these units; for the front
+    end, the unit is log 2.
     """
     if not (points.ttft or points.itl):
         raise ProfileError(f"{points.name}: expected at least one point, of ttft or itl.")

@@ -6,10 +6,11 @@ A pass is what vLLM's scheduler does once for each forward pass (`v1/core/sched/
 1. Running requests get their next tokens within the token budget: a chunk of prompt, or one token.
    A request without a free block preempts the youngest running request. That one gives up its
    blocks, must be computed again, and goes to the head of the queue.
-2. Unless a request was preempted, waiting requests are admitted in order. Each must fit into the
-   budget, the number of sequences, the blocks for its *whole* prompt, and the adapter slots. It
-   reuses the longest cached head of at most `tokens - 1`. A request that only lacks an adapter slot
-   is passed over; a request that lacks something else blocks all behind it.
+2. Unless a request was preempted, waiting requests are admitted in order. Each needs a rest of the
+   budget (without chunked prefill, for all its uncached tokens), a place among the sequences,
+   blocks for its *whole* prompt, and a slot for its adapter, if any. It reuses the longest cached
+   head of at most `tokens - 1`. A request that only lacks an adapter slot is passed over; a request
+   that lacks something else blocks all behind it.
 3. Full blocks are registered as they are scheduled, including those of generated tokens.
 4. Each request computed up to its last known token gets one token at the end of the pass.
 
@@ -102,7 +103,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
-    """The state of an engine at the end of a step, as its metrics page shows it."""
+    """The state of an engine as its metrics page shows it (`Engine.snapshot`)."""
 
     running: int
     waiting: int
@@ -149,7 +150,7 @@ class Step(Struct, kw_only=True):
 
 
 class _Pending(Struct):
-    """A step that has begun and not ended. Its pass j, counted from 0, takes `first_s + j *
+    """An engine step that has begun and not ended. Its pass j, counted from 0, takes `first_s + j *
     growth_s` seconds.
     """
 
@@ -214,7 +215,9 @@ class Engine:
         has been generated; vLLM counts them then.
         """
         self.answers = 0
-        """Number of requests with a complete answer, since the engine started."""
+        """Number of requests with a complete answer since the engine started, finished prefill legs
+        included.
+        """
         self.answer_tokens = 0
         """Number of output tokens of the completely answered requests."""
         self.slowness = 1.0
@@ -379,7 +382,7 @@ class Engine:
 
     def step(self, now: Seconds) -> Step | None:
         """Do one pass that starts at `now` and return its result. None if there is no request, or
-        if none can be computed before a KV transfer ends.
+        if none can be computed before a KV transfer or a KV lease ends.
         """
         decoding = dict.fromkeys(self.running)
         if self._partial is not None:
@@ -399,7 +402,7 @@ class Engine:
 
     def begin(self, now: Seconds) -> Seconds | None:
         """Begin a step of one or more passes at `now`; return the time of its end. None if there is
-        no request, or if none can be computed before a KV transfer ends.
+        no request, or if none can be computed before a KV transfer or a KV lease ends.
         """
         preemptions = self.preemptions
         pending = self._begin_pass(now)
@@ -689,7 +692,7 @@ class Engine:
         now: Seconds,
     ) -> int:
         """Let decode legs whose blocks have arrived compute the last tokens of their prompts, in
-        the order of arrival; return the remaining budget.
+        the order of arrival, as far as there is room; return the remaining budget.
         """
         settings, active = self.settings, self._adapters_running
         left: deque[EngineRequest] = deque()
@@ -751,8 +754,8 @@ class Engine:
         self.pool.register(request.holding, request.chain, request.chain_ends, full)
 
     def _occupy_slot(self, adapter: str, work: StepWork) -> None:
-        """Count one more running request of `adapter`, and load the adapter in place of an idle one
-        if it is not resident.
+        """Count one more running request of `adapter`. If the adapter is in no slot, load it into a
+        free slot, or in place of the idle one that was least recently used.
         """
         active, resident = self._adapters_running, self._resident
         active[adapter] = active.get(adapter, 0) + 1

@@ -126,8 +126,8 @@ def feature_spelt(feature: Feature) -> str:
 
 
 def batched_tokens(features: Iterable[Feature], profile: Profile) -> int:
-    """Return vLLM's default of `--max-num-batched-tokens` for an engine with these features and
-    this profile.
+    """Return `max_num_batched_tokens` of an engine with these features if no flag sets it: that of
+    the profile, but without chunked prefill at least the model's maximum length.
     """
     if WholePrompts() in features:
         # As in vLLM, a prompt of the model's maximum length must fit into one pass.

@@ -48,7 +48,9 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class Attention(Struct, frozen=True, kw_only=True):
-    """Constants of the attention time of one transformer layer, in seconds."""
+    """Constants of the attention time of one transformer layer, in seconds, and the factor on
+    decoding beside a prompt chunk.
+    """
 
     decode_s: Seconds
     decode_s_per_context_token: Seconds

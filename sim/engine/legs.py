@@ -32,7 +32,8 @@ class KVConnector(Struct, frozen=True, kw_only=True):
 
     lease_s: Seconds = 30.0
     """Time in seconds that the blocks of a finished prefill leg are held for a decode engine that
-    has not read them: `kv_lease_duration`."""
+    has not read them, unless its heartbeats extend it: `kv_lease_duration`.
+    """
 
     @property
     def heartbeat_s(self) -> Seconds:

@@ -160,10 +160,13 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str
     kv_tokens: Annotated[int, Meta(ge=KV_TOKENS_MIN, le=10**10)]
     max_model_len_tokens: _Count
-    """Maximum number of tokens in prompt and answer together that the model allows."""
+    """Maximum number of tokens in prompt and answer of a request together (`--max-model-len` of
+    vLLM).
+    """
     kv_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """KV-cache bytes per token of the whole model: 2 * layers * KV heads * head size * bytes of a
-    number. 0 if unknown. With a `kv_window`, it is the mean at the usual context length."""
+    """KV-cache bytes per token of the whole model, usually 2 * layers * KV heads * head size *
+    bytes of a number. 0 if unknown. With a `kv_window`, it is the mean at the usual context length.
+    """
     kv_window: KVWindow | None = None
     """Sizes of the layers with a sliding window; None if the KV cache keeps all tokens in all
     layers.
@@ -180,8 +183,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     linear_base_s: _StepTime = 0.0
     linear_s_per_token: _TokenTime = 0.0
     linear_tokens: tuple[_Count, ...] = ()
-    """Numbers of tokens, ascending, at which `linear_s` has the measured time of the linear layers.
-    Beyond the last one, the time grows by `linear_s_per_token`.
+    """Numbers of tokens, ascending, at which `linear_s` has the time of the linear layers. Beyond
+    the last one, the time grows by `linear_s_per_token`. Without them, the constants determine the
+    time.
     """
     linear_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
     """Seconds that all linear layers take at each of `linear_tokens`."""
@@ -211,8 +215,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     frontend_s_per_token: _TokenTime = 10e-6
     max_num_seqs: _Count = 1024
     max_num_batched_tokens: _Count = 8192
-    """Maximum number of tokens that a step computes. This field and `max_num_seqs` have the
-    defaults of `vllm serve` on a GPU of at least 70 GiB (not A100).
+    """Maximum number of tokens that a step computes. The defaults of this field and of
+    `max_num_seqs` are those of `vllm serve` on a GPU of 70 to 160 GiB (not A100).
     """
     estimated: EstimateError | None = None
     """Error of the constants if the profile was estimated; None if it was measured."""
@@ -229,7 +233,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if list(self.expert_s) != sorted(self.expert_s):
             raise ValueError("expert_s decreases; more tokens cannot take less time")
         if not (self.linear_s or self.weight_read_s or self.linear_s_per_token):
-            raise ValueError("the linear layers have neither a table nor constants")
+            raise ValueError(
+                "expected linear_tokens and linear_s, weight_read_s or linear_s_per_token"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; expected at least "
@@ -378,8 +384,8 @@ def estimate_warning(name: str, said: str) -> str:
 
 
 class ProfileError(ValueError):
-    """A profile is missing or invalid. The message is one sentence, which names the file if there
-    is one.
+    """A profile is missing or invalid. The message is one sentence, which usually names the file if
+    there is one.
     """
 
 

@@ -37,8 +37,8 @@ class EngineRequest:
     the caller's `now`, and None before the event.
 
     In a decode step of many passes, `generated_tokens`, `computed_tokens`, `last_token_at` and
-    `token_gap_s` have their values of the first token. They are current again when the request
-    ends, is preempted or leaves, and after every `Engine.step`.
+    `token_gap_s` have their values of the first token since admission. They are current again when
+    the request ends, is preempted or leaves, and after every `Engine.step`.
     """
 
     __slots__ = (

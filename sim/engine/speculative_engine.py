@@ -6,8 +6,9 @@ blocks stay with the request. Full blocks of known tokens are registered. Drafti
 remaining tokens of the answer.
 
 A pass costs the verification: `tokens`, with the draft tokens, through the linear layers and the
-head, and the context of each request read once. In addition it costs `Speculation.draft_s` for each
-draft token. The KV cache of drafters and the cost of drafting beside prompts are not modelled.
+head, and the context of each request read once. If it verifies any draft token, it also costs
+`Speculation.draft_s` for each of the `drafted_tokens` positions, for any number of requests. The KV
+cache of drafters and the cost of drafting beside prompts are not modelled.
 
 Requests do not move in lockstep here, so each pass is a step of its own.
 """
@@ -41,7 +42,7 @@ class SpeculativeEngine(Engine):
 
     def step(self, now: Seconds) -> Step | None:
         """Do one pass that starts at `now` and return its result. None if there is no request, or
-        if none can be computed before a KV transfer ends.
+        if none can be computed before a KV transfer or a KV lease ends.
         """
         return None if self._begin_pass(now) is None else self.end()
 

@@ -33,7 +33,7 @@ A few measured points improve it: set `like` to this file in the points of sim c
 _FIELDS: Final = {
     "kv_tokens": "memory of all GPUs, less weights, activations and buffers",
     "linear_tokens": "products of matrices, experts, norms and activations of all layers",
-    "host_s": "that of the built-in profiles",
+    "host_s": "that of a built-in profile",
 }
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -42,7 +42,7 @@ def add_parser(commands: _Commands) -> None:
     """Add the command line of `sim profile`."""
     parser = commands.add_parser(
         "profile",
-        help="estimate a profile for a model and a GPU that are not built in",
+        help="estimate a profile for a model and a GPU without a built-in profile",
         allow_abbrev=False,
     )
     kinds = parser.add_subparsers(required=True, metavar="COMMAND")

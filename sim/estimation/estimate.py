@@ -26,8 +26,8 @@ from sim.estimation.roofline import (
 
 HOST_S: Final = 0.0015
 HOST_S_SEVERAL: Final = 0.002
-"""Time in seconds to schedule and launch a step on several GPUs. `HOST_S` is the time on one GPU.
-Both values are those of the built-in profiles.
+"""Time in seconds to schedule and launch a step on several GPUs, as in the built-in profile
+`qwen3-32b-h100-tp2`. `HOST_S` is the time on one GPU, as in all built-in profiles of one GPU.
 """
 KV_ERROR_MAX: Final = 10.0
 """Maximum error of the KV-cache size that is stated, as a share. If hardly any memory is left for
@@ -52,7 +52,9 @@ class EstimateSettings(Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     """Maximum number of sequences in a step; None for vLLM's default on the GPU."""
     max_num_batched_tokens: int | None = None
-    """Maximum number of tokens in a step; None for vLLM's default on the GPU."""
+    """Maximum number of tokens in a step, raised to `max_num_seqs` if it is smaller; None for
+    vLLM's default on the GPU.
+    """
     max_model_len_tokens: int | None = None
     """Maximum number of tokens in prompt and answer together; None for the model's maximum."""
     as_unmeasured: bool = False

@@ -66,8 +66,8 @@ def gpus() -> Mapping[str, Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU with this name from the table; case, spaces and underscores do not matter.
-    Raises `ProfileError`, which lists the names, if there is none.
+    """Return the GPU with this name from the table. Case does not matter, and spaces and
+    underscores count as hyphens. Raises `ProfileError`, which lists the names, if there is none.
     """
     known = gpus()
     found = known.get(name.lower().replace("_", "-").replace(" ", "-"))

@@ -29,9 +29,9 @@ BYTES_A_WEIGHT: Final[Mapping[WeightFormat, float]] = {
     "mxfp4": 0.53125,
     "nvfp4": 0.5625,
 }
-"""Bytes per weight by format, including scales. INT4 has one scale of 16 bits and a zero point for
-128 weights. MXFP4 has one scale of 8 bits for 32 weights (OCP microscaling formats), and NVFP4 one
-of 8 bits for 16 weights.
+"""Bytes per weight by format, including the scales of formats of 4 bits. INT4 has one scale of 16
+bits and a zero point for 128 weights. MXFP4 has one scale of 8 bits for 32 weights (OCP
+microscaling formats), and NVFP4 one of 8 bits for 16 weights.
 """
 CONFIG_BYTES_MAX: Final = 1_000_000
 """Maximum size of a `config.json` in bytes. Published configurations have 1 to 50 KB."""

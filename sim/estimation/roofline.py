@@ -120,7 +120,9 @@ class Efficiency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class MemoryModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fitted parameters of the GPU memory that is used by neither weights nor KV cache."""
+    """The fitted parameters of the GPU memory that is used by neither weights nor KV cache, and the
+    errors of the KV-cache memory that results.
+    """
 
     fixed_bytes: float
     """Size in bytes of the memory of the driver, the kernels and the allocator on each GPU."""
@@ -379,8 +381,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return weights in {"fp8", "int8", "nvfp4"} and self._peak(weights) > self.gpu.half_flops
 
     def _peak(self, weights: WeightFormat) -> float:
-        """Return the GPU's peak in operations per second for weights of this format. Formats that
-        the GPU does not support are unpacked to 16 bits.
+        """Return the GPU's peak in operations per second for weights of this format. INT4, MXFP4
+        and formats that the GPU does not support are unpacked to 16 bits.
         """
         gpu = self.gpu
         peaks = {"fp8": gpu.fp8_flops, "int8": gpu.int8_flops, "nvfp4": gpu.fp4_flops}

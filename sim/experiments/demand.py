@@ -123,7 +123,7 @@ def guessed_pods(stretch: Stretch, profile: Profile, speed: float) -> int:
     """Return a rough number of pods that the work of `stretch` keeps busy, assuming that half of
     the prompt tokens are cached.
 
-    The search for the number of pods begins there; its result does not depend on this guess.
+    The search for the number of pods begins there; its result hardly depends on this guess.
     """
     span_s = (stretch.end_s - stretch.start_s) / speed
     return max(1, round(sum(busy_times(stretch, profile)) / span_s)) if span_s else 1

@@ -19,8 +19,8 @@ from sim.experiments.jobs import Answer, Crew, Job, JobError, Workers
 LOCAL: Final = "local"
 EXECUTOR_HELP: Final = "local, dask://HOST:PORT or ray://HOST:PORT"
 IN_FLIGHT_MAX: Final = 4_096
-"""Maximum number of jobs submitted to a cluster and not yet ended. It exceeds the cluster's number
-of cores, and bounds its memory.
+"""Maximum number of jobs submitted to a cluster and not yet ended. It is meant to exceed the
+cluster's number of cores, and bounds its memory.
 """
 _CONNECT_S: Final = 10
 

@@ -1,5 +1,5 @@
-"""Many simulation runs of one experiment on all cores, with a progress bar; results are written
-after each run.
+"""Many simulation runs of one experiment in several processes, with a progress bar; results are
+written after each run.
 """
 
 import argparse

@@ -46,10 +46,10 @@ class KVTransferTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link: str = ""
     """Network in the form of `--kv-link`; "" for the default, or for `gigabytes_per_s`."""
     gigabytes_per_s: Annotated[float, Meta(gt=0.0, le=100_000.0)] | None = None
-    """Bandwidth of one NIC in GB/s; None if `link` names the network."""
+    """Bandwidth of one NIC in GB/s; None to use `link`."""
     setup_s: Annotated[float, Meta(ge=0.0, le=60.0)] | None = None
     """Time in seconds before the first byte of a transfer, given together with `gigabytes_per_s`;
-    None if `link` names the network.
+    None to use `link`.
     """
     legs: Legs = Legs.SERIAL
     push: bool = False

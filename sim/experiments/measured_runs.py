@@ -1,5 +1,5 @@
-"""Runs of a tuning, identified by configuration and traffic. Each is simulated only once, on all
-cores, and then read from the journal even after a restart.
+"""Runs of a tuning, identified by configuration and traffic. Each is simulated only once, in one of
+several processes, and then read from the journal even after a restart.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

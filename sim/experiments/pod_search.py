@@ -1,9 +1,9 @@
 """Search for the smallest sufficient number of pods with few simulations.
 
 More pods are better on average, but not in every simulation: requests are spread over more caches,
-and runs are noisy. A number is therefore accepted only if both neighbours confirm it: the number
-below was tried and is too small, and the number above is sufficient too. If the number above is too
-small, the search continues beyond it.
+and runs are noisy. A number is therefore accepted only if both neighbours in the searched range
+confirm it: the number below was tried and is too small, and the number above is sufficient too. If
+the number above is too small, the search continues beyond it.
 """
 
 from collections.abc import Generator, Mapping

@@ -20,7 +20,7 @@ from sim.measurement.measures import six_digits
 from sim.measurement.summaries import DifferenceSummary, PowerSummary
 
 PILOTS: Final = 3
-"""Number of random configurations from which the power is estimated; their variations are
+"""Maximum number of random configurations from which the power is estimated; their variations are
 averaged.
 """
 POWER: Final = 0.8

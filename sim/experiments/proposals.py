@@ -27,8 +27,8 @@ class Proposals:
     """Batches of configurations to try: `ask` for a batch, measure its costs, and `tell` them."""
 
     def __init__(self, dimensions: Sequence[Dimension], *, seed: int, random: int) -> None:
-        """Create the Optuna study. The first `random` proposals are random, except that the first
-        one has the present values if all of them are in range.
+        """Create the Optuna study. Proposals are random until the costs of `random` of them are
+        reported, except that the first one has the present values if all of them are in range.
         """
         self._distributions = {one.name: _distribution(one) for one in dimensions}
         self._seed = seed

@@ -67,7 +67,7 @@ class Arm(Struct, frozen=True, kw_only=True):
 
     @property
     def policy(self) -> PolicySource:
-        """Policy of the row: the default configuration; if pickers share nothing, with `peerBelief`
+        """Policy of the row: the default configuration; in rows with `NOTHING`, with `peerBelief`
         0.
         """
         text = _WITHOUT if self.sharing == NOTHING else DEFAULT_CONFIG

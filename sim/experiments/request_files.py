@@ -54,8 +54,9 @@ _SCHEMA: Final = pa.schema(
 class RequestTable:
     """The file `requests.parquet`: one row for each request, in the order in which requests ended.
 
-    Values that do not exist are null, such as `pod` of a refused request or `tpot_s` of a one-token
-    answer.
+    Names, statuses and times that do not exist are null, such as `pod` of a refused request or
+    `tpot_s` of a one-token answer; counts are 0 then. `output_tokens` of a request that no engine
+    received is that of the trace.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +108,7 @@ class DecisionFile:
     requests. `time_s` is null for a request that never reached a picker. `served` names the
     fallback pod that the gateway tried last instead of `endpoint`, or is null. `matched_blocks` and
     `total_blocks` count full blocks of the picker's prefix index. `candidates` is empty for a
-    refused request, and for a baseline, which does not score.
+    request that no picker placed or that was evicted, and for a baseline, which does not score.
 
     If a request was passed to `note`, each of its candidates also has `known`, the inputs of
     scorers (null if unknown when they scored), and `costs`, by each scorer that reports costs, in
@@ -176,8 +177,8 @@ class DecisionFile:
 
 
 def _stages_of(request: SimulatedRequest) -> dict[str, Any]:
-    """Return the route and the prefill pod of a request as entries of its line; no entries if the
-    policy has no stages.
+    """Return the route and the prefill pod of a request as entries of its line; no entries if it
+    has neither.
     """
     route = request.route
     if route is None or (route.decision is None and route.prefill is None):

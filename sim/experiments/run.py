@@ -50,8 +50,8 @@ its time.
 """
 
 SPAN_S_MAX: Final = 366 * 86_400.0
-"""Maximum time in seconds from the first to the last arrival of a trace, and maximum think time. A
-longer span means that a clock was set during the recording, and a float would lose microseconds.
+"""Maximum time in seconds of an arrival after the start of a run, and maximum think time. A longer
+span means that a clock was set during the recording, and a float would lose microseconds.
 """
 
 
@@ -69,7 +69,9 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """
     read: ReadOptions = field(default_factory=ReadOptions)
     requests_from: int = 0
-    """Number of requests of the trace that are skipped; the request after them arrives at 0 s."""
+    """Number of requests of the trace that are skipped. If it is above 0, the request after them
+    arrives at 0 s.
+    """
     requests_max: int | None = None
     """Maximum number of requests replayed, not counting skipped ones, or None for all."""
     jitter_s: Seconds | None = None
@@ -89,8 +91,9 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """
     targets: Targets = field(default_factory=Targets)
     warm_up_s: Seconds | None = None
-    """Time in seconds at the start of the run that is excluded from all figures. None for the
-    default of `Measures`, which depends on the span of the arrivals.
+    """Time in seconds at the start of the run whose requests are excluded from latencies, tokens
+    and rates; counts of requests include them. None for the default of `Measures`, which depends on
+    the span of the arrivals.
     """
     busiest_s: Seconds | None = None
     """Length in seconds of the busiest period, which the summary reports separately. None for no
@@ -102,7 +105,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
 class Run:
     """One simulation run. Each of `listeners` is called with a request when it ends, and `decided`
-    when it is routed.
+    when it is routed, at each attempt of its client.
     """
 
     def __init__(
@@ -403,7 +406,7 @@ def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arriv
                 path,
                 0,
                 f"request {arrival.index}",
-                f"Expected adapter slots for {arrival.adapter!r}; --max-loras gives pods some",
+                f"Expected pods with adapter slots (max_loras) for {arrival.adapter!r}, got none",
             )
         yield arrival
 

@@ -161,7 +161,7 @@ def _add_figure_options(parser: argparse.ArgumentParser) -> None:
     add("--target-tpot", type=_positive, default=0.05, metavar="S",
         help="maximum TPOT of a request that counts for goodput, in seconds (default: 0.05)")  # fmt: skip
     add("--warm-up", type=_seconds, metavar="S",
-        help="exclude requests that arrive in the first S seconds from all figures, because caches "
+        help="exclude requests that arrive in the first S seconds from latencies, tokens and rates, because caches "
         f"start empty (default: a tenth of the trace's duration, at most {WARM_UP_S_MAX:g} s, if it is "
         f"{WARM_UP_FROM_S:g} s or longer, else 0; sim size determines what caches need)")  # fmt: skip
     add(

@@ -48,8 +48,8 @@ every seed.
 
 Costs = tuple[float, ...]
 """Cost of a tried configuration in each objective: logarithm of its figure over that of the present
-configuration, negated if higher is better. Lost requests and broken guards add to it. A cost below
-0 is better than the present configuration.
+configuration, negated if higher is better. Too many lost requests, or a broken guard, cancel gains
+and add to it. A cost below 0 is better than the present configuration.
 """
 Measured = Callable[[int, Sequence[PolicySource]], Sequence[Costs]]
 """Function (number of a rung, configurations) -> costs of each configuration on that rung."""

@@ -1,10 +1,10 @@
 """The cases of the leaderboard. A case combines traffic, a pool of pods and the pool's pickers, and
 is a row of the leaderboard's table.
 
-Request rates are about two thirds of the throughput that the pool reaches with a thousand such
-requests that arrive at once, so that queues form and drain. They are lower for cases with LoRA
-adapters. A hold-out resembles another case but has other parameters, and must not be used for
-tuning.
+Except in the cases of overload, request rates are about two thirds of the throughput that the pool
+reaches with a thousand such requests that arrive at once, so that queues form and drain. They are
+lower for cases with LoRA adapters. A hold-out resembles another case but has other parameters, and
+must not be used for tuning.
 
 Except in the case `speed-told-held`, pickers assume the prefill speed that `epp serve` assumes
 without a configuration, whatever the pods' speed is, because that is what an operator gets after
@@ -187,7 +187,7 @@ HAPPENINGS: Final[Mapping[str, Happening]] = MappingProxyType(
 
 def _prefill_by(factor: float) -> Engines:
     """Return a function that multiplies the pods' times per prompt token by `factor`. The time of
-    steps with few tokens does not change.
+    steps with few tokens hardly changes.
     """
 
     def engines(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
@@ -204,8 +204,8 @@ def _prefill_by(factor: float) -> Engines:
 
 
 def _slower_decode(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """Return pods whose decode steps take twice as long: reading the weights, and attention over
-    the context.
+    """Return pods whose decode steps take about twice as long: reading the weights, and attention
+    over the context.
     """
     usual = kind.profile
     profile = replace(
@@ -229,14 +229,14 @@ def _half_a100(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
 
 
 def _three_kinds(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """Return pods of three GPU types in equal numbers, the slowest type last."""
+    """Return pods of three GPU types in about equal numbers, the slowest type last."""
     names = (DEFAULT_PROFILE, _A100, _RTX_4090)
     kinds = [PodKind.of(find_profile(name), max_loras=kind.engine.max_loras) for name in names]
     return tuple(kinds[at * len(kinds) // pods] for at in range(pods))
 
 
 def _whole_prompts(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """Return pods whose engines do not chunk prompts: a step has room for the longest prompt, so
+    """Return pods whose engines hardly chunk prompts: a step has room for the longest prompt, so
     that decoding requests wait for whole prompts.
     """
     engine = replace(kind.engine, max_num_batched_tokens=kind.profile.max_model_len_tokens)
@@ -815,8 +815,9 @@ STAGED_CASES: Final[Mapping[str, Case]] = MappingProxyType(
         )
     }
 )
-"""Cases with prefill and decode pods, by name. They run only if `--cases` names them. A strategy
-without stages sends whole requests to all their pods.
+"""Cases with prefill and decode pods, by name. They run only if `--cases` names them. A
+configuration without stages sends whole requests to all their pods, and the prompts of a baseline
+go to prefill pods by round robin.
 """
 
 

@@ -311,8 +311,8 @@ def _ladder_summary(ladder: Ladder, there: set[str]) -> LadderSummary:
 
 
 def _strategy_summary(policy: PolicySource) -> StrategySummary:
-    """Return a strategy's entry in the leaderboard's summary. Its description is omitted if
-    `policy` is another configuration with the name of a built-in strategy.
+    """Return a strategy's entry in the leaderboard's summary. Its description is omitted unless
+    `policy` is a built-in strategy or baseline, with the configuration of that name.
     """
     strategy = strategies().get(policy.name)
     known = strategy is not None and strategy.config == policy.text
@@ -335,7 +335,7 @@ def _strategies(wanted: tuple[str, ...] | None, size: str) -> tuple[str, ...]:
         return wanted
     if not rivals_installed():
         raise PolicyNameError(
-            f"a leaderboard needs all strategies unless --strategies names some, and {RIVALS_MISSING}"
+            f"a leaderboard has strategies of other routers unless --strategies names others, but {RIVALS_MISSING}"
         )
     if wanted is None and size == "full":
         return LEADING

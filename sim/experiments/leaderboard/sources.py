@@ -54,9 +54,9 @@ def code_hash() -> str:
 
 @lru_cache(maxsize=_POLICIES_MAX)
 def plugins_hash(policy: PolicySource) -> str:
-    """Return the hash of the modules that contain the policy's plug-ins, and of the modules of the
-    same packages that these import. Modules of `epp` are left out, because `code_hash` covers them.
-    "" for a baseline.
+    """Return the hash of the modules that contain the policy's filters, scorers, picker and
+    indexes, and of the modules of the same packages that these import. Modules of `epp` are left
+    out, because `code_hash` covers them. "" for a baseline.
     """
     if not policy.text:
         return ""

@@ -636,7 +636,11 @@ ONE = '{"time_s": 0, "prompt_tokens": 65, "output_tokens": 1%s}\n'
             [],
             "Expected a whole gzip file",
         ),
-        ((HEADER + ONE % ', "adapter": "sql"').encode(), [], "--max-loras gives pods some"),
+        (
+            (HEADER + ONE % ', "adapter": "sql"').encode(),
+            [],
+            "Expected pods with adapter slots (max_loras)",
+        ),
         (
             (HEADER + ONE % ', "parts": [[99999999999, 1], [5, 64]]').encode(),
             ["--through", "bytes"],

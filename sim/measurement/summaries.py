@@ -1,5 +1,5 @@
-"""The contents of summary.json of the commands that run simulations: replay, compare, sweep, tune,
-size, leaderboard and others.
+"""The contents of summary.json of commands of `sim`: replay, compare, sweep, tune, size, leaderboard,
+replicas and drive.
 
 Field names are keys, in the order of the file. A field with the value `UNSET` is left out; None is
 written as null and means that there is no value. `as_json` writes all summaries, `read_run` reads
@@ -23,8 +23,8 @@ Conditions: TypeAlias = dict[str, Any]
 formats them for reports.
 """
 Values: TypeAlias = Mapping[str, float | str | None]
-"""Values of the varied parameters of a configuration, by name; None if the value is not in the
-search space.
+"""Values of the varied weights, parameters and plug-in types of a configuration, by name of the
+dimension; None if the value is not in the search space.
 """
 
 
@@ -129,7 +129,9 @@ class Goodput(Summary, frozen=True, kw_only=True):
 
 
 class PartSummary(Summary, frozen=True, kw_only=True):
-    """Figures of the requests that arrived in the busiest part of a run."""
+    """Figures of the requests that arrived in the busiest part of a run. `itl_s` covers the tokens
+    that all requests got in that part.
+    """
 
     start_s: float
     end_s: float
@@ -152,8 +154,8 @@ class Spread(Summary, frozen=True, kw_only=True):
 
 
 class Imbalance(Summary, frozen=True, kw_only=True):
-    """How unequally pods are loaded over the whole run, by number of completed requests and by
-    uncached prompt tokens.
+    """How unequally pods are loaded over the whole run, by number of completed requests and by their
+    uncached prompt tokens. Pods that completed no request are not included.
     """
 
     requests: Spread
@@ -185,7 +187,8 @@ class StageSummary(Summary, frozen=True, kw_only=True):
     """The stages of a run in which several pods can serve a request: routes, legs and KV transfers.
 
     Times are of completed requests with a prefill leg that arrived after the warm-up. The four
-    times of a request add up to its TTFT, except if both legs were sent at once.
+    times of a request add up to its TTFT. If both legs were sent at once, the first ones overlap, so
+    that `other_s` may be negative.
     """
 
     routes: dict[str, int]
@@ -195,15 +198,15 @@ class StageSummary(Summary, frozen=True, kw_only=True):
     prefill_legs: int
     """Number of prefill legs that were completed, warm-up included."""
     prefill_s: Distribution
-    """Seconds from the arrival at the picker to the end of the prefill leg."""
+    """Seconds from the arrival of the request at the picker to the end of the prefill leg."""
     reservation_s: Distribution
     """Seconds from the arrival of the decode leg at its engine to the reservation of its KV blocks.
     """
     transfer_s: Distribution
     """Seconds from the reservation of the decode leg's KV blocks to the end of the KV transfer."""
     other_s: Distribution
-    """Remaining seconds of the TTFT, beside prefill, reservation and transfer: front ends, messages
-    and the first decode step.
+    """TTFT minus the times of prefill, reservation and transfer, in seconds: front ends, messages and
+    the first decode step.
     """
     transfers: int
     transferred_tokens: int
@@ -462,7 +465,9 @@ class ComparisonSummary(SeedsSummary, frozen=True, kw_only=True):
 
 
 class SweepPoint(Summary, frozen=True, kw_only=True):
-    """The figures of one configuration at one request rate, over the seeds that were run."""
+    """The figures of one configuration at one request rate, over the seeds that were run. `goodput` and
+    `bad_lines` are those of the first seed.
+    """
 
     rate: float
     config: str
@@ -531,7 +536,7 @@ class TunedTrace(Summary, frozen=True, kw_only=True):
 
 class DimensionSummary(Summary, frozen=True, kw_only=True):
     """A weight, parameter or plug-in type that a tuning varies: its range or choices, and its value
-    in the present configuration (None if that is outside of them).
+    in the present configuration (None if that is unknown or outside of them).
     """
 
     name: str
@@ -590,7 +595,7 @@ class PowerSummary(Summary, frozen=True, kw_only=True):
     requests_needed: dict[str, int]
     seeds_needed: dict[str, int]
     """Number of seeds that would confirm the gain `wanted` with the present number of requests, by
-    measure. Measures for which more seeds cannot suffice are missing.
+    measure. Measures for which up to 30 seeds would not suffice are missing.
     """
 
 
@@ -710,7 +715,9 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     """Results of all numbers of pods that were tried, in ascending order."""
     runs: int
     prefill_share: float | UnsetType = UNSET
-    """Share of the pods that prefill and do not decode; set only if the pool is split."""
+    """Share of the pods that shall prefill and not decode, before it is rounded to whole pods; set only
+    if the pool is split.
+    """
     prefill_pods: int | UnsetType | None = UNSET
     """Number of prefill pods among `pods`, or None if `pods` is None; set only if the pool is
     split.
@@ -761,7 +768,9 @@ class DemandSummary(Summary, frozen=True, kw_only=True):
 
 
 class AutoscalingSummary(Summary, frozen=True, kw_only=True):
-    """The result of running the chosen option of a sizing under a HorizontalPodAutoscaler."""
+    """The result of running the chosen option of a sizing under a HorizontalPodAutoscaler. The numbers
+    of pods and the pod-hours are those of the first repetition.
+    """
 
     metric: str
     target: float
@@ -852,7 +861,9 @@ class Behind(Summary, frozen=True, kw_only=True):
     throughputs or shares. Only a strategy that is not eligible can be below 1. None if there is no
     ratio."""
     best: bool
-    """True if the strategy has the best value of the measure; several strategies can have it."""
+    """True if the strategy is eligible and has the best value of the measure among all eligible ones;
+    several strategies can have it.
+    """
     within: bool | None
     """True if the confidence interval of the strategy's difference from the best one contains 0;
     None if there is too little data for an interval.

@@ -435,7 +435,8 @@ class _RowConverter:
             raise self._wrong(place, f"{row.plugin} is not a scorer of the profile{hint}")
         if not 0 < row.low < row.high < math.inf:
             raise self._wrong(
-                place, f"expected 0 < low < high, both finite, got low {row.low:g} and high {row.high:g}"
+                place,
+                f"expected 0 < low < high, both finite, got low {row.low:g} and high {row.high:g}",
             )
         return _weight(row.plugin, weights[row.plugin], row.low, row.high, off=row.off)
 
@@ -458,7 +459,9 @@ class _RowConverter:
             )  # fmt: skip
         low, high = row.low, row.high
         if low is None or high is None or not (-math.inf < low < high < math.inf):
-            raise self._wrong(place, "expected values, or low and high, both finite, with low below high")
+            raise self._wrong(
+                place, "expected values, or low and high, both finite, with low below high"
+            )
         if row.log and low <= 0:
             raise self._wrong(place, f"expected low above 0 on a logarithmic scale, got {low:g}")
         numbers = dict(_numbers(kind))

@@ -52,7 +52,8 @@ class TokenChain(list[int]):
 
 
 class KVEvents:
-    """A watcher of a pod's cache that turns its changes into frames of KV events, numbered from 0.
+    """A watcher of the cache of one rank of a pod that turns its changes into frames of KV events,
+    numbered from 0.
 
     The keys of the cache must be `TokenChain`s. The last frames are stored for replays, and `send`
     receives each frame when it is complete.

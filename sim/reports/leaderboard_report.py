@@ -205,10 +205,13 @@ def behind_part(summary: LeaderboardSummary) -> Part:
     )
     measures = ", ".join(_JUDGED.values())
     if len(rows) == 1:
-        says = f"There is none among the {len(cases)} cases in which {which}, in {measures}."
+        says = f"There is none among the {len(cases)} cases in which {which}, in any of {measures}."
         rows = []
     else:
-        says = f"The table lists those of the {len(cases)} cases in which {which}, in {measures}."
+        says = (
+            f"The table lists those of the {len(cases)} cases in which {which}, in at least one of "
+            f"{measures}."
+        )
         counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
         says += f" Number of listed cases by figure: {', '.join(counted)}."
     mine = [row for row in summary.rows if row.strategy == _first(summary)]
@@ -439,7 +442,7 @@ def _shaded_text(row: StandingSummary | None, measure: str) -> str:
 
 def _shade(times: float) -> float:
     """Return the shade of a cell from the ratio to the best, on a logarithmic scale: 0 for the
-    best, 1 from `_FAR` on.
+    best or without a ratio, 1 from `_FAR` on.
     """
     if math.isnan(times):
         return 0.0

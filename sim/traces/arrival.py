@@ -1,4 +1,4 @@
-"""The common form of all trace formats: one request, without its text."""
+"""The common form of all trace formats: one request, usually without its text."""
 
 import re
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """
     path: str = ""
     body: bytes = b""
-    """Raw body as the client sent it to `path`. If it is empty, `prompts.body_of` makes a body from
-    the blocks.
+    """Request body for `path`, if the trace has the prompt as text or as a request. If it is empty,
+    `prompts.body_of` makes a body from the blocks.
     """
 
     def spans(self) -> Iterator[tuple[int, int]]:

@@ -90,7 +90,7 @@ class CaptureWriter:
         """Append an arrival to the capture.
 
         `after` becomes a line number of the new capture, or None if that request was not written.
-        Times are rounded to microseconds. `salt` replaces ids, session names, cache salts and
+        The arrival time is rounded to microseconds. `salt` replaces ids, session names, cache salts and
         header values by keyed hashes, except the latencies that clients ask for in headers.
         """
         blocks: Iterable[int] = arrival.blocks

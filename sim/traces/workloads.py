@@ -111,7 +111,8 @@ class SharedPrefix(Struct, frozen=True, kw_only=True):
     output: Spread
     multi_turn: bool = False
     context_tokens_max: int = 225_000
-    """Maximum length in tokens of prompt and answer; a conversation that would exceed it restarts.
+    """Length in tokens of prompt and answer above which a conversation (`multi_turn`) restarts. A
+    single question with its answer may be longer.
     """
     skew: float | None = None
     """Zipf exponent of the groups' popularity; None to send all prompts round robin, in shuffled

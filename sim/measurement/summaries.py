@@ -830,7 +830,9 @@ class SizeSummary(SearchSummary, frozen=True, kw_only=True):
     bounds: list[str]
     trace: DemandSummary
     sized_for: DemandSummary
-    """Period that was replayed: the whole of a short trace, or the busiest period of a long one."""
+    """Period that was replayed to find the numbers of pods: the whole of a short trace, or the busiest
+    period of a long one. Runs with an autoscaler replay the whole trace.
+    """
     over_time: list[DemandSummary]
     warm_up: WarmUpSummary
     options: list[SizedSummary]

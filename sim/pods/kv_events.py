@@ -15,7 +15,7 @@ from epp.core.types import Seconds
 from sim.pods.tokens import TOKEN_BYTES, chain_seed, decode_ids, hash_chain
 
 FRAMES_KEPT_MAX: Final = 10_000
-"""Maximum number of frames that are stored for replays; vLLM calls it `buffer_steps`."""
+"""Maximum number of frames of KV events that are stored for replays; vLLM calls it `buffer_steps`."""
 _DEVICE: Final = "GPU"
 _KIND: Final = "full_attention"
 

@@ -26,7 +26,7 @@ from sim.engine.links import Link
 from sim.engine.request import EngineRequest
 
 ROUTE: Final = "/kv_transfers/{engine_id}/{request_id}/{action}"
-"""Route of the side channel. The actions are `renew`, `read` and `release`."""
+"""HTTP route of the side channel for KV transfers. The actions are `renew`, `read` and `release`."""
 _ANSWER_S_MAX: Final = 5.0
 """Time in real seconds in which a prefill engine must answer on the side channel."""
 

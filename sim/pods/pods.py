@@ -90,7 +90,7 @@ class Generation:
         self.source = source
         """Description of the KV blocks that the request fetches; None if it fetches none."""
         self.failure: ApiError | None = None
-        """Error that ended the answer, or None."""
+        """Error with which the generation of the answer ended, or None."""
         self.produced = 0
         self.progress = asyncio.Event()
 

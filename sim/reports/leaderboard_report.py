@@ -147,8 +147,9 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
 _TIMES_SAY: Final = (
     "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case, or "
     "has 1/1.2 of its throughput. Each ratio in the table is the geometric mean over the cases. The "
-    'number before "out" is the number of cases in which the strategy leaves over 1 % more requests '
-    "unanswered than the best; its ratio in these cases counts as 1 or more."
+    'number before "out" is the number of cases in which the strategy leaves over 1 % more of the '
+    "requests unanswered than the strategy that leaves the fewest; its ratio in these cases counts as "
+    "1 or more."
 )
 _LEVEL_SAYS: Final = (
     "The table shows the number of cases in which each strategy is the best, or level with the best: "

@@ -45,7 +45,7 @@ present configuration, as a share of the sent requests. Beyond it, a gain does n
 """
 LOST: Final = math.log(10.0)
 """Cost that is added to each objective of a run that loses too many requests, and cost of an
-objective without a figure. It equals that of a figure ten times worse than the present one.
+objective without a figure above 0. It equals that of a figure ten times worse than the present one.
 """
 
 

@@ -251,7 +251,9 @@ class Resampled(Summary, frozen=True, kw_only=True):
 
 
 class Traffic(Summary, frozen=True, kw_only=True):
-    """The origin of the requests of one repetition: generated, resampled or recorded."""
+    """The origin of the requests of one repetition: a new random draw (`generated`), a resample of a
+    recording, or the trace itself (neither).
+    """
 
     generated: bool
     resampled: Resampled | None
@@ -263,8 +265,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     bad_lines: int | UnsetType = UNSET
     requests_per_s: float | UnsetType | None = UNSET
     traffic: Traffic | UnsetType = UNSET
-    """The origin of the requests: generated, resampled or recorded. `traffic` and `requests_per_s`
-    are set except in `sim replay`.
+    """The origin of the requests of the run. `traffic` and `requests_per_s` are set except in `sim
+    replay`.
     """
     digest: str
     warnings: list[str]
@@ -438,7 +440,9 @@ class DifferenceSummary(Summary, frozen=True, kw_only=True):
 
     @property
     def known_reference(self) -> float | None:
-        """The figure of the reference configuration, or None if it is not part of this summary."""
+        """The figure of the reference configuration, or None if it is unknown or not part of this
+        summary.
+        """
         return None if self.reference is UNSET else self.reference
 
 
@@ -996,7 +1000,7 @@ class LeaderboardSummary(SeedsSummary, frozen=True, kw_only=True):
 
 
 class AnswerGaps(Summary, frozen=True, kw_only=True):
-    """Statistics of the seconds between two chunks of an answer."""
+    """Statistics of the seconds between two consecutive chunks of an answer in a run of `sim drive`."""
 
     mean: float | None
     p50: float | None

@@ -93,7 +93,7 @@ class _Answer(Struct, frozen=True):
 
 
 class Sidecar:
-    """The HTTP proxy in front of one engine."""
+    """The sidecar of a decode pod: an HTTP proxy in front of one engine."""
 
     def __init__(
         self, engine_url: str, client: aiohttp.ClientSession, ranks: Mapping[str, str]

@@ -12,7 +12,7 @@ QUERY: Final = "sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting)"
 scrapes.
 """
 METRIC: Final = "vllm_requests_inflight"
-"""Name of the external metric under which an adapter must serve the result of `QUERY` to
+"""Name of the external metric under which a metrics adapter must serve the result of `QUERY` to
 Kubernetes.
 """
 _STABILIZATION_S: Final = 300

@@ -82,7 +82,7 @@ class RowParser:
     def meaning(self, names: Sequence[str]) -> Meaning:
         """Return the roles of the columns `names`.
 
-        Raises `FieldError` if no column has a property that every request needs.
+        Raises `FieldError` if a property that every request needs has no column.
         """
         shape = tuple(names)
         known = self._shapes.get(shape)

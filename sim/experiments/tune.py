@@ -110,7 +110,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         metavar="MEASURE[=P]",
         help="measure that may not become worse by more than the share P, or none for no guards; "
-        "repeatable (default: e2e_mean_s and itl_mean_s, each with P of 0)",
+        "repeatable (default: e2e_mean_s and itl_mean_s with P of 0, except an objective)",
     )
     add(
         "--trials",

@@ -149,7 +149,7 @@ class Sidecar:
         body = await request.read()
         rank = request.headers.get(RANK_HEADER)
         if rank is not None and rank not in self._ranks:
-            return _error(400, f"{RANK_HEADER} names {rank}, which is no rank of this pod.")
+            return _error(400, f"{RANK_HEADER} names {rank}, which is no rank of these pods.")
         if request.method != "POST" or request.path not in _LIMITS or not (prefill or encode):
             return await self._decode(request, headers, body)
         try:

@@ -219,7 +219,8 @@ class _Task:
     @property
     def about(self) -> dict[str, str]:
         """Conditions that must be the same when the command is started again on the same folder, as
-        text by name: the present configuration, and everything on which figures depend.
+        text by name: version, trace, present configuration, and all settings on which the figures of
+        runs depend.
         """
         told = {
             "version": __version__,

@@ -694,8 +694,8 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     price_per_hour: float | None
     """Price of one pod per hour; None if it is not known."""
     pods: int | None
-    """Smallest number of pods that meets all SLO bounds; None if no number up to the maximum does,
-    or if none was found before an interruption.
+    """Smallest number of pods that meets all SLO bounds, as the next larger number does; None if no
+    number up to the maximum does, or if none was found before an interruption.
     """
     pods_perhaps: int | None
     """Smallest number of pods below `pods` (any number if `pods` is None) that was run with every

@@ -937,11 +937,11 @@ class CaseSummary(Summary, frozen=True, kw_only=True):
     scrape_interval_s: float
     happens: str | None
     engines: str | None
-    """Engine features in which pods of this case differ from the profile, in words; None if there
-    are none.
+    """Name of the way in which pods of this case differ from their profile, such as "slow prefill";
+    None if they do not differ.
     """
     scrapes: str | None
-    """Faults of the metrics scrapes in this case, in words; None if there are none."""
+    """Name of the trouble with metrics scrapes in this case, such as "late"; None if there is none."""
     response_chunks: bool
     """True if pickers observe when an answer's first token arrives."""
     prefill_tokens_per_s: list[float]

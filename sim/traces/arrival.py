@@ -21,8 +21,8 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """
 
     index: int
-    """Number of the request in its trace, from 0, in the order of the lines of the file.
-    `Arrival.after` and the request id refer to it.
+    """Number of the request in its trace, from 0. In a file it is the number of its line, without the
+    header and blank lines. `Arrival.after` and the request id refer to it.
     """
     time_s: Seconds
     """Arrival time of the request in seconds since the start of the trace. If `after` is set, it is

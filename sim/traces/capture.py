@@ -67,8 +67,8 @@ class CaptureWriter:
         self._encode = msgspec.json.Encoder().encode
         self._block_tokens = block_tokens
         self._places = array("q")
-        """Number of the line in the new capture, by index of the arrival in the original trace; -1
-        if it was not written.
+        """Number of the line in the new capture (from 0, without the header), by index of the arrival in
+        the original trace; -1 if it was not written.
         """
         self.lines = 0
         header = GeneratedHeader(

@@ -892,8 +892,8 @@ class StandingSummary(Summary, frozen=True, kw_only=True):
 
 
 class Total(Summary, frozen=True, kw_only=True):
-    """The totals of one measure of a strategy over several cases: the mean ratio to the best, and
-    the case with the worst ratio.
+    """The totals of one measure of a strategy over several cases: the geometric mean of the ratios to
+    the best, and the case with the worst ratio.
     """
 
     times_the_best: float | None

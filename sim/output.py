@@ -1,4 +1,4 @@
-"""Output folders and progress bars of `sim replay`, `compare`, `sweep`, `tune` and `size`."""
+"""Output folders and progress bars of commands of `sim`, such as `replay`, `compare` and `size`."""
 
 import argparse
 import sys

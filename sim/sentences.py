@@ -4,8 +4,8 @@ import sys
 
 
 def sentence_of(problem: Exception) -> str:
-    """Return the text of an error. The text of an `OSError` starts with the file and has no error
-    number.
+    """Return the text of an error. The text of an `OSError` that names a file starts with the file
+    and has no error number.
     """
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{problem.filename}: {problem.strerror}"

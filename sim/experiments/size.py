@@ -355,7 +355,7 @@ class _Task:
         """Values that must be the same when `sim size` is started again on the same folder, as text
         by name.
 
-        Flags may change, because the key of a run contains them.
+        Flags may change, because the key of a run contains those on which its figures depend.
         """
         return {
             "version": __version__,
@@ -367,7 +367,7 @@ class _Task:
 class _SummaryBuilder:
     """Builder of summary.json for a sizing, complete or interrupted.
 
-    The same task gives the same bytes, regardless of interruptions.
+    A complete sizing gives the same bytes, however often it was interrupted.
     """
 
     def __init__(self, task: _Task, sizing: Sizing) -> None:
@@ -608,12 +608,12 @@ def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
 
 
 def _is_generated(settings: RunSettings, part: range, seeds: int) -> bool:
-    """Return True if each repetition of the trace is generated with another seed, False if it is a
-    resample of a recorded trace. Without --requests, a big trace is cached on disk, so that workers
-    need not parse it.
+    """Return True if each repetition of the trace is generated with another seed, False if all but
+    the first are resamples of a recorded trace. Without --requests, a big trace is cached on disk,
+    so that workers need not parse it.
 
-    Raises `TraceError` if a recorded trace has too few requests, or there are too few `seeds`, for
-    confidence intervals.
+    Raises `TraceError` if a recorded trace can be cut into too few blocks, or there are too few
+    `seeds`, for confidence intervals.
     """
     trace = open_trace(Path(settings.trace), settings.read)
     if settings.requests_max is None:
@@ -683,7 +683,8 @@ def _problem_of(options: argparse.Namespace) -> str:
         return "--out DIR is needed: it stores runs, so that the command can resume"
     if options.seeds < REPETITIONS_NEEDED:
         return (
-            f"--seeds is {options.seeds}; confidence intervals need at least {REPETITIONS_NEEDED}"
+            f"--seeds is {options.seeds}; expected at least {REPETITIONS_NEEDED}, which confidence "
+            "intervals need"
         )
     if options.pods is not None:
         return "--pods is the result of sim size: leave it out; --pods-max limits it"

@@ -77,8 +77,8 @@ class SizingTask(Struct, frozen=True, kw_only=True):
     seeds: int
     """Number of repetitions of each run, each with its own traffic."""
     generated: bool
-    """True if each repetition is generated with another seed, False if it is a resample of a
-    recorded trace.
+    """True if each repetition is generated with another seed, False if all but the first are
+    resamples of a recorded trace.
     """
     pods_max: int
     growth: float
@@ -152,7 +152,9 @@ class PodSearch:
 
     @property
     def pods(self) -> int | None:
-        """Smallest sufficient number of pods, or None if none is found so far."""
+        """Smallest sufficient number of pods, or None if the search has not ended or no number up to
+        the maximum is sufficient.
+        """
         return self._step.found
 
     @property
@@ -336,8 +338,9 @@ class Sizing:
         return self.options[at].runs[pods]
 
     def every_smallest(self, at: int) -> int | None:
-        """Return the smallest sufficient number of pods of the option at index `at`, according to
-        the runs of every number of pods. None if no number is sufficient.
+        """Return the smallest number of pods of the option at index `at` from which on every number
+        up to the maximum is sufficient, according to the runs of every number. None if the maximum
+        is not sufficient.
         """
         return smallest_of_all(self.every[at].known)
 
@@ -468,7 +471,7 @@ class Sizing:
 
     def _inflight_of_pod(self, chosen: int) -> float:
         """Return the mean number of requests in flight on each pod at the smallest sufficient
-        number of pods, by Little's law.
+        number of pods, by Little's law, limited to the requests sent divided by the pods.
         """
         runs, pods = self.found_runs(chosen), self.options[chosen].pods
         assert pods is not None
@@ -518,7 +521,8 @@ def bounds_of(bounds: Sequence[Bound], runs: Sequence[KeptRun]) -> list[BoundSum
 def at_load(settings: RunSettings, factor: float) -> RunSettings:
     """Return the settings of the same run at `factor` times the request rate.
 
-    The warm-up and the busiest part are shortened so that they cover the same part of the trace.
+    The lengths of the warm-up and the busiest part are divided by `factor`, so that they cover the
+    same part of the trace.
     """
     warm_up_s, busiest_s = settings.warm_up_s, settings.busiest_s
     return replace(

@@ -5,7 +5,7 @@ By default, for every filter and scorer of the profile:
 - The weight of each scorer varies from 0.1 to 10 on a logarithmic scale, or is off. The weight of a
   single scorer has no effect and is fixed.
 - Each number whose type has bounds varies: between them if there are two, else from a tenth of the
-  present value to ten times it, on a logarithmic scale. A number whose value is None is fixed. So is
+  present value to ten times it, within the bound, on a logarithmic scale. A number whose value is None is fixed. So is
   a number with only one bound whose value is 0, negative or infinite.
 
 Rules for refusing requests, measured speeds of engines and memory limits of indexes are not a
@@ -37,12 +37,12 @@ from sim.sentences import unread
 WEIGHT_MIN: Final = 0.1
 WEIGHT_MAX: Final = 10.0
 DRAWN_WEIGHT_MIN: Final = 0.05
-"""Lower end of the range of proposed weights. A proposal below `WEIGHT_MIN`, about one in eight,
-means that the scorer is off.
+"""Lower end of the default range of proposed weights. A proposal below `WEIGHT_MIN`, about one in
+eight at random, means that the scorer is off.
 """
 SPAN_FACTOR: Final = 10.0
 """A parameter whose type has only one bound varies from its present value divided by this factor to
-its present value times this factor.
+its present value times this factor, as far as the bound allows; integers vary from 1 on.
 """
 FILE_BYTES_MAX: Final = 1_000_000
 DIMENSIONS_MAX: Final = 100
@@ -96,8 +96,10 @@ class Range(Struct, frozen=True, kw_only=True):
     def rounded(self, drawn: float) -> float | int:
         """Return the number that is written to the configuration for the proposed number `drawn`.
 
-        A number below `off_below` becomes 0. Otherwise the result lies within the range: a whole
-        number if `integer`, else two significant digits if `off_below` is set, and three if not.
+        A number below `off_below` becomes 0. Otherwise the result is the nearest whole number if
+        `integer`, which may lie up to one half outside the range. Else it has two significant digits
+        if `off_below` is set, and three if not; a result outside the range becomes the end of the
+        range.
         """
         if drawn < self.off_below:
             return 0
@@ -127,8 +129,8 @@ class Dimension(Struct, frozen=True, kw_only=True):
     span: Range | Choice
     parameter: str = ""
     present: Value | None = None
-    """Value of the dimension in the present configuration, or None if it is outside the range or
-    the choices.
+    """Value of the dimension in the present configuration, or None if it is unknown or outside the
+    range or the choices. The lower end of the range stands for a weight of 0.
     """
 
     @property
@@ -433,7 +435,8 @@ class _RowConverter:
             raise self._wrong(place, f"{row.plugin} is not a scorer of the profile{hint}")
         if not 0 < row.low < row.high < math.inf:
             raise self._wrong(
-                place, f"expected 0 < low < high, got low {row.low:g} and high {row.high:g}"
+                place,
+                f"expected 0 < low < high, both finite, got low {row.low:g} and high {row.high:g}",
             )
         return _weight(row.plugin, weights[row.plugin], row.low, row.high, off=row.off)
 
@@ -456,7 +459,9 @@ class _RowConverter:
             )  # fmt: skip
         low, high = row.low, row.high
         if low is None or high is None or not (-math.inf < low < high < math.inf):
-            raise self._wrong(place, "expected values, or low and high with low below high")
+            raise self._wrong(
+                place, "expected values, or low and high, both finite, with low below high"
+            )
         if row.log and low <= 0:
             raise self._wrong(place, f"expected low above 0 on a logarithmic scale, got {low:g}")
         numbers = dict(_numbers(kind))

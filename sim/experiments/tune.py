@@ -110,7 +110,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         metavar="MEASURE[=P]",
         help="measure that may not become worse by more than the share P, or none for no guards; "
-        "repeatable (default: e2e_mean_s and itl_mean_s, each with P of 0)",
+        "repeatable (default: e2e_mean_s and itl_mean_s with P of 0, except an objective)",
     )
     add(
         "--trials",
@@ -124,7 +124,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=_config_map_name,
         default="homing-config",
         metavar="NAME",
-        help="name of the written ConfigMap (default: homing-config, as in the chart)",
+        help="name of the written ConfigMap (default: homing-config, as in the chart's release homing)",
     )
     run_options.add_run_options(parser)
     add_experiment_options(parser)
@@ -145,8 +145,8 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if options.seeds < REPETITIONS_NEEDED:
         print(
-            f"sim: --seeds is {options.seeds}; confidence intervals need at least "
-            f"{REPETITIONS_NEEDED}",
+            f"sim: --seeds is {options.seeds}; expected at least {REPETITIONS_NEEDED}, which "
+            "confidence intervals need",
             file=sys.stderr,
         )
         return 2
@@ -219,7 +219,8 @@ class _Task:
     @property
     def about(self) -> dict[str, str]:
         """Conditions that must be the same when the command is started again on the same folder, as
-        text by name: the present configuration, and everything on which figures depend.
+        text by name: version, trace, present configuration, and all settings on which the figures of
+        runs depend.
         """
         told = {
             "version": __version__,
@@ -253,8 +254,8 @@ class _Task:
         return sum(map(len, self.halves.values()))
 
     def summary(self, tuning: Tuning) -> TuneSummary:
-        """Return the content of summary.json. The same task gives the same bytes, however often it
-        was stopped.
+        """Return the content of summary.json. A complete tuning gives the same bytes, however often
+        it was stopped.
         """
         options, search = self._options, tuning.search
         pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
@@ -366,8 +367,8 @@ def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: 
 
 
 def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
-    """Return the guards that `--guard` names, or the default ones. Raises `ClusterSettingsError`
-    for contradictions.
+    """Return the guards that `--guard` names, or the default ones without the objectives. Raises
+    `ClusterSettingsError` for contradictions.
     """
     objectives = options.objective.measures
     if options.guard is None:

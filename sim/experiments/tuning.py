@@ -2,11 +2,11 @@
 
 Trials run on the first half of the trace. The best few run there with every seed. Among those that
 are significantly worse than the present configuration in neither objective, the one with the
-greatest gain is chosen. The second half, which had no part in the choice, judges the chosen one
-alone: at the load of the trace, below it and above it. At the trace's load it must be better in an
-objective, and at no load worse in one. A loss within the tolerance does not count as worse.
-Otherwise a gain of a third in one objective would be rejected for a loss of a hundredth in the
-other.
+greatest gain is chosen. A configuration that loses too many more requests is never chosen. The
+second half, which had no part in the choice, judges the chosen one alone: at the load of the trace,
+below it and above it. At the trace's load it must be better in an objective, and at no load worse in
+one. A loss within the tolerance does not count as worse. Otherwise a gain of a third in one
+objective would be rejected for a loss of a hundredth in the other.
 
 Guards cover figures that are not objectives. A gain that makes a guarded figure significantly
 worse, on either half and at any load, does not count, and the report names that guard.
@@ -45,7 +45,7 @@ present configuration, as a share of the sent requests. Beyond it, a gain does n
 """
 LOST: Final = math.log(10.0)
 """Cost that is added to each objective of a run that loses too many requests, and cost of an
-objective without a figure. It equals that of a figure ten times worse than the present one.
+objective without a figure above 0. It equals that of a figure ten times worse than the present one.
 """
 
 
@@ -207,7 +207,7 @@ class Tuning:
     @property
     def best(self) -> Trial | None:
         """The chosen trial or, before the choice, the best trial of the search so far. None if the
-        tuning ended without a choice.
+        tuning ended without a choice, or if no trial has run yet.
         """
         return self.chosen or (None if self.complete else self.search.best())
 
@@ -297,7 +297,8 @@ def _guard_cost(measure: str, after: Mapping[str, float], before: Mapping[str, f
     """Return the cost of a guarded measure by the figures of the new configuration (`after`) and
     the present one (`before`).
 
-    0 if the present configuration has no figure, or if the new figure is 0 where lower is better.
+    0 if the present configuration has no figure above 0, or if the new figure is 0 where lower is
+    better.
     """
     if not before[measure] > 0 or (after[measure] == 0 and measure not in HIGHER_IS_BETTER):
         return 0.0

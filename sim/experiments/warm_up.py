@@ -23,8 +23,8 @@ from sim.measurement.summaries import WarmUpSummary
 from sim.traces.arrival import Arrival
 
 COLD_SHARE: Final = 0.05
-"""Maximum share of all prompt tokens of the trace that may miss a cache after the warm-up because
-it was empty at the start.
+"""Maximum share of all prompt tokens of the trace that may miss a cache because it was empty at the
+start, after a warm-up that is as long as caches need.
 """
 EXCLUDED_CHOSEN: Final = 0.2
 """Maximum share of the requests that an automatically chosen warm-up excludes."""
@@ -102,7 +102,7 @@ def warm_up_of(
     and not the busiest part.
 
     In a `generated` trace, a session begins with its first turn there. In a recording it may have
-    begun before. The function uses about 200 bytes of memory for each text and 24 for each request.
+    begun before. The function uses about 200 bytes of memory for each text and 80 for each request.
     Raises what iterating over `arrivals` raises, and `ValueError` if there are no requests.
     """
     reuse = _Reuse(generated=generated)

@@ -23,7 +23,7 @@ NOT_MODELLED: Final = (
     ),
     (
         "The simulator models KV cache outside the GPU only if `--cache` enables it. Simulated "
-        "engines offload no other data, and fetch blocks of other pods only for a decode leg."
+        "engines offload no other data, and read blocks from other pods only for a decode leg."
     ),
     (
         "The simulator models prefill and decode on different pods only if pods have roles "

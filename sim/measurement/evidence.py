@@ -1,4 +1,4 @@
-"""The evidence that each optional engine feature is modelled correctly.
+"""The evidence for the model of each optional engine feature, or the statement that there is none.
 
 Reports show it for the features that a run uses.
 """

@@ -52,8 +52,8 @@ WARM_UP_S_MAX: Final[Seconds] = 300.0
 within 123 s and nine tenths within 480 s.
 """
 WARM_UP_SHARE: Final = 0.1
-"""Length of the default warm-up as a share of the time over which requests arrive. A run of less
-than 600 s has no warm-up by default.
+"""Length of the default warm-up as a share of the time over which requests arrive. If that is less
+than 600 s, there is no warm-up by default.
 """
 WARM_UP_FROM_S: Final[Seconds] = 600.0
 OUTPUT_WEIGHT: Final = 10.0

@@ -89,7 +89,7 @@ class Bound(Struct, frozen=True, kw_only=True):
 
     def used(self, value: float) -> float:
         """Return the share of the bound that a value uses: 1 is exactly at the limit, above 1 the
-        bound is not met.
+        bound is not met. If the limit is the best value, the share is 0 or infinity.
         """
         if not self.at_least:
             return value / self.limit if self.limit else math.inf if value else 0.0

@@ -1,5 +1,5 @@
-"""The contents of summary.json of the commands that run simulations: replay, compare, sweep, tune,
-size, leaderboard and others.
+"""The contents of summary.json of commands of `sim`: replay, compare, sweep, tune, size, leaderboard,
+replicas and drive.
 
 Field names are keys, in the order of the file. A field with the value `UNSET` is left out; None is
 written as null and means that there is no value. `as_json` writes all summaries, `read_run` reads
@@ -23,8 +23,8 @@ Conditions: TypeAlias = dict[str, Any]
 formats them for reports.
 """
 Values: TypeAlias = Mapping[str, float | str | None]
-"""Values of the varied parameters of a configuration, by name; None if the value is not in the
-search space.
+"""Values of the varied weights, parameters and plug-in types of a configuration, by name of the
+dimension; None if the value is not in the search space.
 """
 
 
@@ -129,7 +129,9 @@ class Goodput(Summary, frozen=True, kw_only=True):
 
 
 class PartSummary(Summary, frozen=True, kw_only=True):
-    """Figures of the requests that arrived in the busiest part of a run."""
+    """Figures of the requests that arrived in the busiest part of a run. `itl_s` covers the tokens
+    that all requests got in that part.
+    """
 
     start_s: float
     end_s: float
@@ -152,8 +154,8 @@ class Spread(Summary, frozen=True, kw_only=True):
 
 
 class Imbalance(Summary, frozen=True, kw_only=True):
-    """How unequally pods are loaded over the whole run, by number of completed requests and by
-    uncached prompt tokens.
+    """How unequally pods are loaded over the whole run, by number of completed requests and by their
+    uncached prompt tokens. Pods that completed no request are not included.
     """
 
     requests: Spread
@@ -185,7 +187,8 @@ class StageSummary(Summary, frozen=True, kw_only=True):
     """The stages of a run in which several pods can serve a request: routes, legs and KV transfers.
 
     Times are of completed requests with a prefill leg that arrived after the warm-up. The four
-    times of a request add up to its TTFT, except if both legs were sent at once.
+    times of a request add up to its TTFT. If both legs were sent at once, the first ones overlap, so
+    that `other_s` may be negative.
     """
 
     routes: dict[str, int]
@@ -195,15 +198,15 @@ class StageSummary(Summary, frozen=True, kw_only=True):
     prefill_legs: int
     """Number of prefill legs that were completed, warm-up included."""
     prefill_s: Distribution
-    """Seconds from the arrival at the picker to the end of the prefill leg."""
+    """Seconds from the arrival of the request at the picker to the end of the prefill leg."""
     reservation_s: Distribution
     """Seconds from the arrival of the decode leg at its engine to the reservation of its KV blocks.
     """
     transfer_s: Distribution
     """Seconds from the reservation of the decode leg's KV blocks to the end of the KV transfer."""
     other_s: Distribution
-    """Remaining seconds of the TTFT, beside prefill, reservation and transfer: front ends, messages
-    and the first decode step.
+    """TTFT minus the times of prefill, reservation and transfer, in seconds: front ends, messages and
+    the first decode step.
     """
     transfers: int
     transferred_tokens: int
@@ -248,7 +251,9 @@ class Resampled(Summary, frozen=True, kw_only=True):
 
 
 class Traffic(Summary, frozen=True, kw_only=True):
-    """The origin of the requests of one repetition: generated, resampled or recorded."""
+    """The origin of the requests of one repetition: a new random draw (`generated`), a resample of a
+    recording, or the trace itself (neither).
+    """
 
     generated: bool
     resampled: Resampled | None
@@ -260,8 +265,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     bad_lines: int | UnsetType = UNSET
     requests_per_s: float | UnsetType | None = UNSET
     traffic: Traffic | UnsetType = UNSET
-    """The origin of the requests: generated, resampled or recorded. `traffic` and `requests_per_s`
-    are set except in `sim replay`.
+    """The origin of the requests of the run. `traffic` and `requests_per_s` are set except in `sim
+    replay`.
     """
     digest: str
     warnings: list[str]
@@ -435,7 +440,9 @@ class DifferenceSummary(Summary, frozen=True, kw_only=True):
 
     @property
     def known_reference(self) -> float | None:
-        """The figure of the reference configuration, or None if it is not part of this summary."""
+        """The figure of the reference configuration, or None if it is unknown or not part of this
+        summary.
+        """
         return None if self.reference is UNSET else self.reference
 
 
@@ -462,7 +469,9 @@ class ComparisonSummary(SeedsSummary, frozen=True, kw_only=True):
 
 
 class SweepPoint(Summary, frozen=True, kw_only=True):
-    """The figures of one configuration at one request rate, over the seeds that were run."""
+    """The figures of one configuration at one request rate, over the seeds that were run. `goodput` and
+    `bad_lines` are those of the first seed.
+    """
 
     rate: float
     config: str
@@ -531,7 +540,7 @@ class TunedTrace(Summary, frozen=True, kw_only=True):
 
 class DimensionSummary(Summary, frozen=True, kw_only=True):
     """A weight, parameter or plug-in type that a tuning varies: its range or choices, and its value
-    in the present configuration (None if that is outside of them).
+    in the present configuration (None if that is unknown or outside of them).
     """
 
     name: str
@@ -590,7 +599,7 @@ class PowerSummary(Summary, frozen=True, kw_only=True):
     requests_needed: dict[str, int]
     seeds_needed: dict[str, int]
     """Number of seeds that would confirm the gain `wanted` with the present number of requests, by
-    measure. Measures for which more seeds cannot suffice are missing.
+    measure. Measures for which up to 30 seeds would not suffice are missing.
     """
 
 
@@ -685,8 +694,8 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     price_per_hour: float | None
     """Price of one pod per hour; None if it is not known."""
     pods: int | None
-    """Smallest number of pods that meets all SLO bounds; None if no number up to the maximum does,
-    or if none was found before an interruption.
+    """Smallest number of pods that meets all SLO bounds, as the next larger number does; None if no
+    number up to the maximum does, or if none was found before an interruption.
     """
     pods_perhaps: int | None
     """Smallest number of pods below `pods` (any number if `pods` is None) that was run with every
@@ -710,7 +719,9 @@ class SizedSummary(Summary, frozen=True, kw_only=True):
     """Results of all numbers of pods that were tried, in ascending order."""
     runs: int
     prefill_share: float | UnsetType = UNSET
-    """Share of the pods that prefill and do not decode; set only if the pool is split."""
+    """Share of the pods that shall prefill and not decode, before it is rounded to whole pods; set only
+    if the pool is split.
+    """
     prefill_pods: int | UnsetType | None = UNSET
     """Number of prefill pods among `pods`, or None if `pods` is None; set only if the pool is
     split.
@@ -761,7 +772,9 @@ class DemandSummary(Summary, frozen=True, kw_only=True):
 
 
 class AutoscalingSummary(Summary, frozen=True, kw_only=True):
-    """The result of running the chosen option of a sizing under a HorizontalPodAutoscaler."""
+    """The result of running the chosen option of a sizing under a HorizontalPodAutoscaler. The numbers
+    of pods and the pod-hours are those of the first repetition.
+    """
 
     metric: str
     target: float
@@ -821,7 +834,9 @@ class SizeSummary(SearchSummary, frozen=True, kw_only=True):
     bounds: list[str]
     trace: DemandSummary
     sized_for: DemandSummary
-    """Period that was replayed: the whole of a short trace, or the busiest period of a long one."""
+    """Period that was replayed to find the numbers of pods: the whole of a short trace, or the busiest
+    period of a long one. Runs with an autoscaler replay the whole trace.
+    """
     over_time: list[DemandSummary]
     warm_up: WarmUpSummary
     options: list[SizedSummary]
@@ -852,7 +867,9 @@ class Behind(Summary, frozen=True, kw_only=True):
     throughputs or shares. Only a strategy that is not eligible can be below 1. None if there is no
     ratio."""
     best: bool
-    """True if the strategy has the best value of the measure; several strategies can have it."""
+    """True if the strategy is eligible and has the best value of the measure among all eligible ones;
+    several strategies can have it.
+    """
     within: bool | None
     """True if the confidence interval of the strategy's difference from the best one contains 0;
     None if there is too little data for an interval.
@@ -875,8 +892,8 @@ class StandingSummary(Summary, frozen=True, kw_only=True):
 
 
 class Total(Summary, frozen=True, kw_only=True):
-    """The totals of one measure of a strategy over several cases: the mean ratio to the best, and
-    the case with the worst ratio.
+    """The totals of one measure of a strategy over several cases: the geometric mean of the ratios to
+    the best, and the case with the worst ratio.
     """
 
     times_the_best: float | None
@@ -920,11 +937,11 @@ class CaseSummary(Summary, frozen=True, kw_only=True):
     scrape_interval_s: float
     happens: str | None
     engines: str | None
-    """Engine features in which pods of this case differ from the profile, in words; None if there
-    are none.
+    """Name of the way in which pods of this case differ from their profile, such as "slow prefill";
+    None if they do not differ.
     """
     scrapes: str | None
-    """Faults of the metrics scrapes in this case, in words; None if there are none."""
+    """Name of the trouble with metrics scrapes in this case, such as "late"; None if there is none."""
     response_chunks: bool
     """True if pickers observe when an answer's first token arrives."""
     prefill_tokens_per_s: list[float]
@@ -983,7 +1000,7 @@ class LeaderboardSummary(SeedsSummary, frozen=True, kw_only=True):
 
 
 class AnswerGaps(Summary, frozen=True, kw_only=True):
-    """Statistics of the seconds between two chunks of an answer."""
+    """Statistics of the seconds between two consecutive chunks of an answer in a run of `sim drive`."""
 
     mean: float | None
     p50: float | None

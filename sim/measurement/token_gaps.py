@@ -116,7 +116,7 @@ class TokenGaps:
         """Return the gaps between tokens in all counting periods that lie completely between the
         two times.
 
-        The covered time is a little shorter than requested.
+        The covered time may be shorter than requested, by less than two counting periods.
         """
         return self._joined(
             math.ceil(start_s / self._stretch_s), math.floor(end_s / self._stretch_s)
@@ -126,7 +126,7 @@ class TokenGaps:
         """Return the gaps between tokens in all counting periods that overlap the time from
         `start_s` to `end_s`.
 
-        The covered time is a little longer than requested.
+        The covered time may be longer than requested, by less than two counting periods.
         """
         return self._joined(
             math.floor(start_s / self._stretch_s), math.ceil(end_s / self._stretch_s)

@@ -82,12 +82,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--blocks",
         type=_between(2, 10_000_000),
         metavar="N",
-        help="number of KV blocks of each pod (default: the profile's KV cache)",
+        help="number of KV blocks of each pod or rank (default: the profile's KV cache)",
     )
     add("--block-size", type=_between(1, 4096), default=16, metavar="TOKENS",
         help="tokens per KV block")  # fmt: skip
     add("--max-num-seqs", type=_between(1, 100_000), metavar="N",
-        help="maximum number of running requests in each pod (default: the profile's)")  # fmt: skip
+        help="maximum number of running requests in each pod or rank (default: the profile's)")  # fmt: skip
     add("--max-num-batched-tokens", type=_between(1, 10_000_000), metavar="N",
         help="maximum number of tokens in an engine step (default: the profile's)")  # fmt: skip
     add(

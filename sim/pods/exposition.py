@@ -1,10 +1,11 @@
 """The /metrics page of a simulated engine, with the names, labels, types and buckets of vLLM 0.32.
 
-Each pod has its own prometheus_client registry, like the real page. As in a real engine, the
-numbers are those at the end of the last step, not of the scrape. This also holds for the process
-metrics, so that the page of an idle engine costs nothing. Series of parts that are not simulated
-(FLOP counters, the cache of media) exist and stay 0. `http_*`, which the real server's web
-framework adds, is omitted. Only engines with a KV connector have `transfers`.
+Each pod has its own prometheus_client registry, like the real page. As in a real engine, the gauges
+are those at the end of the last step, not of the scrape. The page is rendered at the first scrape
+after a change. It is the same until the next change, also in its process metrics, so that the page
+of an idle engine costs nothing. Series of parts that are not simulated (FLOP counters, the cache of
+media) exist and stay 0. `http_*`, which the real server's web framework adds, is omitted. Only
+engines with a KV connector have `transfers`.
 """
 
 from collections.abc import Mapping

@@ -29,15 +29,19 @@ from epp.core.kv_events.zmtp import (
 from sim.pods.kv_events import FRAMES_KEPT_MAX, KVEvents
 
 CONNECTIONS_MAX: Final = 256
-"""Maximum number of connections to each of the two sockets; further connections are closed."""
+"""Maximum number of connections to each of the two sockets for KV events; further connections are
+closed.
+"""
 UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Maximum size in bytes of the data that one subscriber has not read. Above it, new frames are
-dropped for this subscriber.
+"""Size in bytes of the data that waits to be sent to one subscriber above which new frames of KV
+events are dropped for this subscriber.
 """
 TOPICS_MAX: Final = 64
 TOPIC_BYTES_MAX: Final = 1_024
 REPLAYS_WAITING_MAX: Final = 64
-"""Maximum number of replays for which one peer waits; its connection is closed if it requests more."""
+"""Maximum number of replays of KV events for which one peer waits; its connection is closed if it
+requests more.
+"""
 _HIGH_WATER_MARK: Final = 100_000
 """Queue length that the answer of `/kv_event_sources` contains; vLLM's queues are not modelled."""
 
@@ -125,8 +129,8 @@ class _Peer(asyncio.Protocol):
 
 
 class _Subscriber(_Peer):
-    """A connection that receives each new frame whose topic begins with one that the connection has
-    subscribed to. A frame is dropped while more than `UNSENT_BYTES_MAX` are unsent.
+    """A connection that receives each new frame of KV events whose topic begins with one that the
+    connection has subscribed to. A frame is dropped while more than `UNSENT_BYTES_MAX` are unsent.
     """
 
     socket_type = SocketType.PUB
@@ -153,7 +157,7 @@ class _Subscriber(_Peer):
 
 
 class _ReplayPeer(_Peer):
-    """A connection that receives replays of old frames, one replay after another."""
+    """A connection that receives replays of old frames of KV events, one replay after another."""
 
     socket_type = SocketType.ROUTER
 

@@ -15,7 +15,7 @@ from epp.core.types import Seconds
 from sim.pods.tokens import TOKEN_BYTES, chain_seed, decode_ids, hash_chain
 
 FRAMES_KEPT_MAX: Final = 10_000
-"""Maximum number of frames that are stored for replays; vLLM calls it `buffer_steps`."""
+"""Maximum number of frames of KV events that are stored for replays; vLLM calls it `buffer_steps`."""
 _DEVICE: Final = "GPU"
 _KIND: Final = "full_attention"
 
@@ -52,7 +52,8 @@ class TokenChain(list[int]):
 
 
 class KVEvents:
-    """A watcher of a pod's cache that turns its changes into frames of KV events, numbered from 0.
+    """A watcher of the cache of one rank of a pod that turns its changes into frames of KV events,
+    numbered from 0.
 
     The keys of the cache must be `TokenChain`s. The last frames are stored for replays, and `send`
     receives each frame when it is complete.

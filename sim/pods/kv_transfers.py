@@ -26,7 +26,7 @@ from sim.engine.links import Link
 from sim.engine.request import EngineRequest
 
 ROUTE: Final = "/kv_transfers/{engine_id}/{request_id}/{action}"
-"""Route of the side channel. The actions are `renew`, `read` and `release`."""
+"""HTTP route of the side channel for KV transfers. The actions are `renew`, `read` and `release`."""
 _ANSWER_S_MAX: Final = 5.0
 """Time in real seconds in which a prefill engine must answer on the side channel."""
 
@@ -94,7 +94,7 @@ class HeldBlocks:
         as real time.
         """
         self.engine_id: Final = uuid4().hex
-        """Identity of this process of the engine; a restarted engine has another one."""
+        """Identity of the pod's engine in `kv_transfer_params`; a restarted engine has another one."""
         self._owner = owner
         self._connector = connector
         self._speed = speed
@@ -289,7 +289,7 @@ def described(
     """Return `kv_transfer_params` of the answer to a prefill leg, with the members of vLLM 0.32.
 
     `address` is the host and port of the side channel, `expires_at_s` the Unix time at which the
-    lease ends. The numbers of blocks are counted from 1, because the simulated cache has none.
+    lease ends. The block ids count from 1 in each answer, because the simulated cache has no ids.
     """
     host, port = address
     blocks = -(-request.prompt_tokens // block_size_tokens)

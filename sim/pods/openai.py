@@ -176,7 +176,9 @@ def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body
     tokens_max = body.tokens_max()
     if tokens_max is not None and tokens_max < 1:
         raise ApiError(
-            400, f"`max_tokens` is {tokens_max}; expected at least 1.", param="max_tokens"
+            400,
+            f"The limit of answer tokens is {tokens_max}; expected at least 1.",
+            param="max_tokens",
         )
     return body
 

@@ -52,7 +52,9 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     """True if pods publish the changes of their caches as KV events."""
     stream_interval_tokens: int = 1
-    """Tokens in each chunk of a streamed answer, as with vLLM's `--stream-interval`."""
+    """Tokens in each chunk of a streamed answer, as with vLLM's `--stream-interval`. The first chunk
+    may have only one, the last one fewer, and chunks more if the reader is slow.
+    """
     kv_link: Link = LINKS[DEFAULT_LINK]
     """Link over which engines with a `KVConnector` read KV blocks."""
 
@@ -90,7 +92,7 @@ class Generation:
         self.source = source
         """Description of the KV blocks that the request fetches; None if it fetches none."""
         self.failure: ApiError | None = None
-        """Error that ended the answer, or None."""
+        """Error with which the generation of the answer ended, or None."""
         self.produced = 0
         self.progress = asyncio.Event()
 
@@ -149,8 +151,8 @@ class Pod:
             ranks=settings.ranks,
         )
         self.adapters: dict[str, str] = dict.fromkeys(settings.adapters, "")
-        """Path of each loaded LoRA adapter by its name, in the order of loading; "" for adapters
-        from the command line.
+        """Path of each loaded LoRA adapter by its name, in the order of loading; "" if none was given,
+        as for adapters from the command line.
         """
         self.side_channel = ("127.0.0.1", 0)
         """Host and port at which decode engines reach this engine. The server sets it."""

@@ -5,8 +5,8 @@ connector `ec-example`. It only knows HTTP, so it also works in front of a real 
 
 1. If the request names encode pods, the sidecar sends each image, audio or video to one of them.
 2. If it names a prefill pod, the sidecar sends the request there with an answer of one token.
-3. The sidecar sends the request to its own engine, with the member `kv_transfer_params` of the
-   prefill pod's answer as it came.
+3. The sidecar sends the request to its own engine, or to that of the rank that the request names,
+   with the member `kv_transfer_params` of the prefill pod's answer as it came.
 
 A prefill pod that fails ends the request with its status and body, as in llm-d-router since v0.9.
 If its answer has no `kv_transfer_params`, the own engine computes the prompt again.
@@ -93,7 +93,7 @@ class _Answer(Struct, frozen=True):
 
 
 class Sidecar:
-    """The HTTP proxy in front of one engine."""
+    """The sidecar of a decode pod: an HTTP proxy in front of one engine."""
 
     def __init__(
         self, engine_url: str, client: aiohttp.ClientSession, ranks: Mapping[str, str]
@@ -124,7 +124,9 @@ class Sidecar:
             yield cls(engine_url, client, ranks)
 
     def application(self) -> web.Application:
-        """Return the aiohttp application of the sidecar, which passes all paths on."""
+        """Return the aiohttp application of the sidecar, which passes on all requests except
+        GET /health.
+        """
         application = web.Application(client_max_size=_BODY_BYTES_MAX)
         application.router.add_get("/health", self.health)
         application.router.add_route("*", "/{path:.*}", self.handle)
@@ -138,8 +140,8 @@ class Sidecar:
         """Run the stages that the headers of a request name, and then the engine. Only POST
         requests with a path in `_LIMITS` have stages, and only chats an encode stage.
 
-        Answers 400 if the headers name an unknown rank or the body is not a JSON object, and 502 if
-        an encode pod fails.
+        Answers 400 if the headers name an unknown rank, or if the body of a request with stages is
+        not a JSON object, and 502 if an encode pod fails.
         """
         headers = _passed(request.headers, _OWN_HEADERS | STAGE_HEADERS)
         prefill = _hosts(request.headers.getall(PREFILL_HEADER, []))
@@ -147,7 +149,7 @@ class Sidecar:
         body = await request.read()
         rank = request.headers.get(RANK_HEADER)
         if rank is not None and rank not in self._ranks:
-            return _error(400, f"{RANK_HEADER} names {rank}, which is no rank of this pod.")
+            return _error(400, f"{RANK_HEADER} names {rank}, which is no rank of these pods.")
         if request.method != "POST" or request.path not in _LIMITS or not (prefill or encode):
             return await self._decode(request, headers, body)
         try:
@@ -300,7 +302,7 @@ def _first_token(path: str, members: _Members, *, encode: bool = False) -> bytes
 
 
 def _media(members: _Members) -> list[Raw]:
-    """Return the media items of a chat; items with the same URL count once."""
+    """Return the media items of a chat; items of the same type with the same URL count once."""
     items: dict[bytes, Raw] = {}
     for raw in _items(members):
         item = msgspec.json.decode(raw)

@@ -8,9 +8,11 @@ from sim.measurement.summaries import AutoscalingSummary
 from sim.reports.report import limit, number
 
 QUERY: Final = "sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting)"
-"""Prometheus query for the number of running and waiting requests of all pods in the pool."""
+"""Prometheus query for the number of running and waiting requests of all engines that Prometheus
+scrapes.
+"""
 METRIC: Final = "vllm_requests_inflight"
-"""Name of the external metric under which an adapter must serve the result of `QUERY` to
+"""Name of the external metric under which a metrics adapter must serve the result of `QUERY` to
 Kubernetes.
 """
 _STABILIZATION_S: Final = 300

@@ -1,4 +1,4 @@
-"""Charts and HTML pages that open offline: inline SVG with one style and one script, without
+"""Charts and HTML pages that open offline: inline SVG with inline style and scripts, without
 external fonts or addresses.
 
 A chart is complete without its script, so it can be printed. `charts.js`, beside this module, makes
@@ -73,8 +73,8 @@ repeat if there are more series.
 _CDF_POINTS: Final = 200
 _LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
 _GAP_MIN: Final = 0.11
-"""Minimum distance between two marks of an axis, as a share of its length, so that their labels do
-not touch.
+"""Minimum distance between two marks of a logarithmic axis, as a share of its length, so that their
+labels do not touch. Powers of ten may be nearer.
 """
 _BAR_LABEL_PX: Final = 44
 _CODE: Final = re.compile(r"`([^`]+)`")
@@ -114,8 +114,8 @@ class Axis(Struct, frozen=True, kw_only=True):
         logarithmic: bool = False,
         whole: bool = False,
     ) -> "Axis":
-        """Return an axis that contains the finite numbers in `values`, or the positive ones if it
-        is logarithmic. It starts at 0 unless it is logarithmic.
+        """Return an axis that contains the finite numbers of at least 0 in `values`, or the positive
+        ones if it is logarithmic. It starts at 0 unless it is logarithmic.
         """
         known = [value for value in values if math.isfinite(value)]
         if logarithmic:
@@ -134,7 +134,9 @@ class Axis(Struct, frozen=True, kw_only=True):
         return (value - self.low) / (self.high - self.low)
 
     def marks(self) -> list[float]:
-        """Return about five round values between the ends of the axis, where it gets marks."""
+        """Return round values between the ends of the axis, usually three to nine, where it gets
+        marks.
+        """
         if self.logarithmic:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for steps in _LOGARITHMIC_STEPS:
@@ -309,7 +311,7 @@ def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
     """Return a figure with the cumulative distribution of times in seconds, one line of at most 200
     points per series.
 
-    NaN values are left out; without other values, the figure says that no request was completed.
+    NaN values are left out; without other values, the figure has a sentence instead of a chart.
     """
     lines: dict[str, Points] = {}
     for name, values in series.items():
@@ -318,7 +320,7 @@ def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
         if len(known):
             lines[name] = [(float(known[rank]), 100 * (rank + 1) / len(known)) for rank in ranks]
     if not lines:
-        return figure(caption, "<p>No request was completed.</p>")
+        return figure(caption, "<p>No completed request has this figure.</p>")
     times = [at for line in lines.values() for at, _ in line]
     x = Axis.over(times, unit="s", title="time", logarithmic=True)
     y = Axis(low=0, high=100, unit="%", title="share of requests")

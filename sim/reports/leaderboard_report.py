@@ -147,8 +147,9 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
 _TIMES_SAY: Final = (
     "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case, or "
     "has 1/1.2 of its throughput. Each ratio in the table is the geometric mean over the cases. The "
-    'number before "out" is the number of cases in which the strategy leaves over 1 % more requests '
-    "unanswered than the best; its ratio in these cases counts as 1 or more."
+    'number before "out" is the number of cases in which the strategy leaves over 1 % more of the '
+    "requests unanswered than the strategy that leaves the fewest; its ratio in these cases counts as "
+    "1 or more."
 )
 _LEVEL_SAYS: Final = (
     "The table shows the number of cases in which each strategy is the best, or level with the best: "
@@ -205,10 +206,13 @@ def behind_part(summary: LeaderboardSummary) -> Part:
     )
     measures = ", ".join(_JUDGED.values())
     if len(rows) == 1:
-        says = f"There is none among the {len(cases)} cases in which {which}, in {measures}."
+        says = f"There is none among the {len(cases)} cases in which {which}, in any of {measures}."
         rows = []
     else:
-        says = f"The table lists those of the {len(cases)} cases in which {which}, in {measures}."
+        says = (
+            f"The table lists those of the {len(cases)} cases in which {which}, in at least one of "
+            f"{measures}."
+        )
         counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
         says += f" Number of listed cases by figure: {', '.join(counted)}."
     mine = [row for row in summary.rows if row.strategy == _first(summary)]
@@ -439,7 +443,7 @@ def _shaded_text(row: StandingSummary | None, measure: str) -> str:
 
 def _shade(times: float) -> float:
     """Return the shade of a cell from the ratio to the best, on a logarithmic scale: 0 for the
-    best, 1 from `_FAR` on.
+    best or without a ratio, 1 from `_FAR` on.
     """
     if math.isnan(times):
         return 0.0

@@ -1,5 +1,5 @@
-"""The end of every report page: effects that the simulator does not model, and constants that were
-measured on one set-up.
+"""The end of report pages about simulations, except that of the leaderboard: effects that the simulator
+does not model, and constants that were measured on one set-up.
 """
 
 from collections.abc import Sequence

@@ -178,8 +178,8 @@ def _pod_count(timeline: TimelineSummary) -> str:
 
 
 def _timelines(timeline: TimelineSummary) -> str:
-    """Return two small charts over time for each pod: running and waiting requests, and KV-cache
-    usage and hit rate in per cent.
+    """Return two small charts over time for each of at most `_PODS_SHOWN` pods: running and waiting
+    requests, and KV-cache usage and hit rate in per cent.
     """
     times = timeline.time_s
     if not times:

@@ -49,8 +49,8 @@ thousandfold, and the exact amount does not matter.
 _USED_MIN: Final = 0.01
 """Minimum used share of a bound in charts, because a logarithmic axis cannot show 0."""
 _EVEN_AXIS_MAX: Final = 10.0
-"""Ratio of the highest to the lowest cost up to which the cost axis is linear. Above it, the points
-of the cheap options would overlap.
+"""Ratio of the highest to the lowest cost (or number of pods) up to which their axis is linear, as it
+is with a cost of 0. Above it, the points of the cheap options would overlap.
 """
 _FRONT: Final = "the front"
 _ALLOWED: Final = "the limit"
@@ -551,7 +551,8 @@ def _rate(stretch: DemandSummary) -> float:
 
 
 def _frontier(summary: SizeSummary) -> str:
-    """Return a chart of the used share of the bounds over the cost, one line per option.
+    """Return a chart of the used share of the bounds over the cost, or over the number of pods unless
+    all options have a price, with one line per option.
 
     Up to 100 % all bounds are kept.
     """

@@ -40,11 +40,11 @@ TRIALS_SHOWN: Final = 12
 first, and among them those with the lowest cost.
 """
 _MARGIN: Final = 1.02
-"""Factor by which an axis extends beyond its points, if it does not begin at 0."""
+"""Factor by which a linear axis of the charts of trials extends beyond its points at both ends."""
 
 
 def conclusion(summary: TuneSummary) -> str:
-    """Return the conclusion of a tuning in one or two sentences."""
+    """Return the conclusion of a tuning in a few sentences."""
     tried = _tried(summary)
     present = summary.config
     if not summary.complete:
@@ -104,7 +104,7 @@ def _tried(summary: TuneSummary) -> str:
 
 def _given_up(summary: TuneSummary) -> str:
     """Return a sentence about the significant losses of the chosen trial, all of which are within
-    the tolerance or within what a guard allows.
+    the tolerance or within what a guard allows, or a sentence that there are none.
     """
     at = summary.hold_out
     losses = [
@@ -315,8 +315,8 @@ def _finalist_rows(summary: TuneSummary) -> list[list[str]]:
 
 
 def _trial_rows(summary: TuneSummary) -> list[list[str]]:
-    """Return the table of the best trials: the ratios of their objectives to the present
-    configuration, in the last run of each trial.
+    """Return the table of the best trials: the relative changes of their objectives against the
+    present configuration in the last run of each trial, with penalties as in `_ratios`.
     """
     names = [one.name for one in summary.space]
     head = ["", "share of the half", *(LABELS[name] for name in summary.objective), *names]

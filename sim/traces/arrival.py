@@ -1,4 +1,4 @@
-"""The common form of all trace formats: one request, without its text."""
+"""The common form of all trace formats: one request, usually without its text."""
 
 import re
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """
 
     index: int
-    """Number of the request in its trace, from 0, in the order of the lines of the file.
-    `Arrival.after` and the request id refer to it.
+    """Number of the request in its trace, from 0. In a file it is the number of its line, without the
+    header and blank lines. `Arrival.after` and the request id refer to it.
     """
     time_s: Seconds
     """Arrival time of the request in seconds since the start of the trace. If `after` is set, it is
@@ -70,8 +70,8 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """
     path: str = ""
     body: bytes = b""
-    """Raw body as the client sent it to `path`. If it is empty, `prompts.body_of` makes a body from
-    the blocks.
+    """Request body for `path`, if the trace has the prompt as text or as a request. If it is empty,
+    `prompts.body_of` makes a body from the blocks.
     """
 
     def spans(self) -> Iterator[tuple[int, int]]:

@@ -8,8 +8,8 @@ from sim.traces.arrival import FieldError
 from sim.traces.prompts import PICKER_BLOCK_TOKENS
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
-"""Number of tokens in a block of Mooncake's traces, and of other traces that do not state their
-block size.
+"""Number of tokens in a block of Mooncake's traces, and of LiteLLM logs and traces with columns that
+do not state their block size.
 """
 
 

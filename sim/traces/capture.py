@@ -67,8 +67,8 @@ class CaptureWriter:
         self._encode = msgspec.json.Encoder().encode
         self._block_tokens = block_tokens
         self._places = array("q")
-        """Number of the line in the new capture, by index of the arrival in the original trace; -1
-        if it was not written.
+        """Number of the line in the new capture (from 0, without the header), by index of the arrival in
+        the original trace; -1 if it was not written.
         """
         self.lines = 0
         header = GeneratedHeader(
@@ -90,7 +90,7 @@ class CaptureWriter:
         """Append an arrival to the capture.
 
         `after` becomes a line number of the new capture, or None if that request was not written.
-        Times are rounded to microseconds. `salt` replaces ids, session names, cache salts and
+        The arrival time is rounded to microseconds. `salt` replaces ids, session names, cache salts and
         header values by keyed hashes, except the latencies that clients ask for in headers.
         """
         blocks: Iterable[int] = arrival.blocks

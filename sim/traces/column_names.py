@@ -52,7 +52,9 @@ NEEDED: Final[Mapping[str, str]] = {
     "prompt_tokens": "prompt tokens",
     "output_tokens": "output tokens",
 }
-"""Roles that every row needs unless its prompt is a text. The values name the roles in errors."""
+"""Roles that a trace needs unless its prompts are texts; requests at a constant rate and later turns of
+a session need no times. The values name the roles in errors.
+"""
 _IN_MILLISECONDS: Final = frozenset({"textinput", "outputlength", "inputlength", "delay"})
 """Column names of AIPerf. If a trace with prompts as text has one of them, its times are
 milliseconds.
@@ -114,11 +116,11 @@ def meaning_of(names: Sequence[str], told: Mapping[str, str]) -> Meaning:
 
 
 def check_meaning(meaning: Meaning, names: Sequence[str], *, times_needed: bool) -> None:
-    """Raise `FieldError` if no column is known to have the times, the prompt tokens or the output
-    tokens, neither by its name in `names` nor by `--columns`.
+    """Raise `FieldError` if the times, the prompt tokens or the output tokens have no column, neither
+    by its name in `names` nor by `--columns`.
 
-    Traces with prompts as text need none of them, and `times_needed` is False if requests are sent
-    at a constant rate.
+    Traces with prompts as text need none of them. `times_needed` is False if requests are sent at a
+    constant rate or a later turn of a session waits for an answer.
     """
     if "prompt" in meaning.names:
         # Its tokens can be counted, and a list of prompts seldom has times.

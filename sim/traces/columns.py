@@ -29,8 +29,8 @@ _DEPTH_MAX: Final = 4
 _SHAPES_MAX: Final = 256
 """Maximum number of different sets of column names whose roles are cached."""
 _PREFIXES_MAX: Final = 2**24
-"""Maximum number of different shared prefixes that a trace may name, because one token of generated
-text cannot encode larger ids.
+"""Number of different shared prefixes that a trace must not reach, because one token of generated text
+cannot encode larger ids.
 """
 _WHOLE_REQUEST: Final = "payload"
 """Name of the JSON member that holds a whole request; its own members are not treated as columns of
@@ -82,7 +82,7 @@ class RowParser:
     def meaning(self, names: Sequence[str]) -> Meaning:
         """Return the roles of the columns `names`.
 
-        Raises `FieldError` if no column has a property that every request needs.
+        Raises `FieldError` if a property that every request needs has no column.
         """
         shape = tuple(names)
         known = self._shapes.get(shape)

@@ -147,8 +147,8 @@ def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--salt-file",
         type=Path,
         metavar="FILE",
-        help="file with a secret of up to 64 bytes, with which block ids, sessions and header values are "
-        "hashed in the capture (default: a random secret for raw requests, no hashing for other formats)",
+        help="file with a secret of up to 64 bytes, with which block ids, sessions, cache salts and header "
+        "values are hashed in the capture (default: a random secret for prompts as text, else no hashing)",
     )
     add(
         "--seed",

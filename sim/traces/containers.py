@@ -27,7 +27,8 @@ from sim.traces.captured import captured
 from sim.traces.line_stream import stream_of
 
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Maximum number of bytes in one line of a trace, and in one element of a JSON array."""
+"""Number of bytes that one line of a trace must not reach, and limit for one element of a JSON array.
+"""
 HEAD_BYTES: Final = 65_536
 _GZIP: Final = b"\x1f\x8b"
 _PARQUET: Final = b"PAR1"
@@ -178,7 +179,7 @@ class _Text:
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield each element of a JSON array as one line; only one element is in memory at a time."""
+    """Yield each element of a JSON array as one line; only a part of the file is in memory."""
     number = 0
     try:
         text = _Text(file)

@@ -25,8 +25,8 @@ FORMATS: Final[tuple[Format, ...]] = (
     *(CAPTURE, MOONCAKE, BAILIAN, AZURE, BURSTGPT),
     *(LITELLM, OPENAI, INFERENCE_PERF, TABLE, PROMPTS, OBJECTS),
 )
-"""All trace formats. `_found` tries document formats first, then line formats in this order, and
-those in `_BY_COLUMNS` last.
+"""All trace formats. `_found` tries document formats first. It then tries the line formats in this
+order on one line after the other, and those in `_BY_COLUMNS` only if no other one recognises a line.
 """
 _BY_COLUMNS: Final = (PROMPTS, TABLE, OBJECTS)
 """Formats that are tried after all others, because they recognise almost any table or JSON object.
@@ -37,7 +37,7 @@ def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     """Open a trace file in the format that the options name, or in the one that its beginning
     shows.
 
-    Reading counts lines before the first recognised one as malformed. Raises `OSError`, and
+    Reading treats lines before the first recognised one as malformed. Raises `OSError`, and
     `TraceError` if the file is empty, no format fits, or the format would ignore one of the options
     `columns`, `time_unit` and `tokenizer`.
     """

@@ -19,8 +19,8 @@ from sim.traces.lengths import Kind, Spread, fixed
 from sim.traces.reading import DocumentFormat
 
 _NUMBER_MAX: Final = 1_000_000_000
-"""Maximum of every count, length, rate, duration and weight in a workload file. It excludes the
-infinity of YAML.
+"""Maximum of every count, length, rate, duration and weight in a workload file, except `max` of a
+distribution. It excludes the infinity of YAML.
 """
 _Positive = Annotated[int, Meta(ge=1, le=_NUMBER_MAX)]
 _Count = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]

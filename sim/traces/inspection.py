@@ -76,7 +76,7 @@ class PodCeilings(Struct, frozen=True, kw_only=True):
 
 class Reuse(Struct, frozen=True, kw_only=True):
     """Statistics of how often and when the trace uses the same part of a prompt. A part is a block
-    of the trace.
+    of the trace, or an answer that a later prompt contains.
     """
 
     references: int

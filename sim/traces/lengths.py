@@ -16,8 +16,9 @@ class Spread(Struct, frozen=True, kw_only=True):
     """A random distribution whose values below `min` or above `max` are set to that limit. Its
     constructor raises `FieldError` for contradicting values.
 
-    `mean` and `std_dev` are those of the values themselves, also for a lognormal distribution (not
-    those of the logarithms).
+    `mean` and `std_dev` are those of the values before they are limited, also for a lognormal
+    distribution (not those of the logarithms). A uniform distribution uses neither; fixed values and
+    a Poisson distribution use only `mean`.
     """
 
     type: Kind = "normal"

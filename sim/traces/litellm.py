@@ -5,7 +5,7 @@ A row has 16 hexadecimal digits for each block of prompt tokens. The hashes are 
 for a partial last block. The provider counts the tokens, and LiteLLM computes the hashes. The two
 may differ by some tokens, so too many or too few hashes are no error. The position of the hashes in
 a row depends on the export (`metadata` is an object or a string of JSON), so they are searched by
-name. To read an export that is one JSON array, convert it to lines with `jq -c '.[]'`.
+name.
 """
 
 from datetime import UTC, datetime
@@ -38,7 +38,9 @@ class _Row(Struct, rename={"started": "startTime"}):
 
     @property
     def reached_the_model(self) -> bool:
-        """True if the request succeeded, was not answered from LiteLLM's own cache, and has tokens."""
+        """True if the request succeeded, was not answered from LiteLLM's own cache, and has prompt
+        tokens.
+        """
         cached = str(self.cache_hit).lower() == "true"
         return bool(self.prompt_tokens) and self.status != "failure" and not cached
 

@@ -1,4 +1,4 @@
-"""Raw OpenAI requests, one a line, parsed and hashed as in production.
+"""Raw OpenAI requests, one a line, parsed as in production, and hashed so without a tokenizer.
 
 A line is a body, or an object with the body under `body`, as the batch API has it (`url`, `method`,
 `custom_id`). It optionally has `time_s` or `timestamp` (seconds, or a date and time), `path`,

@@ -14,7 +14,7 @@ from sim.traces.arrival import Arrival, TraceError
 from sim.traces.reading import LineFormat, Trace
 
 LOOKED_AT_MAX: Final = 1_000
-"""Number of requests at the beginning of a trace that are checked for plausibility."""
+"""Maximum number of requests at the beginning of a trace that are checked for plausibility."""
 _REQUESTS_MIN: Final = 10
 """Minimum number of requests for warnings about arrival rates and constant columns."""
 _GAP_S_MIN: Final = 0.002

@@ -135,7 +135,7 @@ def request_through_bytes(arrival: Arrival) -> InferenceRequest:
 def body_of(arrival: Arrival) -> bytes:
     """Return the request's body: its raw body, else a generated one for `COMPLETIONS_PATH`.
 
-    Raises `ValueError` if block ids are too large to be encoded in the text.
+    Raises `ValueError` as `prompt_text` does.
     """
     if arrival.body:
         return arrival.body
@@ -154,7 +154,8 @@ def body_of(arrival: Arrival) -> bytes:
 def prompt_text(arrival: Arrival) -> str:
     """Return the generated text of the prompt, four ASCII characters a token.
 
-    Raises `ValueError` if block ids are too large to be encoded.
+    Raises `ValueError` if block ids, or the number of a request with own text, are too large to be
+    encoded.
     """
     # A hash of the picker may end this many tokens after the start of a block.
     shortest = 1 if arrival.lengths else arrival.block_tokens

@@ -1,6 +1,6 @@
 """Reading of a trace file as arrivals in order of time, one at a time, without loading the file.
 
-The first line that any format recognises determines the format; the file's name does not.
+The beginning of the file determines the format (`formats`); the file's name does not.
 `containers` turns the stored form into lines. A malformed line is reported with its number; it
 stops the reading or is counted.
 """
@@ -27,7 +27,8 @@ from sim.traces.workloads import Generated
 PROBLEMS_MAX: Final = 10
 """Maximum number of malformed lines whose errors are stored; all malformed lines are counted."""
 BEGINNING_LINES_MAX: Final = 10
-"""Number of non-blank lines at the beginning of a file in which its format or header is searched.
+"""Number of lines at the beginning of a file in which its format (blank lines do not count) or its
+header is searched.
 """
 _DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 _KEPT_FROM_BYTES: Final = 16 * 1024 * 1024
@@ -140,7 +141,7 @@ class Trace:
         self.problems: list[TraceError] = []
         """Errors of the first ten malformed lines."""
         self._read = 0
-        """Number of lines after the header that were parsed."""
+        """Number of non-blank lines after the header that were read, malformed ones included."""
         self._unread: set[int] = set()
         """Indices of malformed lines and of lines that are too far out of order. A request that
         waits for the answer to one of them is sent without waiting.
@@ -162,8 +163,8 @@ class Trace:
         """True if the trace is big enough for the cache on disk, a cache folder is set, and the file
         lists requests.
 
-        A complete iteration then writes the cache entry, unless a line is malformed or a request
-        has a body, and later iterations read it.
+        A complete iteration then writes the cache entry, unless a line is malformed, a request has a
+        body or the entry is too large, and later iterations read it.
         """
         if not self.options.kept_in or isinstance(self.format, DocumentFormat):
             return False

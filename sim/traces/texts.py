@@ -113,8 +113,8 @@ def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | Non
     ShareGPT conversation without question or answer.
 
     The member is a text, messages as OpenAI or ShareGPT write them, or a whole request. The prompt
-    of a ShareGPT conversation is its first question with everything before it, as in the benchmarks
-    of vLLM and SGLang. Raises `FieldError`.
+    of a ShareGPT conversation has the messages of user and system before the first answer to the
+    user, as in the benchmarks of vLLM and SGLang. Raises `FieldError`.
     """
     value = row.get(name)
     model = model or DEFAULT_MODEL

@@ -70,7 +70,7 @@ class Concurrency(Struct, frozen=True, kw_only=True):
 
 
 class ClosedLoad(Struct, frozen=True, kw_only=True):
-    """A load in which each request waits for an earlier answer.
+    """A load in which each request of a lane waits for the answer to the one before.
 
     A lane begins the next stage `gap_s` seconds after its last request is answered.
     """
@@ -111,7 +111,8 @@ class SharedPrefix(Struct, frozen=True, kw_only=True):
     output: Spread
     multi_turn: bool = False
     context_tokens_max: int = 225_000
-    """Maximum length in tokens of prompt and answer; a conversation that would exceed it restarts.
+    """Length in tokens of prompt and answer above which a conversation (`multi_turn`) restarts. A
+    single question with its answer may be longer.
     """
     skew: float | None = None
     """Zipf exponent of the groups' popularity; None to send all prompts round robin, in shuffled
@@ -266,7 +267,8 @@ _SESSIONS_MEASURED: Final = 200
 def steady_arrivals(
     workload: Workload, seed: int, requests_max: int | None = None
 ) -> Iterator[Arrival]:
-    """Return the generated requests of `workload` at a constant rate, in order of time.
+    """Return the generated requests of `workload` in order of time; its sessions begin at a constant
+    mean rate.
 
     Sessions that began before the trace are under way at its start: the trace has their remaining
     turns. No request arrives after the end of the load. All times assume that answers take no time.

@@ -42,7 +42,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     unit: str
     error: float | None
     """Relative error: simulated / recorded - 1. It is minus the share of disagreements if `what`
-    counts agreements, the mean of absolute relative errors if `what` is a mean error, and None for
+    counts agreements (1 if there is nothing to count), the mean of absolute relative errors if `what` is a mean error, and None for
     a fitted constant.
     """
     tolerance: float | None
@@ -137,7 +137,7 @@ def is_there(file: Path) -> bool:
 def lines_of(file: Path, kind: type[T]) -> Sequence[T]:
     """Return the rows of a JSON-lines file, or of its `.gz` variant.
 
-    Raises `TruthError` with the number of an invalid line.
+    Raises `TruthError`, which names the number of an invalid line.
     """
     rows: list[T] = []
     try:

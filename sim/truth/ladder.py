@@ -8,7 +8,8 @@ the cluster of `sim replay` with its defaults. One arm uses round robin. The oth
 production scheduler with weighted scores, as in the measured run. Times are those of the client.
 
 Only `shared_context_factor` is fitted, to the prefix-aware output tokens/s of the odd rows. The fit
-interpolates linearly between two runs for each row. The even rows are judged.
+interpolates linearly between two runs for each row. The even rows are judged, and the TTFT cliff of
+round robin on all rows.
 """
 
 import csv

@@ -3,9 +3,9 @@ each.
 
 `requests.jsonl` has one request per line, with measured times. The engine's constants come from the
 kernel timings in the same folder (`sim/engine/kernels.py`), or from the built-in `profile` that
-`engine.toml` names. The simulation is judged twice. The first time nothing is fitted to the
-recording. The second time, host time and skew are fitted to the first requests, and the results are
-judged on the others.
+`engine.toml` names. The simulation is first judged without a fit. With a recording of more than
+`FITTED_ON` requests and its own profile, host time and skew are then fitted to the first ones, and
+the results are judged on the others.
 """
 
 from collections.abc import Iterator, Sequence

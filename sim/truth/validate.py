@@ -4,7 +4,7 @@ the errors.
 A recording is a folder with an `engine.toml` whose `kind` names a module of `sim/truth`. New
 recordings of a known kind need no code. Two recordings come with the simulator, in
 `sim/truth/recordings`: one made for it, and a published table. Recordings of other projects are not
-included. A run without them names them and the places where they are searched.
+included. A run without them and without --truth names them and the places where they are searched.
 
 Exit codes: 0 if all errors are within the tolerances, 1 if not, if a recording is unreadable, or if
 the file of `--json` cannot be written, 2 if there is no recording in the folders of `--truth`

@@ -162,7 +162,10 @@ def test_a_promise_that_nothing_keeps_is_said_to_be_one(trace, tmp_path, capsys)
     ("flags", "told"),
     [
         ((), "--out DIR is needed"),
-        (("--out", "OUT", "--seeds", "2"), "--seeds is 2; confidence intervals need at least 3"),
+        (
+            ("--out", "OUT", "--seeds", "2"),
+            "--seeds is 2; expected at least 3, which confidence intervals need",
+        ),
         (("--out", "OUT", "--pods", "4"), "--pods is the result of sim size: leave it out"),
         (("--out", "OUT", "--price", "other=1"), "--price other: expected one of the profiles"),
         (("--out", "OUT", "--price", "a=1", "--price", "a=2"), "--price: a is given twice"),

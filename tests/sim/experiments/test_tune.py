@@ -320,7 +320,11 @@ def test_a_folder_of_another_trace_is_refused(folder, planted, capsys):
     ("arguments", "code", "told"),
     [
         ((), 2, "--out DIR is needed"),
-        (("--seeds", "2", "--out", "x"), 2, "--seeds is 2; confidence intervals need at least 3"),
+        (
+            ("--seeds", "2", "--out", "x"),
+            2,
+            "--seeds is 2; expected at least 3, which confidence intervals need",
+        ),
         (("--config", "random", "--out", "x"), 1, "random has no configuration"),
         (("--config", "nowhere.yaml", "--out", "x"), 2, "nowhere.yaml is neither a file nor"),
         (("--space", "nowhere.toml", "--out", "x"), 1, "nowhere.toml: No such file"),

@@ -345,7 +345,8 @@ class _Engine:
         caches = (*names.cache_queried, *names.cache_hit, *self.transfers)
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
-            *(*names.rejections_total, *names.first_outputs),
+            # First outputs and the tokens that were received for them are compared page by page.
+            *(*names.rejections_total, *names.first_outputs, *names.received_tokens),
             *(*self.ttft_sum, *self.ttft_count, *answers),
             *(series for _, series in names.attributes),
         )

@@ -7,9 +7,8 @@ each wanted metric is therefore searched near its position on the last page, and
 are not parsed again. Of a histogram only the sum and count are wanted, which stand among the
 buckets. Each of them is searched by its labels near its last position.
 
-The lines of histograms and the metrics in `seldom`, most of which are compared over half a minute
-or more, are searched on one page of `SELDOM_EVERY`, all on the same page. On every page they would
-take longer than all others.
+The metrics in `seldom`, which are compared over half a minute or more, are searched on one page of
+`SELDOM_EVERY`, all on the same page. On every page they would take longer than all others.
 
 The result differs in two ways from parsing the complete page. Series that are searched rarely are
 updated some pages later. A metric that was missing when the layout was taken, or a series apart
@@ -145,8 +144,8 @@ def layout_of(
 ) -> PageLayout | None:
     """Return the layout of a metrics page, given the number of `lines` of each wanted name.
 
-    `alone` contains series whose lines may stand among those of other series; they are searched as
-    rarely as `seldom`. Return None in these cases:
+    `alone` contains series whose lines may stand among those of other series, and `seldom` those
+    that are searched on one page of `SELDOM_EVERY`. Return None in these cases:
 
     - A wanted series is not below the one heading of its metric and not in `alone`.
     - The page begins with a heading.
@@ -171,7 +170,7 @@ def layout_of(
         metrics.append(_Metric(name, opening, heading.start(), text, seldom=name in seldom))
     for name, count in lines.items():
         if name in alone and name not in below:
-            stand_alone = _lines_alone(page, name)
+            stand_alone = _lines_alone(page, name, seldom=name in seldom)
             kept_bytes += sum(len(line.heading) for line in stand_alone)
             if len(stand_alone) != count or kept_bytes > KEPT_BYTES_MAX:
                 return None
@@ -182,7 +181,7 @@ def layout_of(
     return PageLayout(metrics, len(page))
 
 
-def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
+def _lines_alone(page: bytes, name: bytes, *, seldom: bool) -> list[_Line]:
     """Return the lines of the series `name`, wherever they stand on the page, or [] if one contains
     a "#" or has no end of its labels, or if there are too many.
     """
@@ -199,7 +198,7 @@ def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
             if b"#" in line or labels <= labelled or len(found) == LINES_ALONE_MAX:
                 return []
             heading = page[at : start + labels]
-            found.append(_Line(name, heading, at, line[labels:], seldom=True))
+            found.append(_Line(name, heading, at, line[labels:], seldom=seldom))
         at = page.find(opening, end)
     return found
 

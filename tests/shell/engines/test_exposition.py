@@ -677,5 +677,31 @@ def test_the_sums_of_kv_transfers_belong_to_one_page():
     assert len(speeds) >= 5
 
 
+RECEIVED_PAGE = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 1
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0"} 1
+# HELP vllm:prompt_tokens_by_source Prompt tokens by where they came from.
+# TYPE vllm:prompt_tokens_by_source_total counter
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} RECEIVED
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} COUNT
+vllm:time_to_first_token_seconds_count{engine="0"} COUNT
+vllm:time_to_first_token_seconds_sum{engine="0"} COUNT
+"""
+
+
+def test_first_outputs_and_received_tokens_are_those_of_each_page():
+    """They are compared page by page: whose first output a page shows follows from both."""
+    memory = exposition.PageMemory()
+    for count in range(40):
+        page = RECEIVED_PAGE.replace("COUNT", str(count)).replace("RECEIVED", str(100 * count))
+        told = READER.read(page.encode(), {}, memory)
+        assert told.first_outputs_total == count
+        assert told.transfers.received_tokens == 100 * count
+
+
 def test_an_engine_without_a_connector_has_no_transfers():
     assert read(QUEUES).transfers is None

@@ -99,6 +99,7 @@ def _describe_flow(flow: FlowSettings) -> dict[str, dict[str, Any]]:
             "defaultRequestTTL": f"{flow.wait_s_max:g}s",
             "noEndpointRequestTTL": f"{flow.empty_pool_wait_s_max:g}s",
             "identityHeaders": list(flow.identity_headers),
+            **({"enableEviction": True} if flow.evicts else {}),
         },
         **({} if flow.agents is None else {"agent sessions": plain_parameters(flow.agents)}),
         "flow control detector": _plain(flow.detector),

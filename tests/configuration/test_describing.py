@@ -23,6 +23,13 @@ def test_the_hash_tells_what_decides_and_nothing_else():
     assert config_hash(plain) != config_hash(load(WEIGHTED.replace("weight: 3", "weight: 4")))
 
 
+def test_eviction_counts_as_a_difference():
+    off = load(WEIGHTED + "featureGates: [flowControl]\nflowControl: {}\n")
+    on = load(WEIGHTED + "featureGates: [flowControl]\nflowControl: {enableEviction: true}\n")
+    assert config_hash(on) != config_hash(off)
+    assert len(diff_configs(off, on)) == 1
+
+
 def test_a_difference_is_told_by_plugin_and_parameter():
     """What hot reload logs."""
     old = load(WEIGHTED)

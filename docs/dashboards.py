@@ -630,10 +630,10 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "In flight",
-                    "Requests that these pickers sent there and that have not ended.",
+                    "Requests that the pickers sent there and that have not ended, by the picker that counts most. Each counts those of its peers.",
                     "short",
                     each_endpoint(
-                        latest("homing_inflight_requests", BY_ENDPOINT, how="sum", select=POD)
+                        latest("homing_inflight_requests", BY_ENDPOINT, how="max", select=POD)
                     ),
                 ),
                 Panel(
@@ -641,7 +641,7 @@ ENDPOINTS: Final = Dashboard(
                     "Estimated tokens that the engine still has to compute.",
                     "short",
                     each_endpoint(
-                        latest("homing_inflight_tokens", BY_ENDPOINT, how="sum", select=POD)
+                        latest("homing_inflight_tokens", BY_ENDPOINT, how="max", select=POD)
                     ),
                 ),
                 Panel(

@@ -22,20 +22,20 @@ class GuardedPrefix(Parameters, frozen=True):
 
     R is the number of an endpoint's requests in flight, k is `sigma_factor`, and sigma the standard
     deviation of R as a sample (n - 1). The percentage of the prompt that an endpoint has cached is
-    floor(100 x matched blocks / all blocks of the prompt). If max R - min R > `imbalance_requests`,
-    only the endpoints with the lowest R are considered.
+    floor(100 x matched blocks / full blocks of the prompt). If max R - min R >
+    `imbalance_requests`, only the endpoints with the lowest R are considered.
 
     The defaults 8 of `imbalance_requests` and 1 of `sigma_factor` are those of AIBrix's code; its
     documentation says 16 and 2. The authors tuned the value 8 for 4,000 tokens in and 2,000 out on
     A10 and A100 (PR #933).
 
     Kept from AIBrix: percentages are whole numbers, rounded down, so endpoints may be equal
-    although their cached blocks differ by almost a hundredth of the prompt; when it is full, the
-    table loses the head of a prompt before its tail. Different from AIBrix: the picker plugin
-    orders equal endpoints, round robin or at random; blocks have 16 tokens, where AIBrix's code has
-    4 bytes and its documentation 128 tokens. The copy's table has at most 200,000 (block, endpoint)
-    pairs, and the endpoint with most of them loses its oldest. AIBrix's table has as many blocks in
-    one order, and forgets blocks after 20 minutes.
+    although their cached blocks differ by almost a hundredth of the prompt; a full table of hashes
+    loses the head of a prompt before its tail. Different from AIBrix: the picker plugin orders
+    equal endpoints, round robin or at random; blocks have 16 tokens, where AIBrix's code has 4
+    bytes and its documentation 128 tokens. The copy's table of hashes has at most 200,000 (block,
+    endpoint) pairs, and the endpoint with most of them loses its oldest. AIBrix's table has as many
+    blocks in one order, and forgets blocks after 20 minutes.
     """
 
     type_name: ClassVar[str] = "guarded-prefix-scorer"

@@ -20,16 +20,17 @@ class UserTokenPlace(Parameters, frozen=True):
     position in the list of n.
 
     place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1). The
-    tokens of a user are its prompt tokens plus twice its output tokens of the last 5 minutes; R is
-    the number of requests in flight at the endpoint. The score of an endpoint is 1 - (|i - place| +
-    min(R / `requests_max`, 1)) / n. A request without a user gets the same score at every endpoint.
+    tokens of a user are its prompt tokens plus twice its estimated output tokens of the last 5
+    minutes (`user-tokens-producer`); R is the number of requests in flight at the endpoint. The
+    score of an endpoint is 1 - (|i - place| + min(R / `requests_max`, 1)) / n. A request without a
+    user gets the same score at every endpoint.
 
     Kept from AIBrix: the rule does not queue requests by virtual tokens. Users with many tokens
     share the last endpoints of the list, whatever other users do, and users with few tokens share
     the first; the order of endpoints in the list decides which ones these are.
 
     Different from AIBrix: the output tokens are estimated, and their real number is never used; the
-    lowest and the highest number of tokens of any user are up to a second old.
+    lowest and the highest number of tokens of any user may be up to a second old.
     """
 
     type_name: ClassVar[str] = "user-token-place-scorer"

@@ -38,9 +38,8 @@ class BlockLoadSettings(contract.PrefixIndexSettings, frozen=True, kw_only=True)
 
     miss_decay: Annotated[float, Meta(ge=0, le=1)] = 0.97
     active_blocks_max: Annotated[int, Meta(ge=1)] = 500_000
-    """Maximum number of blocks of running requests at all endpoints together, about 80 bytes each.
-
-    Beyond it, the blocks of further requests are not counted.
+    """Number of counted blocks of running requests at all endpoints together, about 80 bytes each,
+    from which on the blocks of further requests are not counted.
     """
 
     def open(self) -> AffinityIndex:

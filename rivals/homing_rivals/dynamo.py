@@ -2,8 +2,8 @@
 
 Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
 
-The strategy `dynamo-queue` has Dynamo's queue of requests. In this strategy requests wait in the
-router, first come, first served, while every worker has more than `router_queue_threshold` (16)
+The strategy `dynamo-queue` has Dynamo's queue of requests. With `dynamo-queue`, requests wait in
+the picker, first come, first served, while every worker has more than `router_queue_threshold` (16)
 times its `max_num_batched_tokens` (8,192) uncached tokens to prefill. A new request also waits
 while other requests wait. The cached prefix of a queued request is looked up when it leaves the
 queue. `dynamo-queue` omits priorities, other orders of the queue (last come first served, shortest
@@ -121,8 +121,8 @@ class TwoTier(Parameters, frozen=True):
 
 
 class Queue(Parameters, frozen=True):
-    """Hold requests in the router while every endpoint has more than t * b tokens to prefill; drop
-    no candidate.
+    """Hold requests in the picker's queue while every endpoint has more than t * b tokens to
+    prefill; drop no candidate.
 
     t is `queue_threshold`, and b is `max_num_batched_tokens` of every engine. An endpoint with
     exactly t * b tokens lets requests continue.
@@ -251,8 +251,7 @@ STRATEGIES: Final = (
         ),
         omissions=(
             "as `dynamo-first-token`, except for the queue; the queue's priorities, orders other "
-            "than first come first served, classes and limits; the queue exists only in the "
-            "simulator"
+            "than first come first served, classes and limits"
         ),
         config=contract.config_of(
             contract.producer(_INDEX, ttl=_TTL),

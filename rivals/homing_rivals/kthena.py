@@ -27,10 +27,10 @@ class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
     `routed-blocks-producer`, but recorded only when the request has been answered.
 
     While a request is being answered, the index does not know its prompt, so a second request with
-    the same beginning matches nothing. The index never records failed requests. If the gateway does
-    not show ends of requests, a request counts as answered when the picker no longer counts it in
-    flight. The index with `contiguous`, `tailFirst` and `lastPartialBlock` counts matches as
-    kthena's table does, which looks for the last block of a prompt that an endpoint has.
+    the same beginning does not match it. The index never keeps records of failed requests. If the
+    gateway does not show ends of requests, a request counts as answered when the picker no longer
+    counts it in flight. The index with `contiguous`, `tailFirst` and `lastPartialBlock` counts
+    matches as kthena's table does, which looks for the last block of a prompt that an endpoint has.
 
     Different from kthena: `blocksMax` limits the blocks of all endpoints together, where kthena
     limits those of each endpoint; a last partial block also counts if it is the 129th.
@@ -80,9 +80,9 @@ class TopMatches(contract.Parameters, frozen=True):
     / N), and the others 0.
 
     m is the number of the prompt's leading blocks that the endpoint has, and N the number of blocks
-    of the prompt. If several endpoints with equal matches compete for the last of the `top` places,
-    a hash of the request's id selects one. A prompt without a block of this index gives no score to
-    any endpoint.
+    of the prompt. If endpoints with equal matches compete for the last of the `top` places, a hash
+    of the request's id decides. A prompt without a block of this index gives no score to any
+    endpoint.
 
     Kept from kthena: a prompt that all endpoints have cached gives points to `top` of them only.
     """
@@ -120,8 +120,8 @@ class UnstartedRequests(contract.Parameters, frozen=True):
     the endpoint but do not run are assumed to wait. All endpoints of an idle pool get all points.
 
     Kept from kthena: the most loaded endpoint has no points, and the points of the others are
-    relative to its load, so an even load gives few points to all; requests that were sent since a
-    metrics page was read weigh as much as waiting ones.
+    relative to its load, so an even load gives few points or none to all; requests that were sent
+    since a metrics page was read weigh as much as waiting ones.
     """
 
     type_name: ClassVar[str] = "unstarted-requests-scorer"

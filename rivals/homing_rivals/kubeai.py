@@ -31,7 +31,7 @@ class BoundedPrefixHash(Parameters, frozen=True):
     If none of these is within the bound, the first of them clockwise wins.
 
     Kept from KubeAI: the system prompt is not part of the key, and conversations whose first
-    message begins with the same template share one endpoint for ever.
+    message begins with the same template share one place on the ring for ever.
 
     Different from KubeAI: requests to endpoints that left are not counted in the sum; the key of a
     prompt without text, from a replayed trace, is its first blocks of 25 tokens; if there is no

@@ -1,8 +1,8 @@
 """Rules that prefer the endpoint with the least prefill work, including that of the request itself.
 
 The two rules of this family are LPWL and LMetric. Both read the prefix index, LPWL also the
-picker's count of uncached tokens in flight, and LMetric that of requests in flight. These change at
-once with each request of this picker.
+picker's count of uncached tokens in flight, and LMetric that of requests in flight. These counts
+change at once with each request of this picker.
 """
 
 from typing import ClassVar, Final
@@ -21,9 +21,9 @@ class LeastPendingWork(Parameters, frozen=True):
     T is the number of tokens of the prompt; hit(e) the number of them that e is estimated to have
     cached; pending(e) the number of uncached tokens that were sent to e and are not yet prefilled.
 
-    Different from the original: pending tokens drain at the endpoint's prefill speed with time, not
-    only when a first token is seen. The scores show only the order of the endpoints, not how much
-    they differ.
+    Different from the original of LPWL: pending tokens drain at the endpoint's prefill speed with
+    time, not only when a first token is seen. The scores of LPWL show only the order of the
+    endpoints, not how much they differ.
     """
 
     type_name: ClassVar[str] = "least-pending-work-scorer"

@@ -1,11 +1,11 @@
 """The index of llm-d's endpoint picker and of its predecessor, as they ship it.
 
 Sources: llm-d/llm-d-router v0.10; kubernetes-sigs/gateway-api-inference-extension v1 and its
-proposal 0602. The scorers and filters of these strategies are Homing's own; only their prefix
-index, `routed-blocks-producer`, differs. The documentation of llm-d-router's `lora-affinity-scorer`
-gives adapters a weight of 1. The sample configuration of both projects,
-`test/integration/epp/testdata/default-config.yaml` (GIE v1.5.0), has this scorer beside the other
-three, each with a weight of 1.
+proposal 0602. The scorers of these strategies are Homing's own; their prefix index,
+`routed-blocks-producer`, and the filter of `llm-d-gate` are copies. The documentation of
+llm-d-router's `lora-affinity-scorer` gives adapters a weight of 1. The sample configuration of both
+projects, `test/integration/epp/testdata/default-config.yaml` (GIE v1.5.0), has this scorer beside
+the other three, each with a weight of 1.
 
 Different from llm-d-router: an adapter with only waiting requests counts as running, as in vLLM's
 lists; llm-d-router scores it 0.6.
@@ -13,7 +13,7 @@ lists; llm-d-router scores it 0.6.
 The strategy `llm-d-gate` has the queue of llm-d-router with its defaults: one flow, first come,
 first served, and a gate that compares the mean utilization of the pool with 1.0. The utilization of
 an endpoint is the one of its last metrics page. llm-d-router reads pages each 50 ms and places at
-most one request per millisecond. Here, 50 requests may be placed between two pages.
+most one request per millisecond. The copy places at most 50 requests between two pages.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -39,14 +39,14 @@ _ROUTED: Final = RoutedBlocksSettings.type_name
 
 
 class Gate(Parameters, frozen=True):
-    """Hold requests in the router while the mean utilization of the pool is 1 or more; drop no
-    candidate.
+    """Hold requests in the picker's queue while the mean utilization of the pool is 1 or more; drop
+    no candidate.
 
     The utilization of an endpoint is max(W / q, KV / k). W are the requests that wait in the engine
     and KV is the used share of its KV cache, both by its last metrics page; q is
     `queue_depth_threshold` and k is `kv_cache_util_threshold`. An endpoint whose page is older than
     `staleness_s`, or shows neither W nor KV, has utilization 1. Requests also wait while
-    `placed_max` requests of all endpoints together were placed after the last page of their
+    `placed_max` or more requests of all endpoints together were placed after the last page of their
     endpoint.
     """
 

@@ -1,9 +1,9 @@
 """Load alone, as proxies balance it: chance, round robin, the fewest requests, and vLLM's own rule.
 
 The strategies of this family ignore the prompt. They are the baseline for strategies that use
-cached prefixes. Their names end in `-live` because the simulator has baselines with the plain
-names: these model a plain proxy, which has no scrapes and considers no endpoint stale, whereas the
-strategies with `-live` are plugins of the scheduler.
+cached prefixes. Four of their names end in `-live` because the simulator has baselines with the
+plain names. The baselines model a plain proxy, which has no scrapes and considers no endpoint
+stale, whereas the strategies with `-live` consist of plugins of the scheduler.
 """
 
 from random import Random
@@ -54,8 +54,8 @@ class PowerOfTwo(Parameters, frozen=True):
 
 
 class DataParallelLoad(Parameters, frozen=True):
-    """vLLM's balancer of data-parallel ranks: prefer the endpoint with the least 4 x waiting +
-    running requests.
+    """Prefer the endpoint with the least 4 x waiting + running requests, as vLLM's balancer of
+    data-parallel ranks does.
 
     Requests that were sent since the engine last reported its load count as waiting. Source: vLLM's
     `DPLBAsyncMPClient`, whose engines report their load every 100 ms.

@@ -194,9 +194,9 @@ class ExploreExploit(contract.Parameters, frozen=True):
     to have cached; v the prefill speed of e; R(e) the number of requests in flight at e; o is
     `output_tokens` and d is `decode_s`.
 
-    If the endpoint to exploit has L > `rebalance_ratio` * min L, and each endpoint got
-    `rebalance_requests` in the window on average, the endpoint with the lowest L(e) gets the prompt
-    instead, and has it cached from then on.
+    If the endpoint to exploit has L > `rebalance_ratio` * min L, and each endpoint got at least
+    `rebalance_requests` requests in the window on average, the endpoint with the lowest L(e) gets
+    the prompt instead, and has it cached from then on.
 
     Different from Preble: prefill speeds are those of the configuration, where Preble has lines
     fitted for two GPUs; the time of a decoded token is a constant, where Preble takes the median of

@@ -50,11 +50,11 @@ class SimHashRing(Parameters, frozen=True):
     found by rendezvous hashing. A replayed trace has no text, so the features of its prompts are
     the hashes of the blocks within the first 512 bytes. A prompt with neither text nor blocks goes
     to the endpoint with the fewest requests. Kept by `hashed`: hashing the SimHash again destroys
-    its property that similar prompts have similar values. Two prompts whose SimHashes differ in one
-    bit then have unrelated keys; only prompts with equal SimHashes have the same key. Prompts with
-    the same first 512 bytes share one owner, unless a `load_factor` makes the ring continue to the
-    next endpoint. The proposal's own test of load is omitted, because it is inverted: it keeps the
-    busiest tenth of the endpoints.
+    its property that similar prompts have similar values. With `hashed`, two prompts whose
+    SimHashes differ in one bit have unrelated keys; only prompts with equal SimHashes have the same
+    key. Prompts with the same first 512 bytes share one owner, unless a `load_factor` makes the
+    ring continue to the next endpoint. The proposal's own test of load is omitted, because it is
+    inverted: it keeps the busiest tenth of the endpoints.
     """
 
     type_name: ClassVar[str] = "simhash-ring-scorer"
@@ -66,8 +66,8 @@ class SimHashRing(Parameters, frozen=True):
     locality: Locality = Locality.HASHED
     band_bits: Annotated[int, Meta(ge=1, le=_BITS)] = 6
     load_factor: Annotated[float, Meta(ge=1)] | None = None
-    """Factor of the mean requests in flight above which an endpoint is skipped, or None for no
-    limit.
+    """Factor of the mean requests in flight, with this request and rounded up, above which an
+    endpoint is skipped; None for no limit.
     """
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:

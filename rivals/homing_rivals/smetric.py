@@ -1,6 +1,6 @@
 """SMetric: a request of which most is cached stays at the endpoint with its longest match while its
-expected time to first token is below a limit there, or nowhere. Other requests go to the endpoint
-with the least work.
+expected time to first token is within a limit there, or within it at no endpoint. Other requests go
+to the endpoint with the least work.
 
 Source: a proposal for vllm-project/router.
 """
@@ -21,9 +21,10 @@ class StayInTime(Parameters, frozen=True):
 
     cost(n) = (n + n * (L - n / 2) / A) / v is the time to prefill n tokens, and queued(e) = P(e) /
     v + cost(L - hit(e)) the time until e has prefilled this request. The request stays at the
-    endpoint h with the longest match if hit(h) > r * L, and if queued(h) <= s * (b + cost(L)) or no
-    endpoint fulfils this second condition. Otherwise the request goes to the endpoint with the
-    lowest queued(e) * (R(e) + 1), or with the lowest queued(e) if `colocated` is false.
+    endpoint h with the longest match (of several the one with the lowest queued(h)) if hit(h) > r *
+    L, and if queued(h) <= s * (b + cost(L)) or no endpoint fulfils this second condition. Otherwise
+    the request goes to the endpoint with the lowest queued(e) * (R(e) + 1), or with the lowest
+    queued(e) if `colocated` is false.
 
     L is the number of tokens of the prompt; hit(e) the number of them that e is estimated to have
     cached; P(e) the number of uncached tokens waiting at e; v the prefill speed of e; R(e) the

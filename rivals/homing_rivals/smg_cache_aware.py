@@ -2,9 +2,9 @@
 
 The two rules of this family are the first and the last of four generations of this routing. Both
 have a tree of the prompts that they sent (`radix_tree`), and differ in the choice of an endpoint if
-its load is too high to follow the tree. R(e) is the number of requests in flight at endpoint e, and
-K(e) its KV-cache usage from 0 to 1. The tree of the copies compares prompts by blocks of 16 tokens,
-where the originals compare characters or tokens.
+the load of the endpoint that the tree names is too high. R(e) is the number of requests in flight
+at endpoint e, and K(e) its KV-cache usage from 0 to 1. The tree of the copies compares prompts by
+blocks of 16 tokens, where the originals compare characters or tokens.
 """
 
 import math

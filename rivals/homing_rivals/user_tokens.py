@@ -24,8 +24,8 @@ _BUCKET_S: Final = 5
 
 
 class UserTokensSettings(Parameters, frozen=True):
-    """`user-tokens-producer`: an index of the recent tokens of each user: prompt tokens plus twice
-    the estimated answer tokens.
+    """`user-tokens-producer`: an index of the recent tokens of each user: by default prompt tokens
+    plus twice the estimated answer tokens of the last five minutes.
     """
 
     type_name: ClassVar[str] = "user-tokens-producer"

@@ -145,21 +145,23 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
 
 
 _TIMES_SAY: Final = (
-    "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case, or "
-    "has 1/1.2 of its throughput. Each ratio in the table is the geometric mean over the cases. The "
-    'number before "out" is the number of cases in which the strategy leaves over 1 % more of the '
-    "requests unanswered than the strategy that leaves the fewest; its ratio in these cases counts as "
-    "1 or more."
+    "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case in "
+    "this figure, or has 1/1.2 of its throughput. Each ratio in the table, except that of the worst "
+    "case, is the geometric mean over the cases. Goodput is the mean share of requests within the "
+    'latency targets. The number before "out" is the number of cases in which the strategy leaves over '
+    "1 % of the requests more unanswered than the strategy that leaves the fewest; its ratio in these "
+    "cases counts as 1 or more."
 )
 _LEVEL_SAYS: Final = (
     "The table shows the number of cases in which each strategy is the best, or level with the best: "
-    "the 95 % interval of its difference from the best contains 0. A strategy whose figures vary "
+    "the 95 % confidence interval of its difference from the best contains 0. A strategy whose figures vary "
     "between random draws has a wide interval, so it may be level with the best although its mean is "
     "far from it."
 )
 _CASES_SAY: Final = (
-    "The best strategy of a case has the lowest mean E2E. Another strategy is level with the best "
-    "one if the 95 % interval of their difference contains 0."
+    "The best strategy of a case has the lowest mean E2E of the strategies that answer enough "
+    "requests. Another strategy is level with the best one if the 95 % confidence interval of their "
+    "difference in mean E2E contains 0."
 )
 
 
@@ -470,7 +472,7 @@ def _mark(row: StandingSummary, measure: str) -> str:
 
 
 def _marked_case(case: CaseSummary) -> str:
-    """Return the name of a case, with "(hold-out)" or "(LoRA)" if it is one."""
+    """Return the name of a case, with its marks in parentheses: hold-out, LoRA or both."""
     marks = [*(["hold-out"] if case.hold_out else []), *(["LoRA"] if case.max_loras else [])]
     return f"{case.name} ({', '.join(marks)})" if marks else case.name
 

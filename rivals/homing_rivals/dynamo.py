@@ -2,8 +2,8 @@
 
 Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
 
-The strategy `dynamo-queue` has Dynamo's queue of requests. With `dynamo-queue`, requests wait in
-the picker, first come, first served, while every worker has more than `router_queue_threshold` (16)
+The strategy `dynamo-queue` has Dynamo's queue of requests. Requests of `dynamo-queue` wait in the
+picker, first come, first served, while every worker has more than `router_queue_threshold` (16)
 times its `max_num_batched_tokens` (8,192) uncached tokens to prefill. A new request also waits
 while other requests wait. The cached prefix of a queued request is looked up when it leaves the
 queue. `dynamo-queue` omits priorities, other orders of the queue (last come first served, shortest

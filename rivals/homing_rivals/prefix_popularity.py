@@ -24,7 +24,7 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     most 2,048 times `blocks_min`. A head is not popular if at most the share `share_max` of the
     last `requests_max` requests began with it, or at most `requests_min` of them. The number of
     matched blocks is the same for all endpoints. If every examined head is popular, it is the
-    length of the longest examined head. Of a request with several prompts, only the first counts.
+    length of the longest examined head. Only the first prompt of a request counts.
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"

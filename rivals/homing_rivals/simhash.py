@@ -50,10 +50,10 @@ class SimHashRing(Parameters, frozen=True):
     found by rendezvous hashing. A replayed trace has no text, so the features of its prompts are
     the hashes of the blocks within the first 512 bytes. A prompt with neither text nor blocks goes
     to the endpoint with the fewest requests. Kept by `hashed`: hashing the SimHash again destroys
-    its property that similar prompts have similar values. With `hashed`, two prompts whose
-    SimHashes differ in one bit have unrelated keys; only prompts with equal SimHashes have the same
-    key. Prompts with the same first 512 bytes share one owner, unless a `load_factor` makes the
-    ring continue to the next endpoint. The proposal's own test of load is omitted, because it is
+    its property that similar prompts have similar values. Two prompts whose SimHashes differ in one
+    bit have unrelated keys with `hashed`; only prompts with equal SimHashes have the same key.
+    Prompts with the same first 512 bytes share one owner, unless a `load_factor` makes the ring
+    continue to the next endpoint. The proposal's own test of load is omitted, because it is
     inverted: it keeps the busiest tenth of the endpoints.
     """
 

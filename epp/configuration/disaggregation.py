@@ -251,8 +251,10 @@ class HeaderHandler(Parameters, frozen=True):
     unknown name is refused with 400. A single profile serves all requests, whatever the header says.
 
     A request with the header `Prefer: if-available` is refused with 412, and counted at no endpoint,
-    if the chosen endpoint has too little of the prompt cached. `prefix-based-pd-decider` says how many
-    tokens may be uncached. Without it, the endpoint must have at least one block.
+    if the chosen endpoint has too little of the prompt cached. With `prefix-based-pd-decider`, a
+    request with this header is refused if at least `nonCachedTokens` of its prompt's tokens are
+    uncached at the endpoint (never if that is 0, or for prompts below `promptTokens`). Without
+    `prefix-based-pd-decider`, the endpoint must have at least one block.
     """
 
     header_name: _Name = "EPP-Profile"

@@ -190,7 +190,8 @@ class LocalTokenizers(Parameters, frozen=True):
     auto_discovery_dir: str = ""
     """Folder to search for tokenizers.
 
-    Each folder below it with a `tokenizer.json` belongs to the model that its relative path names.
+    A `tokenizer.json` belongs to the model whose name is the relative path of its folder; in the
+    layout of the Hugging Face cache, to the model of that cache.
     """
     model_tokenizer_map: Mapping[str, str] = field(default_factory=dict)
     """Tokenizer file of each model, or the folder that contains it, by model name."""

@@ -247,12 +247,15 @@ class HeaderHandler(Parameters, frozen=True):
     """`header-profile-handler`: a request header names the profile that chooses the endpoint.
 
     A coordinator sends one request for each of the stages encode, prefill and decode. A profile with
-    the name of a stage does the work of that stage: load, prefixes and media are recorded for it. An
-    unknown name is refused with 400. A single profile serves all requests, whatever the header says.
+    the name of a stage does the work of that stage: load, prefixes and media are recorded for it. A
+    request with an unknown name is refused with 400. A single profile serves all requests, whatever
+    the header says.
 
     A request with the header `Prefer: if-available` is refused with 412, and counted at no endpoint,
-    if the chosen endpoint has too little of the prompt cached. `prefix-based-pd-decider` says how many
-    tokens may be uncached. Without it, the endpoint must have at least one block.
+    if the chosen endpoint has too little of the prompt cached. With `prefix-based-pd-decider`, that is
+    so if at least `nonCachedTokens` prompt tokens are uncached, but never if `nonCachedTokens` is 0 or
+    the prompt has fewer than `promptTokens` tokens. Without it, the endpoint must have at least one
+    block cached.
     """
 
     header_name: _Name = "EPP-Profile"

@@ -252,10 +252,10 @@ class HeaderHandler(Parameters, frozen=True):
     the header says.
 
     A request with the header `Prefer: if-available` is refused with 412, and counted at no endpoint,
-    if the chosen endpoint has too little of the prompt cached. With `prefix-based-pd-decider`, that is
-    so if at least `nonCachedTokens` prompt tokens are uncached, but never if `nonCachedTokens` is 0 or
-    the prompt has fewer than `promptTokens` tokens. Without it, the endpoint must have at least one
-    block cached.
+    if the chosen endpoint has too little of the prompt cached. If `prefix-based-pd-decider`
+    decides on prefill, that is so if at least `nonCachedTokens` prompt tokens are uncached, but never
+    if `nonCachedTokens` is 0 or the prompt has fewer than `promptTokens` tokens. If another plugin or
+    none decides, the endpoint must have at least one block of the prompt cached.
     """
 
     header_name: _Name = "EPP-Profile"

@@ -205,7 +205,7 @@ async def why_there(night: Night) -> None:
     await night.say(
         "## Why did it go there?",
         "",
-        "A client complains about one request and has the id from its answer.",
+        "A client complains about one request and has the request id from the answer.",
     )
     await asyncio.to_thread(
         night.walk.run,
@@ -239,7 +239,7 @@ async def is_it_the_picker(night: Night) -> None:
         await night.say(
             "## Is it the picker?",
             "",
-            "The incident of this section: all requests are slow. "
+            "The incident of this section: many requests are slow, at all pods. "
             f"(The second picker is stopped for {FROZEN_S * 1e3:.0f} of every {(FROZEN_S + THAWED_S) * 1e3:.0f} ms.)",
         )
         late = urlsplit(night.stage.pickers[1].pages).netloc
@@ -255,7 +255,7 @@ async def last_nights_change(night: Night) -> None:
     await night.say(
         "## What did last night's change do?",
         "",
-        "The incident of this section: the picker's ConfigMap was changed so that only cached prefixes count in its decisions.",
+        "The incident of this section: the configuration of both pickers was changed so that only cached prefixes count in their decisions.",
     )
     await night.answers(
         f"epp changes --dir $DECISIONS --window {night.stretch_s:.0f}s",
@@ -274,7 +274,7 @@ async def doubled_by_a_pod(night: Night) -> None:
         await night.say(
             f"## Why did the TTFT double at {began}?",
             "",
-            f"The first cause of a doubled TTFT: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (The slow pod is pod-{port}.)",
+            f"The first cause of a doubled TTFT, at one pod: this pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (The slow pod is pod-{port}.)",
         )
         await night.answers(
             f"epp changes --dir $DECISIONS --at {began} --window {night.stretch_s:.0f}s",

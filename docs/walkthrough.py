@@ -266,8 +266,8 @@ def _tune(walk: Walk, trials: int) -> None:
     walk.say(
         "## Better weights, tried on what was captured",
         "",
-        "`sim tune` replays the capture through the same scheduler, tunes on its first half, and judges "
-        "on the second.",
+        "`sim tune` replays the capture through the picker's own scheduler, tunes on the first half of "
+        "the capture, and judges on the second half.",
         "`sim tune` reads a copy of the capture, because the picker continues to write it.",
     )
     walk.run("cp -r capture captured")
@@ -315,7 +315,7 @@ def _apply(walk: Walk, driven_s: float) -> None:
     walk.say("The table compares the clients' results before and after the change of the weights:")
     walk.page += [*comparison(walk.folder), ""]
     walk.say(
-        "All documents and system prompts were new both before and after the change, so each was computed at least once. "
+        "The documents and system prompts after the change differ from those before, so each was computed at least once in either run. "
         "`sim tune` instead judged by the second half of the capture, most of which was cached, and by both kinds of traffic together.",
     )
     walk.run("epp top --once")

@@ -101,11 +101,11 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
     walk.say(
         "# From nothing to tuned, in a cluster",
         "",
-        "This page repeats the walkthrough [A day with Homing](walkthrough.md) in a Kubernetes of one node ([`make cluster`](availability.md#seen-in-a-cluster)). "
+        "This page repeats the walkthrough [A day with Homing](walkthrough.md) in a Kubernetes cluster with one real node ([`make cluster`](availability.md#seen-in-a-cluster)). "
         "Follow this page to install the chart, capture traffic and tune the weights in a cluster.",
         "The chart's picker and Envoy run in pods of this cluster.",
         f"The {PODS} model servers are on a node without a GPU that [kwok](https://kwok.sigs.k8s.io) plays; "
-        "a simulated engine of Qwen3-32B on two H100s answers at the address of each.",
+        "a simulated engine of Qwen3-32B on two H100s answers at the address of each model server.",
         "`python -m docs.walkthrough_cluster` writes this page; each command is followed by its real output.",
     )
     walk.say("## A picker for a pool")
@@ -127,7 +127,7 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
         "",
         "Two kinds of traffic run at once: questions about documents, some of which are much more popular than others, "
         "and assistants with a long system prompt each.",
-        "The clients (`sim drive`) run inside the cluster's network, so that they reach its Services.",
+        "The clients (`sim drive`) run inside the cluster's network, so that the clients reach the cluster's Services.",
     )
     _drive(walk, "before", captured_s, seed=1)
     _tune(walk, trials)
@@ -168,7 +168,7 @@ def _tune(walk: Walk, trials: int) -> None:
     walk.say(
         "## Better weights, tried on what was captured",
         "",
-        "The capture is copied from the picker's pod; it contains the sizes and endpoints of requests, without any text:",
+        "The capture is copied from the picker's pod; the capture contains the sizes and endpoints of requests, without any text:",
     )
     walk.run(
         f"pod=$(kubectl get pods -n {NAMESPACE} -l app.kubernetes.io/name=homing -o jsonpath={{.items[0].metadata.name}})\n"
@@ -203,7 +203,7 @@ def _apply(walk: Walk, driven_s: float) -> None:
     walk.say("The table compares the clients' results before and after the change of the weights:")
     walk.page += [*comparison(walk.folder), ""]
     walk.say(
-        "All documents and system prompts were new both before and after the change, so each was computed at least once.",
+        "The documents and system prompts after the change differ from those before, so each was computed at least once in either run.",
     )
 
 

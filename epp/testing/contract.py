@@ -249,8 +249,8 @@ def _check_cost(
     scores: Any,
     case: int,
 ) -> None:
-    """Raise `ContractError` unless the plugin's scores fall linearly with the cost that
-    it reports.
+    """Raise `ContractError` if the plugin's cost report is malformed or changes the candidates, or
+    if its scores do not fall linearly with the cost (all scores may be equal).
     """
     unit: object = plugin.cost_unit
     subject.expect(

@@ -99,7 +99,9 @@ class Policy(Protocol):
         ...
 
     def failing_plugins(self) -> list[FailingPlugin]:
-        """Return the plug-ins that raised an error. The policy decided without them."""
+        """Return the plugins that raised an error or returned invalid values. The policy decided
+        without these results.
+        """
         ...
 
     def replicas_unheard(self, replicas: int) -> None:

@@ -912,7 +912,7 @@ class Engine:
 
     def _leave(self, request: EngineRequest) -> None:
         """Remove a request from the running ones, finished or not, and release its blocks; those of
-        a finished prefill leg are held for the decode engine. Count a complete answer, and let the
+        a finished prefill leg that was not aborted are held for the decode engine. Count a complete answer, and let the
         prompt cache store what it keeps of the request.
         """
         del self.running[request]

@@ -59,7 +59,7 @@ _StepTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=60.0)]
 The limit is 60 s, because no engine needs more.
 """
 _TokenTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=0.1)]
-"""Type of a constant in seconds for each token, or for each pair of tokens in attention; at most
+"""Type of a constant in seconds for each token, sequence, or pair of tokens in attention; at most
 0.1 s.
 """
 _Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]

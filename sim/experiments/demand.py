@@ -71,7 +71,9 @@ class TraceDemand(Struct, frozen=True, kw_only=True):
 
     @property
     def work_per_s(self) -> float:
-        """Work per second, in prompt tokens, of the stretch that `sim size` sizes for."""
+        """Work per second (`Demand.work`, with output tokens converted to prompt tokens) of the
+        stretch that `sim size` sizes for.
+        """
         return _per_s(self.sized_for)
 
     def share_of_sized(self, stretch: Stretch) -> float:

@@ -236,7 +236,7 @@ class Run:
 
     def run(self) -> None:
         """Simulate until the last request has ended, or until `stop` is called. Then add the
-        plug-ins that raised errors to `measures`.
+        plugins that raised errors or returned invalid values to `measures`.
         """
         if self.stopped:
             return
@@ -390,7 +390,7 @@ def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterat
                 settings.trace,
                 0,
                 f"request {arrival.index}",
-                f"Expected arrival and think times of at most {SPAN_S_MAX / 86_400:.0f} days, got "
+                f"Expected an arrival time and a think time of at most {SPAN_S_MAX / 86_400:.0f} days, got "
                 f"{wait_s / 86_400:,.0f} days (--speed {settings.speed:g})",
             )
         yield arrival

@@ -259,7 +259,9 @@ class Measures:
         self._by_session = by_session
         self._with_session = 0
         self.failing_plugins: list[FailingPlugin] = []
-        """Plug-ins that raised errors during the run, of every picker; set at the end of the run."""
+        """Plugins that raised errors or returned invalid values during the run, of every picker; set
+        at the end of the run.
+        """
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
         """Number of requests that the picker refused or evicted, by reason, warm-up included.

@@ -650,8 +650,8 @@ class BoundSummary(Summary, frozen=True, kw_only=True):
     there is too little data, or if a run does not have the figure.
     """
     used: float | None
-    """Share of the bound that `sure` uses (1 is at the limit); the share that the figure uses if
-    `sure` is None.
+    """Share of the bound that `sure` uses (1 is at the limit); of a lower bound, the share of the
+    permitted shortfall. The share that the figure uses if `sure` is None.
     """
     kept: bool
     """True if `sure` is within the bound; False if it is not, or is None."""

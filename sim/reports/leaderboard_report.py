@@ -470,7 +470,7 @@ def _mark(row: StandingSummary, measure: str) -> str:
 
 
 def _marked_case(case: CaseSummary) -> str:
-    """Return the name of a case, with "(hold-out)" or "(LoRA)" if it is one."""
+    """Return the name of a case with its marks in parentheses: hold-out, LoRA, or both."""
     marks = [*(["hold-out"] if case.hold_out else []), *(["LoRA"] if case.max_loras else [])]
     return f"{case.name} ({', '.join(marks)})" if marks else case.name
 

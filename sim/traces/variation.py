@@ -110,7 +110,9 @@ class Blocks(Struct, frozen=True, kw_only=True):
 
 
 class Variation(Struct, kw_only=True):
-    """The requests of one repetition of a simulation, and whether they were generated or resampled."""
+    """The requests of one repetition of a simulation: the trace itself, a new random draw, or a
+    resample.
+    """
 
     arrivals: Iterator[Arrival]
     generated: bool = False

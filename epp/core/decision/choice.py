@@ -2,7 +2,7 @@
 
 `choose` runs the four placement steps: it filters, prefers endpoints with fresh metrics, scores and
 picks. The acting profile, the shadow profile and each stage of a request that several endpoints
-serve use it. It records nothing: its caller decides what follows from a choice.
+serve use it. It does not place the request: its caller decides what follows from a choice.
 """
 
 from collections.abc import Mapping

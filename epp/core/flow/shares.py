@@ -33,8 +33,8 @@ Key = int
 
 
 def key_of(fairness: str, priority: int, flow: str) -> Key:
-    """Return a 64-bit hash of a flow, of its band and of the unit of its charges, which is the same
-    at every picker.
+    """Return a 64-bit hash of a flow, of its band and of the band's fairness rule. The hash is the
+    same at every picker.
     """
     text = f"{fairness}\0{priority}\0{flow}"
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))

@@ -582,7 +582,8 @@ class KVEventStream:
     def _graft(self, now: Seconds) -> None:
         """Apply the replayed frames up to the first gap, then the live frames that came meanwhile,
         once the replay has ended and the process is confirmed. If frames are still missing, request
-        them, or drop all blocks and continue without them.
+        them, or drop all blocks and continue without them. If the engine no longer keeps the first
+        missing frame, drop all blocks and request all frames.
         """
         first = self._asked
         if first is None or not self._replay_ended or not self._confirmed:

@@ -713,8 +713,8 @@ def _gauges(found: _Found, selectors: Sequence[Selector], most: float = VALUE_MA
 
 
 def _summed(found: _Found, selectors: Sequence[Selector]) -> float:
-    """Return the sum of the matching series' values, or NaN if the page has no such series or a
-    value is invalid.
+    """Return the sum of the values of the series that match the first selector with any match, or
+    NaN if no selector matches or a value is invalid.
     """
     values = _values(found, selectors)
     return sum(values) if values else math.nan

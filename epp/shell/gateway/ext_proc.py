@@ -47,9 +47,7 @@ _log = structlog.get_logger(__name__)
 
 
 class StreamObserver(Protocol):
-    """An observer of ext_proc streams: their beginning, their end and their failures. Its methods
-    must not raise.
-    """
+    """An observer of ext_proc streams and connections. Its methods must not raise."""
 
     def stream_opened(self) -> None: ...
     def stream_failed(self) -> None:

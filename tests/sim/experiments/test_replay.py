@@ -680,7 +680,7 @@ def test_a_trace_of_years_is_refused_at_once(tmp_path, later_s, speed, days, cap
     path.write_text(HEADER + ONE % "" + (ONE % "").replace('": 0', f'": {later_s}', 1))
     assert main(["replay", str(path), "--speed", speed]) == 1
     assert capsys.readouterr().err == (
-        f"sim: {path}: request 1: Expected arrival and think times of at most 366 days, got {days} days "
+        f"sim: {path}: request 1: Expected an arrival time and a think time of at most 366 days, got {days} days "
         f"(--speed {float(speed):g})\n"
     )
 

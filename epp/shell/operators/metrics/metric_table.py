@@ -622,7 +622,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_predicted_hit_ratio",
         "ratio",
         "Share of prompt tokens routed to the endpoint that were estimated as cached, over "
-        "windows of 0.5 to 5 minutes. By index: all, or one that does not receive KV events, as "
+        "windows of 20 s to 5 minutes. By index: all, or one that does not receive KV events, as "
         "if used alone.",
         (*_ENDPOINT, "index"),
     ),

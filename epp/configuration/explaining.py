@@ -75,7 +75,7 @@ _LOADS: Final = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
 are refused at random.
 """
 RESPONSES: Final = (
-    "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
+    "token usage is read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
 )
 """Lines about data of responses, which need a flag of the picker and a setting of the gateway, not

@@ -567,8 +567,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         bool,
         Row(
             REQUESTS,
-            "read token usage and time to first token from response bodies; the gateway must send "
-            "them (--response-body-mode of `epp envoy-config`)",
+            "read token usage from response bodies; the gateway must send them "
+            "(--response-body-mode of `epp envoy-config`)",
         ),
     ] = False
     lease_ttl_without_response_phase: Annotated[

@@ -118,10 +118,7 @@ def test_the_default_is_explained_without_a_file():
         "      metricsStalenessThreshold = 1s",
         "  openai-parser, anthropic-parser, vllmhttp-parser, passthrough-parser",
         "  defaultEngine = vllm",
-        (
-            "  token usage and time to first token are read only with both "
-            "`epp serve --parse-response-usage`"
-        ),
+        "  token usage is read only with both `epp serve --parse-response-usage`",
         "  and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
     ):
         assert f"{line}\n" in out

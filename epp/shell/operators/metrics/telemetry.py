@@ -683,8 +683,8 @@ class Telemetry:
         self._headers_s.observe(elapsed_s)
 
     def first_output(self, decision: Decision, *, elapsed_s: Seconds, model_name: str = "") -> None:
-        """Count the first output token of a response, which is seen only if responses are
-        parsed.
+        """Count the first output token of a response, which is seen only if the gateway sends
+        response bodies.
         """
         labels = _model_labels(decision.lease.request, model_name)
         self._parsed(*labels).ttft_s.observe(elapsed_s)

@@ -247,14 +247,15 @@ class HeaderHandler(Parameters, frozen=True):
     """`header-profile-handler`: a request header names the profile that chooses the endpoint.
 
     A coordinator sends one request for each of the stages encode, prefill and decode. A profile with
-    the name of a stage does the work of that stage: load, prefixes and media are recorded for it. An
-    unknown name is refused with 400. A single profile serves all requests, whatever the header says.
+    the name of a stage does the work of that stage: load, prefixes and media are recorded for it. A
+    request with an unknown name is refused with 400. A single profile serves all requests, whatever
+    the header says.
 
     A request with the header `Prefer: if-available` is refused with 412, and counted at no endpoint,
-    if the chosen endpoint has too little of the prompt cached. With `prefix-based-pd-decider`, a
-    request with this header is refused if at least `nonCachedTokens` of its prompt's tokens are
-    uncached at the endpoint (never if that is 0, or for prompts below `promptTokens`). Without
-    `prefix-based-pd-decider`, the endpoint must have at least one block.
+    if the chosen endpoint has too little of the prompt cached. If `prefix-based-pd-decider`
+    decides on prefill, that is so if at least `nonCachedTokens` prompt tokens are uncached, but never
+    if `nonCachedTokens` is 0 or the prompt has fewer than `promptTokens` tokens. If another plugin or
+    none decides, the endpoint must have at least one block of the prompt cached.
     """
 
     header_name: _Name = "EPP-Profile"

@@ -183,15 +183,15 @@ class ContentFormat(StrEnum):
 class LocalTokenizers(Parameters, frozen=True):
     """Settings for rendering prompts in the picker, from mounted tokenizer files.
 
-    The files are `tokenizer.json`, `tokenizer_config.json` and, if the chat template is not in it,
-    `chat_template.jinja`.
+    The files are `tokenizer.json`, `tokenizer_config.json` and, if the chat template is not in the
+    latter, `chat_template.jinja` or `chat_template.json`.
     """
 
     auto_discovery_dir: str = ""
-    """Folder to search for tokenizers.
-
-    A `tokenizer.json` belongs to the model whose name is the relative path of its folder; in the
-    layout of the Hugging Face cache, to the model of that cache.
+    """Folder to search for tokenizers. A `tokenizer.json` in a folder below it belongs to the model
+    that the relative path of that folder names, or, in the layout of the Hugging Face cache, to the
+    model of that cache. A `tokenizer.json` in the searched folder itself belongs to the model with
+    the name of this folder.
     """
     model_tokenizer_map: Mapping[str, str] = field(default_factory=dict)
     """Tokenizer file of each model, or the folder that contains it, by model name."""

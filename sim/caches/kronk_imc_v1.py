@@ -18,8 +18,8 @@ class KronkImcV1(CacheBehaviour, frozen=True):
     """The incremental message cache (IMC) of Kronk's manual, chapter 5.3: each request runs in a
     slot that stores its messages.
 
-    A slot stores all messages of a prompt except the last. A request gets the first available slot
-    of this list:
+    A slot stores all messages of a prompt except the last, if they have at least `cache_min_tokens`
+    tokens. A request gets the first available slot of this list:
 
     - the slot whose stored messages all begin the request's prompt; if there are several, the one
       with the most tokens;

@@ -20,11 +20,12 @@ class KronkSpc(behaviour.CacheBehaviour, frozen=True):
 
     The cache copies the first message of a prompt with several messages (its system prompt) to
     memory once it is computed, if it has at least `cache_min_tokens`. The cached system prompt is
-    copied into the sequence of every request that begins with the same message. A request with
-    another system prompt replaces the cached one. A copy of a system prompt takes its bytes /
-    `bytes_per_s`, in which the engine computes nothing; Kronk's manual only says 10 to 30 ms per
-    copy. Requests with the same system prompt that start before it is computed compute their whole
-    prompts.
+    copied into the sequence of every request with several messages of which the first is the same.
+    Another system prompt of at least `cache_min_tokens` replaces the cached one once it is
+    computed. A copy of a system prompt takes its bytes / `bytes_per_s`, in which the engine
+    computes nothing; storing a system prompt takes two copies. Kronk's manual only says 10 to 30 ms
+    per copy. Requests with the same system prompt that start before it is computed compute their
+    whole prompts.
     """
 
     type_name: ClassVar[str] = "kronk-spc"

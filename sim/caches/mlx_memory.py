@@ -51,10 +51,11 @@ class MlxMemory(MlxParameters, frozen=True):
     - the longest whole sequence of more than one token with which the prompt begins.
 
     This cache stores a prompt when it is computed, and again with its answer when the answer is
-    complete. A newly stored sequence replaces the stored sequences with which it begins, if
-    sequences can be trimmed. A look-up does not make a sequence younger: among sequences of one
-    kind (system prompt, prompt, prompt with answer), the one that was stored first is evicted
-    first.
+    complete. If sequences cannot be trimmed, it also stores the system prompt (the first of several
+    messages). A newly stored sequence replaces an equal one and, if sequences can be trimmed, the
+    stored sequences with which it begins. A look-up does not make a sequence younger: among
+    sequences of one kind (system prompt, prompt, prompt with answer), the one that was stored first
+    is evicted first.
     """
 
     type_name: ClassVar[str] = "mlx-memory"

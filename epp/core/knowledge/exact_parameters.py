@@ -166,8 +166,8 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     endpoint, again until it is reachable, and uses 5557 if the answer is an error.
     """
     replay_socket_port: Port | None = None
-    """Port at which the picker requests past events. If None, the port that the endpoint names
-    applies; without one, past events are not requested.
+    """Port at which the picker requests past events of endpoints that do not name their ports, and of
+    engines that connect to the picker. If None, past events of these are not requested.
     """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
     """Number of data-parallel ranks behind each address. It has an effect if `socketPort` is set,

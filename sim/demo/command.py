@@ -190,7 +190,7 @@ def _write_results(out: Path, summary: Summary, page: str) -> list[Path]:
 
 
 def runs_here() -> bool:
-    """Return whether the packaged Envoy runs on this machine."""
+    """Return whether the packaged Envoy can run on this machine."""
     return sys.platform == "linux" and platform.machine() in {"x86_64", "AMD64"}
 
 

@@ -252,8 +252,8 @@ class Measures:
         `OUTPUT_WEIGHT`).
         """
         self._too_long: dict[str, int] = {}
-        """Number of requests that no pod could serve because they exceed a limit, by the limit in
-        words.
+        """Number of requests that failed because they exceed a limit of the pod to which they were
+        sent, its context or its KV cache, by the limit in words.
         """
         self._predicting = predicting
         self._by_session = by_session

@@ -68,8 +68,8 @@ class Evictions:
 
     def victim(self, priority: int, slots: Collection[int]) -> Running | None:
         """Return the request to evict for one of `priority` that may be served by the endpoints in
-        `slots`: the newest one of the lowest priority at these endpoints, or None if no request of
-        lower priority runs there.
+        `slots`: of the requests that may be evicted there, the newest one of the lowest priority
+        below `priority`, or None if there is none.
         """
         for lowest in sorted(one for one in self._running if one < priority):
             for running in reversed(self._running[lowest]):

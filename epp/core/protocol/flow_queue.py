@@ -164,7 +164,9 @@ class FlowQueue:
         """Verdicts of displaced requests, which are delivered by the next `pump`."""
         self._pumping = False
         self._releasing = False
-        """True while requests that waited when the queue was switched off are still to be placed."""
+        """True while the settings have no queue, since they were last applied: `pump` then places all
+        requests that still wait, whether there is room or not.
+        """
 
     def __repr__(self) -> str:
         return f"<FlowQueue {self.control!r}>"

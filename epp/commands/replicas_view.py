@@ -17,12 +17,13 @@ from epp.shell.operators.live.live_view import (
     LiveEndpoint,
     LivePrefills,
 )
+from epp.shell.operators.pages.endpoint_rows import LIVE_INCOMPLETE
 
 T = TypeVar("T")
 
 _EVENT_STATES: Final = (
     "live",
-    "live, incomplete",
+    LIVE_INCOMPLETE,
     "replaying",
     "connecting",
     "silent",

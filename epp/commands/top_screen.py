@@ -16,6 +16,7 @@ from epp.shell.operators.live.live_view import (
     LiveLatency,
     LiveScore,
 )
+from epp.shell.operators.pages.endpoint_rows import LIVE_INCOMPLETE
 from epp.shell.printable import printable
 
 COLUMNS_MIN: Final = 80
@@ -274,7 +275,7 @@ def _events(one: LiveEndpoint) -> Text:
     blocks are unknown.
     """
     told = printable(one.kv_events or "-")
-    return Text("partly" if told == "live, incomplete" else told, "red" if _is_unheard(one) else "")
+    return Text("partly" if told == LIVE_INCOMPLETE else told, "red" if _is_unheard(one) else "")
 
 
 def _is_unheard(one: LiveEndpoint) -> bool:

@@ -20,7 +20,7 @@ RESET = frame(RST_STREAM, 0, 1, CODE)
 
 
 async def lost_after(*frames):
-    """Whether the client's first stream is lost when the server sends `frames` and closes."""
+    """Return whether the client's first stream is lost when the server sends `frames` and closes."""
 
     async def serve(reader, writer):
         await reader.readexactly(len(PREFACE))

@@ -88,7 +88,7 @@ class PoolState:
     def configure(self, settings: SchedulerSettings, now: Seconds = 0.0) -> tuple[str, ...]:
         """Apply `settings`. Return the names of the indexes that start empty.
 
-        What was learned stays, except for latencies, whose estimator may change, and for parts that
+        The pool keeps what it learned, except latencies, whose estimator may change, and parts that
         `settings` turn off. Failures of plugins that are no longer configured are forgotten.
         """
         self.settings = settings

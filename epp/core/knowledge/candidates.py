@@ -1025,6 +1025,7 @@ class Candidates:
         requests = columns.inflight_requests.item(slot)
         context_tokens = columns.inflight_context_tokens.item(slot)
         prefill_tokens = backlog_tokens - (now - drained_at_s) * drain_speed
+        # A call of `max` would take longer. NaN becomes 0 too.
         if not prefill_tokens > 0.0:
             prefill_tokens = 0.0
         if columns.peers is not None:

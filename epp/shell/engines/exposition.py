@@ -321,11 +321,8 @@ class _Engine:
     def __init__(self, names: MetricNames) -> None:
         self.names = names
         # Selectors that match nothing are harmless.
-        self.ttft_sum = (Selector(names.ttft + b"_sum"),) if names.ttft else ()
-        self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
-        time = names.transfer_time
-        self.transfer_time_sum = (Selector(time + b"_sum"),) if time else ()
-        self.transfer_time_count = (Selector(time + b"_count"),) if time else ()
+        self.ttft_sum, self.ttft_count = _sum_and_count(names.ttft)
+        self.transfer_time_sum, self.transfer_time_count = _sum_and_count(names.transfer_time)
         answers = (*names.answers, *names.answer_tokens)
         self.alone = frozenset(
             each.name
@@ -374,6 +371,13 @@ class _Engine:
         the line.
         """
         self.headings = headings_of(names_wanted)
+
+
+def _sum_and_count(histogram: bytes) -> tuple[tuple[Selector, ...], tuple[Selector, ...]]:
+    """Return the selectors of the sum and of the count of `histogram`, none of both if it is b""."""
+    if not histogram:
+        return (), ()
+    return (Selector(histogram + b"_sum"),), (Selector(histogram + b"_count"),)
 
 
 class _Allowance:

@@ -419,6 +419,7 @@ class Broker:
                 try:
                     await self._save(client)
                 except Exception:
+                    # The failure ends the connection, whose task logs it. It is only counted here.
                     self.outcomes["failed"] += 1
                     raise
                 self.outcomes["saved"] += 1

@@ -214,7 +214,7 @@ async def test_by_https_certificates_count_where_they_are_to(tmp_path):
 
 
 async def test_certificates_are_read_again_with_an_unchanged_configuration(tmp_path):
-    """What was told before stays, and pages by http go on."""
+    """The pool keeps the content that it has, and pages by http are read as before."""
     models = b'{"data": [{"id": "base"}]}'
     files, others = written(tmp_path, "pod"), written(tmp_path, "other")
     async with pod(answer(models), tls=serving_by(files)) as serving, pod(answer(GPU_PAGE)) as gpus:

@@ -1,4 +1,4 @@
-"""What the reports of `sim drive` warn of."""
+"""The reports of `sim drive` warn of requests that were not sent, and name the reasons."""
 
 from sim.drive.report import warnings_of
 from sim.measurement.summaries import DrivenRequests, DriveSummary

@@ -20,6 +20,8 @@ from epp.shell.engines.kv_event_source import SourceRow
 from epp.shell.operators.decisions.decision_rows import iso
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 
+LIVE_INCOMPLETE: Final = "live, incomplete"
+"""State of an endpoint whose KV-cache events arrive, but whose index lacks earlier ones."""
 _DIGITS: Final = 3
 _OF_TRANSFERS: Final = ("ended", "ended_s", "failed", "expired")
 """Names of the values of `KvTransfers` that describe transfers instead of what they moved."""
@@ -165,7 +167,7 @@ def _heard(source: SourceRow) -> str:
     if source.silent:
         return "silent"
     if source.state is StreamState.LIVE and not source.complete:
-        return "live, incomplete"
+        return LIVE_INCOMPLETE
     return source.state.value
 
 

@@ -109,7 +109,8 @@ ASSUMED: Final = (
         unit="ms",
         low=1,
         high=2,
-        source="fitted on two published runs of vLLM 0.19, casys-kaist/LLMServingSim",
+        source="1.5 ms is fitted on two published runs of vLLM 0.19, casys-kaist/LLMServingSim; 2 ms, "
+        "for several GPUs, is an assumption",
     ),
     Assumption(
         field="skew",

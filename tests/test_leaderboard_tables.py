@@ -113,9 +113,24 @@ def test_the_readme_shows_the_ranking_without_adapters(summary, results, tmp_pat
 def test_texts_are_those_of_the_code_and_not_of_the_measurement(summary, results, tmp_path):
     """A corrected text needs no new measurement; unknown names keep the texts that were stored."""
     name, case = next(iter(CASES.items()))
-    main([written(tmp_path / "board", replace(summary, cases=[
-        replace(summary.cases[0], name=name, says="an old text"), summary.cases[1]
-    ], rows=[replace(row, case=name) if row.case == "plain" else row for row in summary.rows]))])
+    main(
+        [
+            written(
+                tmp_path / "board",
+                replace(
+                    summary,
+                    cases=[
+                        replace(summary.cases[0], name=name, says="an old text"),
+                        summary.cases[1],
+                    ],
+                    rows=[
+                        replace(row, case=name) if row.case == "plain" else row
+                        for row in summary.rows
+                    ],
+                ),
+            )
+        ]
+    )
     part = refreshed("<!-- begin board-cases -->\n<!-- end board-cases -->\n")
     assert f"| {name} | {case.says} |" in part
     assert "| lora (LoRA) | lora |" in part

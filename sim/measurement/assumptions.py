@@ -12,9 +12,9 @@ from sim.measurement.summaries import AssumptionSummary
 
 NOT_MODELLED: Final = (
     (
-        "The simulator models speculative decoding only if `--engine` enables it. Acceptance of "
-        "drafted tokens depends neither on the text nor on the load then, and on the context length "
-        "only as configured. Simulated drafters use no KV cache."
+        "The simulator models speculative decoding only if `--engine` enables it. The "
+        "simulated acceptance of drafted tokens depends neither on the text nor on the load, and on "
+        "the context length only as configured. Simulated drafters use no KV cache."
     ),
     (
         "The simulator does not model single experts of a mixture of experts: a layer takes "

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from homing_rivals.least_work import LeastPendingWork
 from msgspec.structs import replace
 
+from homing_rivals.least_work import LeastPendingWork
 from sim.cluster.policies import policy_source
 from sim.experiments.leaderboard import sources
 

@@ -202,7 +202,8 @@ def _check_pods(
 def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
     """Schedule the incidents of a scenario in `cluster`, before the run starts."""
     loop = cluster.loop
-    for incident in incidents:
+    # Another incident of its kind may begin when one ends, and must be scheduled after this end.
+    for incident in sorted(incidents, key=begins_at_s):
         match incident:
             case Join():
                 loop.at(incident.at_s, cluster.pods.expect, len(incident.kinds))
@@ -210,11 +211,14 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
             case Leave() | Drain() | Restart():
                 loop.at(incident.at_s, _end_pods, cluster, incident)
             case Slow():
-                loop.at(incident.from_s, _slow_down, cluster, incident)
+                loop.at(incident.from_s, _slow_down, cluster, incident, incident.factor)
+                loop.at(incident.to_s, _slow_down, cluster, incident, 1.0)
             case Freeze():
-                loop.at(incident.from_s, _freeze, cluster, incident)
+                loop.at(incident.from_s, _freeze, cluster, incident, True)
+                loop.at(incident.to_s, _freeze, cluster, incident, False)
             case SlowLink():
-                loop.at(incident.from_s, _slow_link, cluster, incident)
+                loop.at(incident.from_s, _slow_link, cluster, incident, incident.factor)
+                loop.at(incident.to_s, _slow_link, cluster, incident, 1.0)
             case Configure():
                 loop.at(incident.at_s, cluster.pickers.configure, incident.policy)
 
@@ -248,21 +252,17 @@ def _restart(cluster: Cluster, pod: SimulatedPod, incident: Restart) -> None:
     cluster.pods.drain(pod, incident.grace_s, ended)
 
 
-def _slow_down(cluster: Cluster, incident: Slow) -> None:
+def _slow_down(cluster: Cluster, incident: Slow, factor: float) -> None:
     for pod in _named(cluster, incident):
-        pod.slow_down(incident.factor)
-        cluster.loop.at(incident.to_s, pod.slow_down, 1.0)
+        pod.slow_down(factor)
 
 
-def _freeze(cluster: Cluster, incident: Freeze) -> None:
+def _freeze(cluster: Cluster, incident: Freeze, frozen: bool) -> None:
     for pod in _named(cluster, incident):
         if pod.alive:
-            pod.freeze_page(True)
-            cluster.loop.at(incident.to_s, pod.freeze_page, False)
+            pod.freeze_page(frozen)
 
 
-def _slow_link(cluster: Cluster, incident: SlowLink) -> None:
-    handovers = cluster.gateway.handovers
+def _slow_link(cluster: Cluster, incident: SlowLink, factor: float) -> None:
     for pod in _named(cluster, incident):
-        handovers.slow_down(pod, incident.factor)
-        cluster.loop.at(incident.to_s, handovers.slow_down, pod, 1.0)
+        cluster.gateway.handovers.slow_down(pod, factor)

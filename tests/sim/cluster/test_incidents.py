@@ -184,6 +184,18 @@ def test_a_slow_time_ends_at_the_speed_of_the_pod():
     assert [pod.engine.slowness for pod in one.pods] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_slow_time_may_follow_another_at_once(order):
+    """The end of the first does not end the second, whichever the scenario names first."""
+    incidents = [Slow(from_s=1, to_s=3, factor=10), Slow(from_s=3, to_s=5, factor=4)]
+    one, seen = cluster(arrivals(120, rate=20.0), pods=1), []
+    play(incidents[::order], one)
+    one.run(lambda: seen.append((one.loop.now, one.pods[0].engine.slowness)))
+    assert {slowness for at, slowness in seen if 1 < at < 3} == {10.0}
+    assert {slowness for at, slowness in seen if 3 < at < 5} == {4.0}
+    assert seen[-1][1] == 1.0
+
+
 def test_a_page_stands_still_for_a_while():
     """Its requests go on, the page tells none of it, and then tells all."""
     seen = []

@@ -52,8 +52,10 @@ class Fault(StrEnum):
     """
     NOT_DENSE = "not dense"
     """An event stores only some of the blocks but has the tokens of all, as engines send it for
-    groups with a window; or it is of one group more than `GROUPS_MAX` of `mirror`.
+    groups with a window.
     """
+    TOO_MANY_GROUPS = "too many groups"
+    """An event is of one group more than `GROUPS_MAX` of `mirror`."""
     UNKNOWN_TYPE = "unknown type"
     KEYS = "unknown keys"
     """An event stores blocks that depend on more than their tokens, in a way that is not readable.

@@ -145,7 +145,10 @@ def _verdict(row: _Row) -> str:
     notes = dict.fromkeys(row["by_blocks"], f" ({blocks})")
     verdict = f"{_name(score)}: {_total(score, notes)}"
     if not runner_up:
-        return f"{verdict}; it was the only candidate"
+        alone = row["candidates"] == 1
+        return f"{verdict}; " + (
+            "it was the only candidate" if alone else "the scores of others are not recorded"
+        )
     verdict += f"; runner-up {_name(runner_up)}: {_total(runner_up, {})}"
     return f"{verdict}; {_decided(row['decided_by'], score['total'], runner_up)}"
 

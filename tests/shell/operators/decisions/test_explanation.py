@@ -143,6 +143,36 @@ async def test_the_verdict_names_what_decided():
     assert (await told.lines())[2].endswith("; a tie, which the picker broke")
 
 
+async def test_without_scorers_the_picker_broke_a_tie():
+    told = Told()
+    random = structs.replace(
+        told.settings.stages.decode,
+        scorers=(),
+        picker_name="random-picker",
+        picker=PICKERS["random-picker"](),
+    )
+    settings = structs.replace(told.settings, stages=Stages(decode=random))
+    told.scheduler.take(Reconfigured(settings), 0.0)
+    told.recent.configured(4, settings)
+    chosen = told.decide().endpoint.name
+    verdict = (await told.lines())[2]
+    assert verdict.startswith(f"  {chosen}: 0; runner-up ")
+    assert verdict.endswith(": 0; a tie, which the picker broke")
+
+
+async def test_only_one_candidate_is_told_as_the_only_one():
+    """A capture has the scores of none, but may have had several candidates."""
+    alone = Told(waiting=(0.0,))
+    alone.decide()
+    assert (await alone.lines())[2].endswith("; it was the only candidate")
+    told = Told()
+    told.decide()
+    (row,) = await told.recent.rows(1, Wanted())
+    without = explanation(row | {"runner_up": None})
+    assert "; the scores of others are not recorded\n" in without
+    assert "only candidate" not in without
+
+
 async def test_a_cost_is_told_by_its_parts():
     """A score of 1 among one scorer says nothing; what the cost was made of does, in its unit."""
     told = Told(WeightedScorer("added-time", AddedTime(), 1.0), waiting=(0.0, 0.0))

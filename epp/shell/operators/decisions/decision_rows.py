@@ -154,10 +154,7 @@ def _latency(past: PastDecision, remembered: Remembered) -> Row:
     token includes the time before it since the request headers, except the wait in the queue.
     """
     ttft_s, tpot_s, ttft_error, tpot_error = map(_known, past.told.predicted)
-    waited_s = (past.told.queued or {}).get("waited_s", 0.0)
-    observed_s = None if past.end is None else past.end.first_output_s
-    if observed_s is not None and isinstance(waited_s, float | int):
-        observed_s = round(observed_s - waited_s, DIGITS)
+    observed_s = None if past.end is None else observed_first_token_s(past.told, past.end)
     output_s = remembered.output_time_s
     return {
         "ttft": {"predicted_s": ttft_s, "observed_s": observed_s, "error": ttft_error},
@@ -437,6 +434,17 @@ def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
     scorer estimates it.
     """
     return _first_token_s(told, _costs(told, setting, _before(told)))
+
+
+def observed_first_token_s(told: Decided, end: Ended) -> Seconds | None:
+    """Return the observed time to first token in seconds, from the request headers and without the
+    wait in the queue, or None if it is unknown.
+    """
+    if end.first_output_s is None:
+        return None
+    waited_s = (told.queued or {}).get("waited_s")
+    own_s = end.first_output_s - (waited_s if isinstance(waited_s, float | int) else 0.0)
+    return round(own_s, DIGITS)
 
 
 def _before(told: Decided) -> Sequence[float]:

@@ -306,7 +306,12 @@ def _predicted(row: _Row) -> str:
 def _first_token(row: _Row) -> str:
     told = f"first token expected after {_short(row['expected_first_token_s'])} s"
     observed_s = (row["outcome"] or {}).get("first_output_s")
-    return told if observed_s is None else f"{told}, observed after {_short(observed_s)} s"
+    if observed_s is None:
+        return told
+    if "queued" not in row:
+        return f"{told}, observed after {_short(observed_s)} s"
+    own_s = observed_s - row["queued"]["waited_s"]
+    return f"{told}, observed after {_short(own_s)} s, without the wait in the queue"
 
 
 def _ended(row: _Row) -> str:

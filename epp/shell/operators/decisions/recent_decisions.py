@@ -67,6 +67,7 @@ from epp.shell.operators.decisions.decision_rows import (
     Row,
     expected_first_token_s,
     is_called,
+    observed_first_token_s,
     row_of,
 )
 from epp.shell.operators.decisions.record_ring import RecordRing
@@ -479,7 +480,7 @@ class RecentDecisions:
 
         The pairs belong to requests that ended since the last call and were served by the chosen
         endpoint. The expected time counts from the decision, the observed one from the request
-        headers.
+        headers, without the wait in the queue.
         """
         self.fold()
         places, self._to_compare = self._to_compare, []
@@ -487,13 +488,14 @@ class RecentDecisions:
         for place in places:
             record = self._rows.get(place)
             end = None if record is None else end_of(record)
-            if record is None or end is None or end.first_output_s is None:
+            if record is None or end is None:
                 continue
             past = self._context.past(record)
             assert isinstance(past, PastDecision), "the record is a decision"
             expected_s = expected_first_token_s(past.told, past.setting)
-            if expected_s is not None:
-                found.append((expected_s, end.first_output_s))
+            observed_s = observed_first_token_s(past.told, end)
+            if expected_s is not None and observed_s is not None:
+                found.append((expected_s, observed_s))
         return found
 
     async def rows(self, count: int, wanted: Wanted, why_not: str = "") -> list[Row]:

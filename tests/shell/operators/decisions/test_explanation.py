@@ -89,10 +89,11 @@ class Told:
         self.recent = RecentDecisions(self.scheduler.pool, clock=self.clock)
         self.recent.configured(3, self.settings)
 
-    def decide(self, at_s=0.25, **fields):
+    def decide(self, at_s=0.25, queued=None, **fields):
         asked = {"prompts": (PROMPT,), "prompt_tokens": len(PROMPT) // BYTES_PER_TOKEN}
         decision = self.scheduler.schedule(make_request(**(asked | fields)), at_s)
-        self.recent.decided(decision)
+        account = structs.replace(decision.account, queued=queued)
+        self.recent.decided(structs.replace(decision, account=account))
         return decision
 
     async def lines(self):
@@ -272,6 +273,18 @@ async def test_the_first_token_is_told_as_expected_and_as_it_came():
         exchange_of(decision, first_output_at_s=100.5), Outcome(status=200), 102.0
     )
     assert f"{expected}, observed after 0.5 s" in await told.lines()
+
+
+async def test_the_wait_in_the_queue_is_no_part_of_the_first_token():
+    """The expectation counts from the decision."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
+    decision = told.decide(queued=QUEUED)
+    exchange = exchange_of(decision, first_output_at_s=160.5)
+    told.recent.completed(exchange, Outcome(status=200), 162.0)
+    ((expected_s, observed_s),) = told.recent.first_tokens()
+    assert observed_s == 0.5
+    expected = f"  first token expected after {round(expected_s, 3):g} s"
+    assert f"{expected}, observed after 0.5 s, without the wait in the queue" in await told.lines()
 
 
 async def test_a_cost_that_cannot_be_told_hides_nothing_else(monkeypatch):

@@ -7,6 +7,7 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.configuration.config import load_config
 from epp.core.decision.decision import Decision
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
+from epp.core.decision.profile import NamedFilter
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.bands import State
 from epp.core.flow.control import PLACED_MAX
@@ -17,6 +18,7 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.flow_queue import FLOWS_SHOWN, FlowQueue, Place
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from tests.builders import endpoint, request
+from tests.core.decision.test_profile import Holds
 
 DEFAULTS = build_settings(default_config(plugin_tables()))
 
@@ -107,6 +109,19 @@ def test_each_input_asks_for_a_call_while_a_request_waits():
     before = picker.waker.asked
     picker.scheduler.take(PageScraped(0, EndpointMetrics()), 0.5)
     assert picker.waker.asked == before + 1
+
+
+@pytest.mark.parametrize("flow", [{}, {"detector": RoomDetector()}])
+def test_a_request_that_a_plugin_holds_is_told_so(flow):
+    """The endpoint has room for it."""
+    picker = Picker(**flow)
+    settings = picker.scheduler.settings
+    held = structs.replace(settings.stages.decode, filters=(NamedFilter("line", Holds()),))
+    settings = structs.replace(settings, stages=structs.replace(settings.stages, decode=held))
+    picker.scheduler.take(Reconfigured(settings), 0.0)
+    waits = picker.enter("a")
+    assert isinstance(waits, Place)
+    assert waits.why == "a plugin held it"
 
 
 def test_a_decision_prefers_endpoints_with_room():

@@ -15,7 +15,12 @@ from epp.core.flow.detectors import ConcurrencyDetector, RoomDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.agent_sessions import SessionCounts
 from epp.core.knowledge.inflight import Ending, Outcome
-from epp.core.protocol.flow_queue import FLOWS_SHOWN, FlowQueue, Place
+from epp.core.protocol.flow_queue import (
+    FLOW_CHARACTERS_MAX,
+    FLOWS_SHOWN,
+    FlowQueue,
+    Place,
+)
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from tests.builders import endpoint, request
 from tests.core.decision.test_profile import Holds
@@ -100,6 +105,14 @@ def test_a_request_waits_until_another_ends():
     assert queued.why.startswith("1 of 1 endpoints are full")
     assert queued.charged_tokens > 0
     assert picker.scheduler.changed is None, "nothing waits any more"
+
+
+def test_a_long_flow_is_cut():
+    """Decision records contain it, and the client chooses its length."""
+    picker = Picker()
+    picker.enter("a")
+    place = picker.enter("b", tenant="t" * 10_000)
+    assert picker.queue.wait_of(place, 1.0).flow == "t" * FLOW_CHARACTERS_MAX
 
 
 def test_each_input_asks_for_a_call_while_a_request_waits():

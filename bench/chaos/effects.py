@@ -149,7 +149,9 @@ class HangingPod:
         await _require_serving(self._client)
 
     async def during(self) -> None:
-        """Raise `NoEffectError` if the pod answers a direct request within `NO_ANSWER_S`."""
+        """Raise `NoEffectError` unless a direct request to the pod stays open for `NO_ANSWER_S`
+        without an answer.
+        """
         answered = await self._client.ask(timeout_s=NO_ANSWER_S)
         require_effect(
             answered.status == 0 and answered.took_s >= NO_ANSWER_S,

@@ -123,8 +123,8 @@ def moment_of(text: str, now_s: float) -> float:
 
 
 def read_past(folder: Path, since_s: float, until_s: float) -> Iterator[Past]:
-    """Yield past events from `since_s` until `until_s`, in Unix time; a decision follows when its
-    end is found.
+    """Yield past events from `since_s` until `until_s`, in Unix time. A decision follows when its
+    end is found; a decision without an end follows after many later ones, or last.
 
     Pickers are read one after another, so the events of several pickers are not in order of time. A
     picker's recorded decisions are read; if it has none, they are derived from its capture of

@@ -55,8 +55,8 @@ class _Open(Struct):
 
 
 def derived(events: Iterable[Event]) -> Iterator[Past]:
-    """Yield the past events of one picker process from its scheduler's inputs; a decision follows
-    when its end is found.
+    """Yield the past events of one picker process from its scheduler's inputs. A decision follows
+    when its end is found; a decision without an end follows after many later ones, or last.
     """
     deriving = _Deriving()
     for event in events:

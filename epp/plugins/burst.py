@@ -52,8 +52,8 @@ class BurstSettings(Parameters, frozen=True):
 
     A match of a request at an endpoint makes scorers of cached prefixes prefer this endpoint. A
     request whose blocks equal those of an earlier request of its window (a group of equal prompts)
-    matches fully at the endpoint of that request. An endpoint matches for at most `max_per_replica`
-    requests of one group. Further requests of the group match at the endpoint with the smallest
+    matches fully at the endpoint of that request. At most `max_per_replica` requests of one group
+    match fully at the same endpoint. Further requests of the group match at the endpoint with the smallest
     load of the window. A request also matches if it has at least `min_colocate_blocks` leading
     blocks in common with others of the window. Such a request matches at the endpoint with the most
     leading blocks in common, among those whose load is below ceil(load / endpoints) (a fair share),

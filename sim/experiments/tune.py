@@ -423,6 +423,7 @@ def _tolerance(text: str) -> float:
 def _config_map_name(text: str) -> str:
     if not _CONFIG_MAP_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a name of a ConfigMap: at most 63 of a-z, 0-9 and -"
+            f"{text!r} is not a name of a ConfigMap: at most 63 of a-z, 0-9 and -, "
+            "with a letter or a digit at both ends"
         )
     return text

@@ -243,7 +243,9 @@ class PeerSummary(Summary, frozen=True, kw_only=True):
 
 
 class Resampled(Summary, frozen=True, kw_only=True):
-    """The blocks of a recorded trace from which the requests of a repetition were resampled."""
+    """The number and the length of the blocks into which a recorded trace was cut, from which the
+    requests of a repetition were resampled.
+    """
 
     blocks: int
     cut: str

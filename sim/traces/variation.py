@@ -131,8 +131,9 @@ def varied(
     requests_max: int | None,
     requests_from: int = 0,
 ) -> Variation:
-    """Return the traffic of one repetition. Repetition 0 is the trace itself; `seed` decides a
-    resample of recorded traffic.
+    """Return the traffic of one repetition. Repetition 0 is the trace itself. A later repetition is
+    a new draw of a generated workload, by the workload's own seed plus the number of the repetition,
+    or a resample of a recorded trace, which `seed` decides.
 
     The first `requests_from` requests are skipped, and at most `requests_max` of those that follow
     are used; None for all. Raises the errors of iterating over the trace, and `TraceError` if a

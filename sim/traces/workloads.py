@@ -1,7 +1,8 @@
 """Generators of requests from workloads that are described by parameters instead of recorded.
 
 All random choices follow from one seed, with a separate generator for each purpose. Block ids are
-counted up from 1, so that prompts through bytes stay exact for 16 million blocks of text.
+counted up from 1, because a prompt in bytes can encode ids below 16 million if blocks may be one
+token long; a larger id is an error there.
 """
 
 import heapq

@@ -41,8 +41,8 @@ class ProfileState(Struct):
 
 
 class Staleness(Struct, frozen=True):
-    """The limits beyond which an endpoint is chosen only if no other is left: the age of its
-    metrics, and scrapes without an answer.
+    """What makes an endpoint the last choice: metrics older than a limit, or scrapes that get no
+    answer. An endpoint with old metrics is chosen before one without an answer.
     """
 
     age_s_max: Seconds

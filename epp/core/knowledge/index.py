@@ -272,7 +272,9 @@ class HearsEngines(AffinityIndex, Protocol):
 
 
 class IndexMeasures(Struct, frozen=True, kw_only=True):
-    """The size and the look-ups of one affinity index; the mappings are totals since it was opened."""
+    """The entries, the memory, the look-ups and the evictions of one index of prefixes, media or
+    sessions. The mappings are totals since it was opened.
+    """
 
     entries: int
     memory_bytes: int

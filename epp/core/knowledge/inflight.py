@@ -257,12 +257,13 @@ class _Backlog:
         and the last one showed tokens to compute.
         """
         self.begun_tokens = 0.0
-        """Estimated number of prompt tokens of the requests in `queue` that the endpoint had
-        computed when the last metrics page was read.
+        """Estimated number of uncached prompt tokens of the requests in `queue` that the endpoint
+        had computed when the last metrics page was read.
         """
         self.seen_tokens = 0.0
-        """Number of prompt tokens of the requests whose first output the picker saw after the last
-        metrics page. The next page counts these outputs, and the tokens count as computed then.
+        """Number of uncached prompt tokens of the requests that a first output or an answer showed
+        to be computed after the last metrics page. The next page counts these first outputs, and
+        the tokens count as computed then.
         """
         self.steps_s = (-math.inf, -math.inf)
         """Times of the last two metrics pages that showed the end of an engine step, the earlier one

@@ -51,8 +51,9 @@ class Fault(StrEnum):
     """An event that stores blocks is unreadable, or has an invalid hash, token id, size or group.
     """
     NOT_DENSE = "not dense"
-    """An event stores only some of the blocks but has the tokens of all, as engines send it for
-    groups with a window.
+    """An event has another number of tokens than its blocks hold, and belongs to the stream's first
+    group, whose blocks count as depending on all earlier ones. Events of other groups may store
+    only some of the blocks of their tokens.
     """
     TOO_MANY_GROUPS = "too many groups"
     """An event is of one group more than `GROUPS_MAX` of `mirror`."""

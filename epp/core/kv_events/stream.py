@@ -81,7 +81,9 @@ class StreamState(StrEnum):
     """The rank has no source of KV-cache events."""
     CONNECTING = "connecting"
     REPLAYING = "replaying"
-    """Frames of the stream are missing and have been requested from its source."""
+    """Missing frames or a snapshot have been requested from the stream's source and are not applied
+    yet, or received frames wait in a queue.
+    """
     LIVE = "live"
     STALE = "stale"
     """The source of the stream is disconnected, sends nothing while its engine works, or sends no

@@ -53,7 +53,7 @@ class LastGood:
         self.name = name
         """Name of the copied file in metrics and logs, and file name of its last-good copy."""
         self.in_force = False
-        """True if the picker runs with the last-good copy instead of the file."""
+        """True if the picker uses the last-good copy instead of the file."""
         self._path = Path(folder, name) if folder else None
         self._on_failure = on_failure
         self._retry_s = retry_s

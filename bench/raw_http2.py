@@ -192,8 +192,8 @@ class RawConnection:
         self._pings.clear()
 
     async def flushed(self) -> None:
-        """If more than asyncio's limit of written data has not left for the server, wait until most
-        of it has.
+        """Wait until most of the written data has left for the server. Return at once if less than
+        asyncio's limit has not left.
         """
         await self._writer.drain()
 

@@ -1,12 +1,13 @@
 """Store the tables of a leaderboard for the documentation: `python -m docs.leaderboard BOARD`.
 
 BOARD is a folder that `sim leaderboard --out` has written. Its tables go to docs/leaderboard.json, and
-`python -m docs.reference` writes them to docs/leaderboard.md and the README.
+`python -m docs.reference` writes them to docs/leaderboard.md and the README. Explanations of tables,
+and descriptions of cases and strategies, are not those of the measurement but the present ones.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from docs.row_lines import row_lines
+from sim.cluster.built_in import strategies
+from sim.experiments.leaderboard.cases import CASES
 from sim.measurement.summaries import LeaderboardSummary
 from sim.output import write_whole
 from sim.reports.leaderboard_report import (
@@ -97,6 +100,30 @@ def short_ranking(board: Board) -> str:
 def body(part: Part) -> str:
     """Return a section of a leaderboard as Markdown, without its heading."""
     return part.as_markdown(level=0)
+
+
+def cases(board: Board) -> str:
+    """Return the table of the cases as Markdown, with the present description of each case."""
+    says = {name: [case.says] for name, case in CASES.items()}
+    return body(_described(board.cases, says))
+
+
+def strategy_table(board: Board) -> str:
+    """Return the table of the strategies as Markdown, with the present texts about each strategy."""
+    texts = {name: [one.idea, one.omissions or "-"] for name, one in strategies().items()}
+    return body(_described(board.strategies, texts))
+
+
+def _described(part: Part, texts: Mapping[str, list[str]]) -> Part:
+    """Return `part` with the texts of each name instead of those after the name in its row. A name
+    without texts keeps the stored ones.
+    """
+    head, *rows = part.rows
+    told = []
+    for name, *cells in rows:
+        now = texts.get(name.partition(" ")[0], [])
+        told.append([name, *now, *cells[len(now) :]])
+    return replace(part, rows=[head, *told])
 
 
 class NoBoardError(ValueError):

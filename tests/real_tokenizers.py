@@ -65,7 +65,7 @@ process.stdout.write(JSON.stringify({chats, prompts: given.prompts.map(text => t
 
 
 def folder_of(model):
-    """Where the files of `model` are. Skips the test if they are not there."""
+    """Return the folder with the files of `model`. Skip the test if they are not there."""
     folder = FOLDER / model
     if not all((folder / name).is_file() for name in FILES):
         pytest.skip(f"no tokenizer in {folder}: `make tokenizers` gets it, with npm")

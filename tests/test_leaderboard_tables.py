@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from docs import leaderboard
 from docs.leaderboard import Board, Boards, NoBoardError, board_in, main, read
 from docs.reference import refreshed
+from sim.cluster.built_in import strategies
 from sim.experiments.leaderboard.cases import CASES
 from sim.experiments.leaderboard.standings import case_rows
 from sim.measurement.ranking import scopes_of, totals
@@ -107,6 +108,38 @@ def test_the_readme_shows_the_ranking_without_adapters(summary, results, tmp_pat
     assert f'rows are from the leaderboard\'s table "{ranking_parts(summary)[0].title}".' in part
     rows = [line.split(" | ")[0].strip("| ") for line in part.splitlines() if line[:1] == "|"]
     assert rows[2:] == ["homing", "rival-0", "rival-1", "rival-2", "rival-3", "round-robin-live"]
+
+
+def test_texts_are_those_of_the_code_and_not_of_the_measurement(summary, results, tmp_path):
+    """A corrected text needs no new measurement; unknown names keep the texts that were stored."""
+    name, case = next(iter(CASES.items()))
+    main(
+        [
+            written(
+                tmp_path / "board",
+                replace(
+                    summary,
+                    cases=[
+                        replace(summary.cases[0], name=name, says="an old text"),
+                        summary.cases[1],
+                    ],
+                    rows=[
+                        replace(row, case=name) if row.case == "plain" else row
+                        for row in summary.rows
+                    ],
+                ),
+            )
+        ]
+    )
+    part = refreshed("<!-- begin board-cases -->\n<!-- end board-cases -->\n")
+    assert f"| {name} | {case.says} |" in part
+    assert "| lora (LoRA) | lora |" in part
+    part = refreshed("<!-- begin board-strategies -->\n<!-- end board-strategies -->\n")
+    assert f"| homing | {strategies()['homing'].idea} | - |" in part
+    assert "| rival-0 | An idea. | half of it |" in part
+    stored = results.read_text()
+    assert "geometric mean" in ranking_parts(summary)[0].text
+    assert "geometric mean" not in stored
 
 
 def test_a_board_that_is_not_whole_is_refused(summary, results, tmp_path, capsys):

@@ -51,8 +51,8 @@ RECOVERED_S_MAX = 60.0
 AFTER_S = 3.0
 CALM_PROBES = 20
 """Number of consecutive requests of the probe, a client beside the attack, that show that the
-picker has recovered; at most one of them takes longer than twice the 99th percentile before the
-attack.
+picker has recovered: none of them fails, and at most one takes longer than twice the 99th percentile
+before the attack.
 """
 PROBE_S_MAX = 10.0
 ROOM = 8
@@ -212,7 +212,7 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
 
 async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None:
     """Return the seconds from `since_s` to the first of `CALM_PROBES` consecutive requests of the
-    probe of which at most one took longer than `calm_s`.
+    probe of which none failed and at most one took longer than `calm_s`.
 
     None if there are none within `RECOVERED_S_MAX`.
     """
@@ -222,7 +222,8 @@ async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None
         for start in range(len(after) - CALM_PROBES + 1):
             row = after[start : start + CALM_PROBES]
             # One of them may meet a scrape, or another process.
-            if sum(one.took_s > calm_s for one in row) <= 1:
+            slow = sum(one.took_s > calm_s for one in row)
+            if slow <= 1 and not any(one.problem for one in row):
                 return row[0].asked_s - since_s
     return None
 

@@ -131,8 +131,12 @@ def _verdict(row: Row) -> str:
 
 
 def _cpu(samples: Sequence[Sample]) -> str:
-    return _by_contestant(
-        samples, lambda each: each.cpu_us, [load for load in workloads.LOADS if load.floors]
+    # Each table has the servers of its own workloads as columns.
+    compared = ([load for load in workloads.LOADS if load.floors], workloads.OPERATED)
+    return "\n\n".join(
+        table
+        for loads in compared
+        if (table := _by_contestant(samples, lambda each: each.cpu_us, loads))
     )
 
 
@@ -167,7 +171,7 @@ def _failed_of(samples: Sequence[Sample]) -> str:
 
 def _generator(samples: Sequence[Sample]) -> str:
     rows = []
-    for load in (*(each.name for each in workloads.LOADS), *workloads.APART):
+    for load in dict.fromkeys(each.workload for each in samples):
         its = [each for each in samples if each.workload == load]
         if its:
             used = [each.generator_cpu_us for each in its if each.generator_cpu_us is not None]
@@ -183,7 +187,8 @@ def _generator(samples: Sequence[Sample]) -> str:
 
 
 def _by_contestant(samples: Sequence[Sample], value: Any, loads: Sequence[Any]) -> str:
-    names = _contestants([each for each in samples if each.workload not in workloads.APART])
+    played = {load.name for load in loads}
+    names = _contestants([each for each in samples if each.workload in played])
     rows = []
     for load in loads:
         its = [each for each in samples if each.workload == load.name]

@@ -330,10 +330,8 @@ class EndpointPicker:
         self.observation.could_not(event, error)
 
     def _expect_peers(self) -> None:
-        """If this picker shares state, report to the peer exchange how many replicas decide at the
-        same time.
-
-        With leader election only one does, so nothing is reported.
+        """Report to the peer exchange how many replicas decide at the same time. Do nothing if this
+        picker does not share state, or with leader election, where only one replica decides.
         """
         if self.flags.shares and not self.flags.ha_enable_leader_election:
             self.exchange.expect(

@@ -108,8 +108,8 @@ class NeededIndexes:
     def _add_index_of_decisions(
         self, indexes: dict[str, AffinityIndexSettings], named: dict[str, str]
     ) -> None:
-        """If an index receives KV-cache events, add a prefix index of routing decisions for
-        endpoints without such events, unless there is one.
+        """Add a prefix index of routing decisions for endpoints without KV-cache events, if another
+        index receives such events and there is no index of decisions yet.
 
         Warn if no token ids are available for prompts that arrive as text. Do nothing if the
         document has problems.

@@ -73,11 +73,11 @@ class ThunderAgent(Parameters, frozen=True):
     for them.
 
     The score is 1 for the endpoint of the last turn and 0 for others. It is unknown if that
-    endpoint is no candidate, and for a request without a session. As `fairnessPolicyRef` of a band
-    of the queue, `thunder-agent` lets turns of admitted sessions pass. A new session waits until an
-    endpoint has room for its tokens, first come, first served. As `saturationDetector`,
-    `thunder-agent` reports no endpoint as full, so that requests wait for the admission of their
-    session only.
+    endpoint is no candidate, and for a request without a session. A band of the queue with
+    `thunder-agent` as `fairnessPolicyRef` lets turns of admitted sessions pass. A new session waits
+    until an endpoint has room for its tokens, first come, first served. `thunder-agent` as
+    `saturationDetector` reports no endpoint as full, so that requests wait for the admission of
+    their session only.
     """
 
     type_name: ClassVar[str] = "thunder-agent"

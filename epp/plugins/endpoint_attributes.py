@@ -150,8 +150,8 @@ class EndpointAttributeScorer(Parameters, frozen=True):
     ends of a range.
 
     The range of values is `fixed_range`, to which other values are clamped, or else the range from
-    the lowest to the highest value of the candidates. Without `fixed_range`, every endpoint with
-    the attribute scores 1 if all values are equal. An endpoint without the attribute scores 0.
+    the lowest to the highest value of the candidates. If there is no `fixed_range` and all
+    values are equal, every endpoint with the attribute scores 1. An endpoint without the attribute scores 0.
     """
 
     type_name: ClassVar[str] = "endpoint-attribute-scorer"

@@ -42,7 +42,7 @@ _selector = lru_cache(maxsize=_SELECTORS_MAX)(parse_selector)
 
 class SelectorMode(StrEnum):
     STRICT = "strict"
-    """Only endpoints whose label has the value of the header may serve the request."""
+    """The request is served only by endpoints whose label has the value of the header."""
     PREFER = "prefer"
     """The response returns the label; a `header-label-affinity-scorer` can prefer it."""
 

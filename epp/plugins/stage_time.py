@@ -167,8 +167,8 @@ class DecodeTime(RemotePrefillTimes, frozen=True, dict=True):
     """Prefer the endpoint where the request is decoded with the least added time. This scorer is
     for the decode stage.
 
-    The cost has the parts of `added-time-scorer` that concern decoding, memory and adapters. In
-    place of the prefill, it has the smaller of two times: that of a prefill at the endpoint itself,
+    The cost has the parts of `added-time-scorer` that concern decoding, memory and adapters. The
+    part for the prefill is the smaller of two times: that of a prefill at the endpoint itself,
     with the delay of others, and that of a remote prefill with the KV transfer to this endpoint,
     which shares the network with those of earlier requests (`time-based-pd-decider`). The wait for
     the first token has the additional weight of `added-time-scorer`. Blocks that are evicted count

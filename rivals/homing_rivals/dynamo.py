@@ -93,7 +93,7 @@ class TwoTier(Parameters, frozen=True):
     `balance_absolute`, r is `balance_relative`, and c is `cache_threshold`. If load is even and the
     longest cached prefix has more than the share c of the prompt's blocks, including a last one
     that is not full, the endpoint with the fewest requests among those with this longest prefix
-    wins. In all other cases the endpoint with the fewest requests wins. All comparisons are strict.
+    wins. The endpoint with the fewest requests wins in all other cases. All comparisons are strict.
 
     Different from Dynamo: cached blocks are those that were routed to an endpoint; Dynamo knows
     them from the engines' events.

@@ -108,7 +108,7 @@ class CacheAware4(_CacheAware, frozen=True):
     expected wait among the endpoints with a match.
 
     If matched / total > threshold for the prompt's deepest known block, the endpoints with a match
-    are at most 8 that have this block. With `overlap_decay`, they are only the best of these by 1 /
+    are at most 8 that have this block. An `overlap_decay` above 0 leaves only the best of these by 1 /
     (1 + decay * (pending(e) - least pending) / B / blocks of the prompt); `overlap_decay` 0
     disables this selection. Endpoints with R(e) > rel * mean R and R(e) > mean R + margin are too
     full and are removed, and the shortest expected wait among the remaining endpoints with a match

@@ -20,7 +20,7 @@ class RuvllmFixed(RuvllmParameters, frozen=True):
     """RuvLLM ADR-011 with its two faults repaired: prompts share every common beginning, and the
     memory budget holds.
 
-    In this cache, each edge of the tree of prompts has its own part of the KV cache. The common
+    Each edge of this cache's tree of prompts has its own part of the KV cache. The common
     beginning of several prompts is therefore stored once, and any beginning of a stored prompt is
     found. If there is too little room, leaves of the tree that no request uses are evicted: those
     with the fewest hits first, and among these the least recently used. If a prompt still does not

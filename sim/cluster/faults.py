@@ -1,6 +1,6 @@
 """Random faults of pods in a simulation run, determined by the seed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from random import Random
 from typing import Final
@@ -10,6 +10,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.cluster.loop import Loop
 from sim.cluster.pods import Pods
+from sim.cluster.simulated_pod import SimulatedPod
 
 
 class FaultKind(StrEnum):
@@ -26,12 +27,12 @@ class FaultKind(StrEnum):
     JOIN = "join"
     """A new pod of the same kind as pod number `pod` joins."""
     LAG = "lag"
-    """Every step of the pod's engine takes `factor` times as long, for `duration_s`, or until an
-    earlier fault of this kind at the pod ends.
+    """Every step of the pod's engine takes `factor` times as long, for `duration_s`, or until a
+    later fault of this kind at the pod replaces it.
     """
     STALE = "stale"
-    """The pod's metrics page does not change for `duration_s`, or until its process or an earlier
-    fault of this kind at the pod ends.
+    """The pod's metrics page does not change for `duration_s`, or until the pod's process ends, or
+    a later fault of this kind at the pod replaces it.
     """
 
 
@@ -82,6 +83,8 @@ class Faults:
         self._faults = iter(faults)
         self._loop = loop
         self._pods = pods
+        self._latest: dict[tuple[int, FaultKind], Fault] = {}
+        """Latest fault that lasts for a time, by number of the pod and kind of fault."""
         self._pull()
 
     def _pull(self) -> None:
@@ -106,7 +109,20 @@ class Faults:
                 loop.after(fault.duration_s, pods.restart, pod)
             case FaultKind.LAG:
                 pod.slow_down(fault.factor)
-                loop.after(fault.duration_s, pod.slow_down, 1.0)
+                self._end_later(fault, pod, lambda: pod.slow_down(1.0))
             case FaultKind.STALE:
                 pod.freeze_page(True)
-                loop.after(fault.duration_s, pod.freeze_page, False)
+                self._end_later(fault, pod, lambda: pod.freeze_page(False))
+
+    def _end_later(self, fault: Fault, pod: SimulatedPod, end: Callable[[], None]) -> None:
+        """Call `end` after the duration of `fault`, unless a later fault of its kind at `pod` has
+        replaced it.
+        """
+        key = pod.number, fault.kind
+        self._latest[key] = fault
+
+        def ended() -> None:
+            if self._latest[key] is fault:
+                end()
+
+        self._loop.after(fault.duration_s, ended)

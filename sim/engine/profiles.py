@@ -22,7 +22,7 @@ The built-in profiles are in `profiles.toml`, each constant with its source. You
 TOML files too, with one table per profile, named like the profile. `like` names another profile as
 the base. See `profiles_in`.
 
-Sources of the defaults below: `host_s` is fitted on two published vLLM 0.19 runs of
+Sources of the defaults below: `host_s` (1.5 ms) is fitted on two published vLLM 0.19 runs of
 casys-kaist/LLMServingSim (MIT). `shared_context_factor` and the front-end terms are fitted on the
 llm-d guide `optimized-baseline` (8 x 2 H100, Qwen3-32B). Adapter factors are those of
 inference-sim's defaults, by rank. The adapter load from disk is an assumption (0.3 to 5 s occur).

@@ -26,7 +26,7 @@ from sim.estimation.roofline import (
 
 HOST_S: Final = 0.0015
 HOST_S_SEVERAL: Final = 0.002
-"""Time in seconds to schedule and launch a step on several GPUs, as in the built-in profile
+"""Time in seconds to schedule and launch a step on several GPUs, assumed as in the built-in profile
 `qwen3-32b-h100-tp2`. `HOST_S` is the time on one GPU, as in all built-in profiles of one GPU.
 """
 KV_ERROR_MAX: Final = 10.0

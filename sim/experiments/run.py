@@ -20,7 +20,7 @@ from sim.cluster.cluster import Cluster
 from sim.cluster.faults import draw_faults
 from sim.cluster.incidents import Configure, play
 from sim.cluster.policies import PolicySource
-from sim.cluster.prefill_rules import RoundRobinPrefill
+from sim.cluster.prefill_rules import RoundRobinPrefill, decodes
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_request import SimulatedRequest
 from sim.engine.profiles import estimate_warnings
@@ -260,7 +260,9 @@ class Run:
         scenario, pods = self.settings.scenario, cluster.pods.count.totals()
         peers = cluster.pickers.peering.summary()
         tiers = cluster.pods.tier_tokens()
-        measured = self.measures.summary()
+        measured = self.measures.summary(
+            pod.name for pod in cluster.pods if decodes(pod.kind.labels)
+        )
         of_trace = warnings_of(self.trace) if self._held is None else self._held.warnings
         return replace(
             measured,

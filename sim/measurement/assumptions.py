@@ -12,9 +12,9 @@ from sim.measurement.summaries import AssumptionSummary
 
 NOT_MODELLED: Final = (
     (
-        "The simulator models speculative decoding only if `--engine` enables it. With that "
-        "feature, acceptance of drafted tokens depends neither on the text nor on the load, and "
-        "on the context length only as configured. Simulated drafters use no KV cache."
+        "The simulator models speculative decoding only if `--engine` enables it. The "
+        "simulated acceptance of drafted tokens depends neither on the text nor on the load, and on "
+        "the context length only as configured. Simulated drafters use no KV cache."
     ),
     (
         "The simulator does not model single experts of a mixture of experts: a layer takes "
@@ -109,7 +109,8 @@ ASSUMED: Final = (
         unit="ms",
         low=1,
         high=2,
-        source="fitted on two published runs of vLLM 0.19, casys-kaist/LLMServingSim",
+        source="1.5 ms is fitted on two published runs of vLLM 0.19, casys-kaist/LLMServingSim; 2 ms, "
+        "for several GPUs, is an assumption",
     ),
     Assumption(
         field="skew",

@@ -35,7 +35,7 @@ few different resamples.
 
 
 class Varied(Struct, frozen=True, kw_only=True):
-    """How the repetitions of a run get different traffic, and how many repetitions there are."""
+    """The number of repetitions of a run, and the way in which they get different traffic."""
 
     repetitions: int
     generated: bool

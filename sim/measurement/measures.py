@@ -3,7 +3,7 @@
 import math
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -367,8 +367,11 @@ class Measures:
         """
         return self._digest.hexdigest()
 
-    def summary(self) -> RunSummary:
-        """Return all figures of the run."""
+    def summary(self, pods: Iterable[str] = ()) -> RunSummary:
+        """Return all figures of the run. A pod whose name is in `pods` counts even if it completed
+        no request.
+        """
+        of_pods = self.pods | {name: PodLoad() for name in pods if name not in self.pods}
         everything, series = self.series(), self.steady_series()
         window, gaps = self.window()
         prompt_tokens, cached_tokens = series.prompt_tokens.sum(), series.cached_tokens.sum()
@@ -376,7 +379,7 @@ class Measures:
         length_s = window.end_s - window.start_s or math.nan
         completed = max(1, len(everything))
         sent = sum(self.fates.values())
-        loads = list(self.pods.values())
+        loads = of_pods.values()
         bias_tokens = self._predicted - everything.cached_tokens.sum()
         predicted = (bias_tokens, self._prediction_error)
         bias, error = (
@@ -414,7 +417,7 @@ class Measures:
             prediction=Prediction(bias_tokens=bias, mean_absolute_error_tokens=error),
             metrics_age_s=rounded(self._age_s_sum / self._ages) if self._ages else None,
             preemptions=self.preemptions,
-            pods={name: pod_load(load) for name, load in self.pods.items()},
+            pods={name: pod_load(load) for name, load in of_pods.items()},
         )
 
     def _warnings(self, sent: int) -> list[str]:

@@ -26,8 +26,8 @@ _TIMES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "itl": ("itl_s", ("mean", "p50", "p99")),
     "e2e": ("e2e_s", _RANKS),
 }
-"""For each latency in the name of a bound: the field of `RunSummary` that has it, and the
-statistics in that field.
+"""The field of `RunSummary` that has a latency, and the statistics in that field, by the latency's
+name in bounds.
 """
 GOODPUT: Final = "goodput"
 LOST: Final = "lost"

@@ -35,7 +35,7 @@ MEASURES: Final[Mapping[str, bool]] = MappingProxyType(
     }
 )
 """Measures of each case of a leaderboard; True if a higher value is better. `imbalance` is the
-number of requests of the busiest pod divided by the mean of the pods that completed requests.
+number of requests of the busiest pod divided by the mean over all pods.
 """
 JUDGED: Final = ("e2e_mean_s", "ttft_p90_s", "ttft_p99_s", "itl_p99_s", "output_tokens_per_s")
 """Measures for which the geometric mean of a strategy's ratios to the best is computed over cases.

@@ -154,8 +154,9 @@ class Spread(Summary, frozen=True, kw_only=True):
 
 
 class Imbalance(Summary, frozen=True, kw_only=True):
-    """How unequally pods are loaded over the whole run, by number of completed requests and by their
-    uncached prompt tokens. Pods that completed no request are not included.
+    """The inequality of the pods' loads over the whole run, by number of completed requests and by
+    their uncached prompt tokens. All pods that may complete a request are included, so pods that only
+    prefill are not.
     """
 
     requests: Spread
@@ -865,8 +866,8 @@ class Behind(Summary, frozen=True, kw_only=True):
     """The distance of a strategy from the best strategy of a case in one measure."""
 
     times: float | None
-    """How many times as bad as the best the strategy is: the ratio of times, or the inverse ratio of
-    throughputs or shares. Only a strategy that is not eligible can be below 1. None if there is no
+    """The ratio of the strategy's time to the best, or the inverse ratio for throughputs and shares:
+    2 is twice as bad as the best. Only a strategy that is not eligible can be below 1. None if there is no
     ratio."""
     best: bool
     """True if the strategy is eligible and has the best value of the measure among all eligible ones;

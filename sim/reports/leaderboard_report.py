@@ -3,7 +3,8 @@ the best.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Final
 
 from msgspec import Struct
@@ -77,25 +78,71 @@ _MARKS: Final = (
 )
 
 
+class Explanation(StrEnum):
+    """The name of a text without figures that explains a table, the same for every leaderboard."""
+
+    TIMES = "times"
+    LEVEL = "level"
+    CASES = "cases"
+    STRATEGIES = "strategies"
+
+
+_EXPLANATIONS: Final[Mapping[Explanation, str]] = {
+    Explanation.TIMES: (
+        "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case in "
+        "this figure, or has 1/1.2 of its throughput. Each ratio in the table, except that of the worst "
+        "case, is the geometric mean over the cases. Goodput is the mean share of requests within the "
+        'latency targets. The number before "out" is the number of cases in which the strategy leaves over '
+        "1 % of the requests more unanswered than the strategy that leaves the fewest; its ratio in these "
+        "cases counts as 1 or more."
+    ),
+    Explanation.LEVEL: (
+        "The table shows the number of cases in which each strategy is the best, or level with the best: "
+        "the 95 % confidence interval of its difference from the best contains 0. A strategy whose figures vary "
+        "between random draws has a wide interval, so it may be level with the best although its mean is "
+        "far from it."
+    ),
+    Explanation.CASES: (
+        "The best strategy of a case has the lowest mean E2E of the strategies that answer enough "
+        "requests. Another strategy is level with the best one if the 95 % confidence interval of their "
+        "difference in mean E2E contains 0."
+    ),
+    Explanation.STRATEGIES: (
+        "The third column lists the features of its original that a strategy leaves out or changes; "
+        "a dash means that no difference is known."
+    ),
+}
+
+
 class Part(Struct, frozen=True, kw_only=True):
     """A section of the leaderboard report: a table with its title and its explanation."""
 
     title: str
     says: str = ""
+    """Sentences with figures about the table."""
+    explanation: Explanation | None = None
+    """Name of the text that follows these sentences, or None if there is none."""
     rows: list[list[str]] = []
     """Rows of the table, of which the first is the head. If there are no rows, the section has only
     an explanation.
     """
 
+    @property
+    def text(self) -> str:
+        """Explanation of the table; "" if it has none."""
+        if self.explanation is None:
+            return self.says
+        return f"{self.says} {_EXPLANATIONS[self.explanation]}".lstrip()
+
     def as_markdown(self, level: int = 2) -> str:
         """Return the section as Markdown below a heading of `level`; level 0 omits the heading."""
         heading = f"{'#' * level} {self.title}" if level else ""
         table_of = markdown_table(self.rows) if self.rows else ""
-        return "\n\n".join(part for part in (heading, self.says, table_of) if part)
+        return "\n\n".join(part for part in (heading, self.text, table_of) if part)
 
     def as_html(self) -> str:
         """Return the section as an HTML figure."""
-        said = _paragraph(self.says) if self.says else ""
+        said = _paragraph(self.text) if self.text else ""
         return figure(self.title, said + (html_table(self.rows) if self.rows else ""))
 
 
@@ -144,27 +191,6 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
     return page("Leaderboard", f"{basis(summary)} {_MARKS}{note}", "".join(told))
 
 
-_TIMES_SAY: Final = (
-    "A ratio of 1.2 means that a strategy takes 1.2 times as long as the best strategy of a case in "
-    "this figure, or has 1/1.2 of its throughput. Each ratio in the table, except that of the worst "
-    "case, is the geometric mean over the cases. Goodput is the mean share of requests within the "
-    'latency targets. The number before "out" is the number of cases in which the strategy leaves over '
-    "1 % of the requests more unanswered than the strategy that leaves the fewest; its ratio in these "
-    "cases counts as 1 or more."
-)
-_LEVEL_SAYS: Final = (
-    "The table shows the number of cases in which each strategy is the best, or level with the best: "
-    "the 95 % confidence interval of its difference from the best contains 0. A strategy whose figures vary "
-    "between random draws has a wide interval, so it may be level with the best although its mean is "
-    "far from it."
-)
-_CASES_SAY: Final = (
-    "The best strategy of a case has the lowest mean E2E of the strategies that answer enough "
-    "requests. Another strategy is level with the best one if the 95 % confidence interval of their "
-    "difference in mean E2E contains 0."
-)
-
-
 def board_parts(summary: LeaderboardSummary) -> list[Part]:
     """Return the sections that cover all cases of the leaderboard, the rankings first."""
     parts = []
@@ -183,16 +209,24 @@ def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
     parts: list[Part] = []
     for scope, cases in _scopes(summary).items():
         title, first = _TITLES[scope], not parts
-        says = (
-            f"This ranking of the strategies covers {len(cases)} cases"
-            f"{f'. {_TIMES_SAY}' if first else ', with ratios as in the first ranking.'}"
+        says = f"This ranking of the strategies covers {len(cases)} cases"
+        says += "." if first else ", with ratios as in the first ranking."
+        parts.append(
+            Part(
+                title=f"{title}: ratio to the best",
+                says=says,
+                explanation=Explanation.TIMES if first else None,
+                rows=_times_rows(summary, scope),
+            )
         )
-        times = _times_rows(summary, scope)
-        parts.append(Part(title=f"{title}: ratio to the best", says=says, rows=times))
         if scope != HELD_WITHOUT_ADAPTERS:
-            says = _LEVEL_SAYS if first else ""
-            level = _level_rows(summary, scope)
-            parts.append(Part(title=f"{title}: level with the best", says=says, rows=level))
+            parts.append(
+                Part(
+                    title=f"{title}: level with the best",
+                    explanation=Explanation.LEVEL if first else None,
+                    rows=_level_rows(summary, scope),
+                )
+            )
     return parts
 
 
@@ -226,14 +260,20 @@ def behind_part(summary: LeaderboardSummary) -> Part:
 
 def cases_part(summary: LeaderboardSummary) -> Part:
     """Return the section with the best strategies of each case."""
-    return Part(title="The best strategies of each case", says=_CASES_SAY, rows=_case_rows(summary))
+    return Part(
+        title="The best strategies of each case",
+        explanation=Explanation.CASES,
+        rows=_case_rows(summary),
+    )
 
 
 def strategies_part(summary: LeaderboardSummary) -> Part:
     """Return the section with the idea of each strategy, and the features of its original that it
     leaves out.
     """
-    return Part(title="Strategies", says=_STRATEGIES_SAY, rows=_strategy_rows(summary))
+    return Part(
+        title="Strategies", explanation=Explanation.STRATEGIES, rows=_strategy_rows(summary)
+    )
 
 
 def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:
@@ -350,12 +390,6 @@ def _marked(row: StandingSummary, measure: str) -> str:
     if found.low is not None and found.value is not None:
         told += f" ± {shown(measure, found.value - found.low)}"
     return told + _mark(row, measure)
-
-
-_STRATEGIES_SAY: Final = (
-    "The third column lists the features of its original that a strategy leaves out or changes; "
-    "a dash means that no difference is known."
-)
 
 
 def _strategy_rows(summary: LeaderboardSummary) -> list[list[str]]:

@@ -539,9 +539,11 @@ def _neighbours(summary: SizeSummary) -> str:
     """
     if summary.chosen is None:
         return ""
-    pods = summary.options[summary.chosen].pods
+    option = summary.options[summary.chosen]
+    # A split pool has at least one pod of each role.
+    pods, pods_min = option.pods, 1 if option.prefill_share is UNSET else 2
     above = "" if pods == summary.pods_max else ". The next higher number keeps them too"
-    below = "" if pods == 1 else ". The next lower number does not"
+    below = "" if pods == pods_min else ". The next lower number does not"
     return f" The answer is the smallest number that keeps all bounds{above}{below}."
 
 

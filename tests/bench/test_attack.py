@@ -1,10 +1,12 @@
 """The short form of make attack, and an attack that does not reach the picker."""
 
+import time
+
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench.attack.__main__ import main
+from bench.attack.__main__ import CALM_PROBES, Probe, Probed, _recovery, main
 from bench.attack.attacks import ATTACKS, Target
 from bench.attack.effects import PROOFS, Watch, require_reached
 from bench.effect import NoEffectError
@@ -78,6 +80,16 @@ async def test_requests_of_a_burst_that_are_lost_are_results_of_the_attack(monke
     said = await ATTACKS["burst"](target)
     assert target.lost == ["ClientConnectorError"] * 3
     assert said == "3 of 3 lost: 3 ClientConnectorError"
+
+
+async def test_requests_that_fail_at_once_are_no_recovery():
+    """A picker that refuses every request answers quickly."""
+    probe = Probe(place=None)
+    since_s = time.monotonic()
+    refused = [Probed(since_s + number, 0.001, "got 503") for number in range(CALM_PROBES)]
+    served = [Probed(since_s + 100 + number, 0.001, "") for number in range(CALM_PROBES)]
+    probe.done = [*refused, *served]
+    assert await _recovery(probe, since_s, 0.01) == pytest.approx(100)
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS))

@@ -556,6 +556,22 @@ def test_the_report_is_written_for_people_programs_and_eyes():
     assert len(bars) == 1 + 4 + 4 * loads
 
 
+def test_each_table_of_cpu_has_the_servers_of_its_workloads():
+    """Pickers with features for operators are in a table of their own, for both lengths of prompts."""
+    told = results(cpu_us=25.0)
+    text = to_markdown(Reported(told, rows(told, TRANSPORTS), TRANSPORTS), {"cores": 2})
+    cpu = text.partition("## CPU of the server, µs per request")[2].partition("##")[0]
+    first, second = cpu.strip().split("\n\n")
+    servers = [GO, nothing("grpcio"), nothing("ngh2"), homing("grpcio"), homing("ngh2")]
+    assert first.splitlines()[0] == f"| workload | {' | '.join(servers)} |"
+    assert [line.split(" | ")[0] for line in second.splitlines()[2:]] == [
+        f"| {load.title}" for load in workloads.OPERATED
+    ]
+    generator = text.partition("## The generator")[2]
+    for load in workloads.OPERATED:
+        assert f"| {load.name} |" in generator
+
+
 def test_without_go_one_sentence_says_so(tmp_path):
     """The report goes on without a G."""
     with pytest.raises(ContestantError, match=r"^there is no go on PATH$"):

@@ -22,7 +22,7 @@ DOWNLOAD_MAX_S: Final = 100
 
 
 class ToolsError(Exception):
-    """Why a tool cannot be had: one sentence."""
+    """The error of a tool that is not available; its text is one sentence."""
 
 
 @dataclass(frozen=True)

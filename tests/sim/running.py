@@ -29,7 +29,7 @@ class Running:
 
     @property
     def ports(self):
-        """Where it serves, publishes KV events and tells old ones again."""
+        """The ports at which it serves, publishes KV events and sends old ones again."""
         source = self.sources[0]
         return self.server.port, source.port, source.replay_port
 

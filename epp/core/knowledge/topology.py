@@ -32,8 +32,8 @@ class Nearness(IntEnum):
 class TopologyLabels(Parameters, frozen=True):
     """`topology-extractor`: the labels of an endpoint that name its host, rack, zone and region.
 
-    The labels are those of the pod. `epp serve --node-labels` adds labels of the pod's node. Without
-    a label of its host, an endpoint is at the host with its node's address. The topology plugins use
+    The labels are those of the pod. `epp serve --node-labels` adds labels of the pod's node. An
+    endpoint without a label of its host is at the host with its node's address. The topology plugins use
     the default labels if no `topology-extractor` is declared.
     """
 

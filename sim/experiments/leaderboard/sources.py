@@ -54,19 +54,17 @@ def code_hash() -> str:
 
 @lru_cache(maxsize=_POLICIES_MAX)
 def plugins_hash(policy: PolicySource) -> str:
-    """Return the hash of the modules that contain the policy's filters, scorers, picker and
-    indexes, and of the modules of the same packages that these import. Modules of `epp` are left
-    out, because `code_hash` covers them. "" for a baseline.
+    """Return the hash of the modules that contain the plugins of the policy's profiles and its
+    indexes, and of the modules of the same packages that these import. Modules of `epp`, which
+    contain all other plugins, are left out, because `code_hash` covers them. "" for a baseline.
     """
     if not policy.text:
         return ""
     config = policy.load()
-    plugins = (
-        *(named.plugin for named in config.profile.filters),
-        *(scorer.plugin for scorer in config.profile.scorers),
-        config.profile.picker,
-        *config.indexes.values(),
-    )
+    plugins: list[object] = [*config.indexes.values()]
+    for _, profile in config.stages.profiles():
+        named = (*profile.members, *profile.responders)
+        plugins += [profile.picker, *(one.plugin for one in named)]
     modules = {type(plugin).__module__ for plugin in plugins}
     return _hash_of(_reached_from(sorted(modules))).hexdigest()
 

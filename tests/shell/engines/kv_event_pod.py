@@ -90,7 +90,7 @@ class KVEventPod:
         writer.close()
 
     def page(self, *others):
-        """Where it publishes as rank 0, and `others` as the ranks after it."""
+        """Return the page with the addresses at which it publishes as rank 0, and `others` as later ranks."""
         told = {}
         for rank, pod in enumerate((self, *others)):
             replay = f"tcp://*:{pod.replay_port}" if pod.replays else None

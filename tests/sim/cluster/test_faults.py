@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from sim.cluster.check import checker
-from sim.cluster.faults import FaultKind, draw_faults
+from sim.cluster.faults import Fault, FaultKind, draw_faults
 from tests.sim.made import arrivals, cluster, kind
 
 SEEDS = 100
@@ -24,6 +24,31 @@ def test_faults_come_from_the_seed_alone():
     assert {fault.kind for fault in first} == set(FaultKind)
     assert first == sorted(first, key=lambda fault: fault.at_s)
     assert 4.0 < first[-1].at_s / 200 < 6.0
+
+
+def overlapping(fault_kind, shown):
+    """What `shown` returns of a pod over time, with a fault from 1 to 3 s and one from 2 to 5 s."""
+    faults = [
+        Fault(kind=fault_kind, at_s=at_s, pod=0, duration_s=duration_s, factor=factor)
+        for at_s, duration_s, factor in ((1.0, 2.0, 4.0), (2.0, 3.0, 2.0))
+    ]
+    one, seen = cluster(arrivals(120, rate=20.0), pods=1, faults=faults), []
+    one.run(lambda: seen.append((one.loop.now, shown(one.pods[0], one.loop.now))))
+    return seen
+
+
+def test_the_end_of_a_lag_does_not_end_a_later_one():
+    """The pod is slow until the end of the later one."""
+    for at_s, slowness in overlapping(FaultKind.LAG, lambda pod, _: pod.engine.slowness):
+        expected = 1.0 if at_s < 1 or at_s > 5 else 4.0 if at_s < 2 else 2.0
+        assert slowness == expected or at_s in {1.0, 2.0, 5.0}, at_s
+
+
+def test_the_end_of_a_stale_page_does_not_end_a_later_one():
+    """The page shows the state at the beginning of the later one until that ends."""
+    seen = overlapping(FaultKind.STALE, lambda pod, now: pod.page(now).requests_total)
+    assert len({total for at_s, total in seen if 2 < at_s < 5}) == 1
+    assert seen[-1][1] == 120
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))

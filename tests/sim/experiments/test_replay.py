@@ -1137,9 +1137,22 @@ def test_the_picker_knows_how_fast_the_pods_of_its_profile_prefill(trace, tmp_pa
         assert seen(quiet, pod, pod) == seen("default", pod) == {pod.prefill_tokens_per_s}
         assert seen(told, pod) == {777.0}
     assert seen(quiet, fast, slow) == {15_928.0}
+    half = structs.replace(fast, speed=0.5)
+    assert seen(quiet, half, half) == {fast.prefill_tokens_per_s / 2}
+    assert seen(quiet, fast, half) == {15_928.0}
     wrong = {"believed_prefill_tokens_per_s": 12_345.0}
     assert seen("default", fast, **wrong) == seen(quiet, fast, slow, **wrong) == {12_345.0}
     assert seen(told, fast, **wrong) == {777.0}
+
+
+def test_a_pod_that_got_nothing_is_part_of_the_imbalance(trace):
+    """One request on four pods is as unequal as it can be."""
+    run = Run(described(trace, flags=["--pods", "4", "--requests", "1"]))
+    run.run()
+    summary = run.summary()
+    assert sorted(load.requests for load in summary.pods.values()) == [0, 0, 0, 1]
+    assert summary.imbalance.requests.max_over_mean == 4.0
+    assert summary.imbalance.requests.jain == 0.25
 
 
 def test_an_interrupt_ends_the_search_for_ceilings_too(trace):

@@ -137,12 +137,16 @@ def test_where_nothing_is_enough_it_says_why_and_how_far_the_best_is_from_it():
 
 
 def test_an_answer_at_an_end_does_not_speak_of_what_is_beyond():
-    """Below one pod and above the highest there is nothing that was tried."""
+    """Nothing is tried below one pod (of each role, in a split pool) and above the highest."""
     lone = replace(SUMMARY, options=[replace(OPTION, pods=1, counts=[count(1, 0.8)])])
     assert (
         "the smallest number that keeps all bounds. The next higher number keeps them too."
         in size_report(lone)
     )
+    pair = replace(
+        OPTION, pods=2, prefill_share=0.5, prefill_pods=1, counts=[count(2, 0.8), count(3, 0.5)]
+    )
+    assert "next lower number" not in size_report(replace(SUMMARY, options=[pair]))
     most = replace(SUMMARY, pods_max=5)
     assert (
         "the smallest number that keeps all bounds. The next lower number does not."

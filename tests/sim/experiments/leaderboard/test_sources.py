@@ -1,9 +1,14 @@
 """Other code is another hash; what cannot decide is not in it."""
 
+from pathlib import Path
+
 from msgspec.structs import replace
 
+from homing_rivals.least_work import LeastPendingWork
 from sim.cluster.policies import policy_source
 from sim.experiments.leaderboard import sources
+
+ROOT = Path(__file__).parents[4]
 
 
 def files_of(name):
@@ -36,6 +41,18 @@ def test_a_plugin_of_others_is_hashed_by_its_module(tmp_path, monkeypatch):
 
     names = {file.name for file in sources._reached_from(["outside.near", "epp.plugins.scorers"])}
     assert names == {"near.py", "far.py", "__init__.py"}
+
+
+def test_the_plugins_of_all_stages_are_hashed():
+    """Not only those of the profile that chooses the decode endpoint."""
+    text = (ROOT / "docs/examples/prefill-decode.yaml").read_text()
+    built_in = replace(policy_source("default"), text=text)
+    profile = "- name: prefill\n  plugins:\n"
+    declared = "- type: active-request-scorer\n"
+    scorer = LeastPendingWork.type_name
+    text = text.replace(declared, f"{declared}- type: {scorer}\n")
+    text = text.replace(profile, f"{profile}  - pluginRef: {scorer}\n")
+    assert sources.plugins_hash(replace(built_in, text=text)) != sources.plugins_hash(built_in)
 
 
 def test_the_hash_changes_with_any_file_that_decides(tmp_path):

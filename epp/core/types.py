@@ -291,8 +291,8 @@ class Refusal(Struct, frozen=True, kw_only=True):
     eliminated: Mapping[str, int] = field(default_factory=dict)
     """Number of endpoints that each step or filter dropped before the refusal, by its name."""
     stage: Stage | None = None
-    """Stage for which no endpoint was left. It is None if the configuration has only one stage, or
-    if the refusal does not come from a single stage.
+    """Stage for which no endpoint was left, or whose endpoints are saturated. It is None if the
+    configuration has only one stage, or if the refusal does not come from a single stage.
     """
     retry_after_s: int | None = None
     """Seconds after which the client should try again, or None if no time is known."""

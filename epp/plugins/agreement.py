@@ -53,8 +53,9 @@ CHANCE_DEVIATIONS: Final = 3.0
 """Number of standard deviations by which a count of requests in flight may differ from the mean by
 chance.
 
-Each picker counts only its own requests in flight, and small counts differ by chance between
-pickers. If chance explains a count, skipping the endpoint would only make the pickers disagree.
+A picker does not count the requests of the pickers that it does not receive, and small counts
+differ by chance between pickers. If chance explains a count, skipping the endpoint would only make
+the pickers disagree.
 """
 
 
@@ -90,8 +91,8 @@ def agreed_scores(candidates: Candidates, key: int) -> Floats:
     """Return float64[n]: 1 for the endpoint on which all pickers agree, 0 for the others.
 
     It is the first endpoint in rendezvous order that has at most `LOAD_FACTOR_MAX` times the mean
-    number of requests in flight, plus what chance explains. Each picker compares its own counts
-    with its own mean, so the rule does not depend on the number of pickers.
+    number of requests in flight, plus what chance explains. Each picker compares its counts with
+    their mean, so the rule does not depend on the number of pickers.
     """
     inflight = candidates.inflight_requests
     mean = float(np.add.reduce(inflight)) / len(inflight)

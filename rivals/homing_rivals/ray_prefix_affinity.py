@@ -22,7 +22,7 @@ class RayPrefixAffinity(Parameters, frozen=True):
     requests in flight. The default of `imbalanced_threshold` is None (infinity) since
     ray-project/ray #59390; it was 10 before. Source: ray 2.60, `PrefixCacheAffinityRouter`.
 
-    Different from Ray: blocks have 16 tokens instead of characters; queue lengths are this picker's
+    Different from Ray: blocks have 16 tokens instead of characters; queue lengths are the pickers'
     own count, where Ray asks replicas; the tree is always bounded, where Ray's can be configured
     otherwise. Kept from Ray: without a threshold, the endpoint that has a popular prefix gets all
     of its requests, however long its queue is.

@@ -121,7 +121,7 @@ class CacheAware4(_CacheAware, frozen=True):
     waits there. If K is unknown, the wait is 1,024 / 2,000 s for each request in flight. smg's
     policy `least_load` routes by this wait alone.
 
-    Different from smg: tokens are this picker's own count, where smg has reports every 10 s; if
+    Different from smg: tokens are the pickers' own count, where smg has reports every 10 s; if
     more than 8 endpoints have the block, the first 8 of the list are taken; scores are not sampled;
     equal endpoints alternate. smg's veto of overloaded workers, which refuses requests if there are
     no others, is an admission limit and not part of this copy.
@@ -252,7 +252,7 @@ STRATEGIES: Final = (
             "shortest expected wait."
         ),
         omissions=(
-            "tokens reported every 10 s: here this picker's own count; its veto of overloaded "
+            "tokens reported every 10 s: here the pickers' own count; its veto of overloaded "
             "workers; its formula ignores adapters, unlike its keys"
         ),
         config=contract.config_of(_TREE, contract.step(CacheAware4.type_name)),

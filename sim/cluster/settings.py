@@ -127,8 +127,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     clients: ClientSettings = ClientSettings()
     believed_prefill_tokens_per_s: float | None = None
     """Prefill speed in tokens per second that pickers assume for every pod if their configuration
-    does not set it. None for the pods' speed (`PodKind.prefill_tokens_per_s`), or the default of
-    `epp serve` if pods differ in it.
+    does not set it. None for the speed by the pods' profile and engine (without `PodKind.speed`),
+    or the default of `epp serve` if pods differ in it.
     """
     tokenize: TokenizeSettings | None = None
     """Settings of a renderer for whose tokens requests wait before they are placed, or None if
@@ -152,8 +152,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     def prefill_tokens_per_s(self) -> float:
         """Prefill speed that pickers assume for every pod unless their configuration sets it.
 
-        It is `believed_prefill_tokens_per_s` if set, else the pods' speed
-        (`PodKind.prefill_tokens_per_s`). If pods differ in that speed, it is the default of
+        It is `believed_prefill_tokens_per_s` if set, else the speed by the pods' profile and engine
+        (without `PodKind.speed`). If that is not set and pods differ in it, it is the default of
         `epp serve`.
         """
         if self.believed_prefill_tokens_per_s is not None:

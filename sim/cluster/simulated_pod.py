@@ -127,7 +127,7 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prefill speed of the pod by its profile and `speed` in tokens per second, all
+        """Prefill speed of the pod by its profile in tokens per second, without `speed`, all
         data-parallel ranks together. It is that of steps of `max_num_batched_tokens` tokens (of the
         profile, without chunked prefill), and at most of the model's maximum length.
         """
@@ -136,7 +136,7 @@ class PodKind(Struct, frozen=True, kw_only=True):
             # Passes are as long as prompts here, and the model's maximum length is not a typical
             # prompt.
             tokens = min(tokens, self.profile.max_num_batched_tokens)
-        return self.profile.prefill_tokens_per_s(tokens) * self.ranks * self.speed
+        return self.profile.prefill_tokens_per_s(tokens) * self.ranks
 
     @property
     def ranks(self) -> int:

@@ -123,6 +123,8 @@ class Admission:
                 return gate.why_full(
                     candidates, request, lambda slot: pool.endpoint_in(slot).name, now
                 )
+        if self.holds(request, now):
+            return "a plugin held it"
         return (
             "requests before it take the room of the endpoints, or a full endpoint has more of its "
             "prompt cached"

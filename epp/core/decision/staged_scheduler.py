@@ -229,7 +229,8 @@ class StagedScheduler:
             of_role = profile.of_role.filter(request, choice.offered, self._state.failures)
             if settings.saturation.saturation(of_role.candidates) >= 1.0:
                 what = f"the endpoints of stage {stage} are saturated"
-                return saturated(f"{what} and priority {request.priority} may be shed")
+                refusal = saturated(f"{what} and priority {request.priority} may be shed")
+                return structs.replace(refusal, stage=stage)
         return None
 
     def _stages_of(

@@ -71,10 +71,10 @@ _NOWHERE: Final = ""
 
 class Difference(StrEnum):
     """The reason why a repeated decision differs from the live one. The value names the first
-    difference in what was known, or "the same was known". If only one of the two is a refusal, or
-    the reasons of two refusals differ, it is `CANDIDATES`.
+    difference in what was known, or "the same was known". If either is a refusal, it is `REFUSAL`.
     """
 
+    REFUSAL = "only one of the two refused the request, or the reasons differ"
     KNOWLEDGE = "the index knew another number of blocks"
     CANDIDATES = "another number of endpoints was ready"
     CHOICE = "the same was known"
@@ -335,7 +335,9 @@ class Reenactment:
             scheduler.take(ServedBy(leg.lease, address), event.at_s)
 
     def _difference(self, event: Scheduled, decision: Decision | Refusal) -> Difference:
-        if isinstance(decision, Refusal) or event.refused or decision.leg.ready != event.ready:
+        if isinstance(decision, Refusal) or event.refused:
+            return Difference.REFUSAL
+        if decision.leg.ready != event.ready:
             return Difference.CANDIDATES
         live = self._endpoints.get(event.slot)
         for position, endpoint in enumerate(decision.leg.candidates.endpoints):

@@ -41,7 +41,8 @@ class Available(Struct, frozen=True, gc=False):
             # A filter before all stages may have dropped the others.
             if len(ejected):
                 found[OutlierEjection.type_name] = ejected
-        if slots is not self.in_service:
+        # Filters before all stages may have dropped the full ones too.
+        if len(slots) < len(self.in_service):
             found[FULL] = self.in_service[~np.isin(self.in_service, slots)]
         return found
 

@@ -114,14 +114,11 @@ class OutlierEjection(Parameters, frozen=True):
 class EjectedEndpoint:
     """The state of one ejected endpoint."""
 
-    __slots__ = ("cause", "open_probes", "passed", "probed", "serving_some", "since_s", "until_s")
+    __slots__ = ("cause", "open_probes", "passed", "probed", "serving_some", "until_s")
 
-    def __init__(
-        self, cause: Cause, since_s: Seconds, until_s: Seconds, *, serving_some: bool
-    ) -> None:
+    def __init__(self, cause: Cause, until_s: Seconds, *, serving_some: bool) -> None:
         self.cause = cause
         self.serving_some = serving_some
-        self.since_s = since_s
         self.until_s = until_s
         """Time from which on the ejected endpoint is probed; results of requests that were sent
         before it are ignored.
@@ -192,8 +189,7 @@ class Ejection:
         standing.ejections += 1
         settings = self._settings
         for_s = min(settings.base_ejection_time * standing.ejections, settings.max_ejection_time)
-        since_s = now if known is None else known.since_s
-        self.away[slot] = EjectedEndpoint(cause, since_s, now + for_s, serving_some=serving_some)
+        self.away[slot] = EjectedEndpoint(cause, now + for_s, serving_some=serving_some)
         self._mask(slot, masked=True)
         self.total[cause] += 1
         return True

@@ -288,12 +288,13 @@ class IndexMeasures(Struct, frozen=True, kw_only=True):
 
     @property
     def hits(self) -> int | None:
-        """Return the number of look-ups with any result other than "none", or None if the index
-        does not count look-ups.
+        """Return the number of look-ups that found a match, or None if the index does not count
+        look-ups.
         """
         if not self.lookups:
             return None
-        return sum(count for found, count in self.lookups.items() if found != "none")
+        without = {"none", "unknown"}
+        return sum(count for result, count in self.lookups.items() if result not in without)
 
 
 class MeasuresItself(AffinityIndex, Protocol):

@@ -111,10 +111,6 @@ class Outlier(Struct, frozen=True, kw_only=True):
     """Share of errors among the endpoint's answers in about the last `window` of the outlier
     settings, 0 to 1; NaN if there were too few answers.
     """
-    since_s: Seconds = -math.inf
-    """Time since which the endpoint has been an outlier or, if it is ejected, the time of its
-    ejection; inf if it is failing only because older, good answers left the window.
-    """
 
 
 class _Average:
@@ -185,7 +181,6 @@ class _Record:
         "refused",
         "refused_in_a_row",
         "rejections",
-        "since_s",
         "slow",
         "slowness",
     )
@@ -199,8 +194,6 @@ class _Record:
         self.failures = 0
         """Number of the endpoint's latest answers, without a good one in between, that were errors.
         """
-        self.since_s: Seconds = math.inf
-        """Time at which the endpoint was found to be slow or failing; inf if it was not."""
         self.refused = 0
         """Number of responses 503 of the engine that no metrics page has explained yet."""
         self.refused_in_a_row = 0
@@ -369,7 +362,6 @@ class Outliers:
                     ejected=away is not None,
                     probed=away is not None and away.probed,
                     failure_share=share,
-                    since_s=record.since_s if away is None else away.since_s,
                 ),
             )
 
@@ -435,7 +427,6 @@ class Outliers:
         share = self._failure_share(record, now)
         if not self._fails(record, share):
             return
-        record.since_s = min(record.since_s, now)
         away = self.ejection.away
         if slot in away or now < self._look_again_s:
             return
@@ -560,10 +551,6 @@ class Outliers:
         for slot, record in self._records.items():
             record.slowness = compared.get(slot, math.nan)
             record.slow = slot in slow
-            if record.slow:
-                record.since_s = min(record.since_s, now)
-            elif not self._fails(record, self._failure_share(record, now)):
-                record.since_s = math.inf
         for slot in sorted(slow, key=lambda slot: -compared[slot]):
             self.ejection.eject(slot, Cause.SLOW, now, serving_some=True)
         self.ejection.forgive(now)

@@ -691,7 +691,7 @@ class Mirror:
         group = self.groups.get(stored.group)
         if group is None:
             if len(self.groups) >= GROUPS_MAX:
-                return Fault.NOT_DENSE
+                return Fault.TOO_MANY_GROUPS
             if not self.groups:
                 self._name_all()
             group = self.groups[stored.group] = _Group(stored.kind, stored.window)

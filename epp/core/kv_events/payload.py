@@ -52,9 +52,11 @@ class Fault(StrEnum):
     """
     NOT_DENSE = "not dense"
     """An event has another number of tokens than its blocks hold, and belongs to the stream's first
-    group, whose blocks count as depending on all earlier ones; or it is of one group more than `GROUPS_MAX`
-    of `mirror`. Events of other groups may store only some of the blocks of their tokens.
+    group, whose blocks count as depending on all earlier ones. Events of other groups may store
+    only some of the blocks of their tokens.
     """
+    TOO_MANY_GROUPS = "too many groups"
+    """An event is of one group more than `GROUPS_MAX` of `mirror`."""
     UNKNOWN_TYPE = "unknown type"
     KEYS = "unknown keys"
     """An event stores blocks that depend on more than their tokens, in a way that is not readable.

@@ -40,6 +40,7 @@ from epp.core.peers.frames import (
     LOAD,
     LOADS_MAX,
     ORIGIN_BYTES,
+    TOKENS,
     Frame,
     Key,
     Kind,
@@ -293,10 +294,26 @@ class PeerExchange:
             frames.append(replace(self._queue.added_to(last), tokens=tokens))
         if beat:
             self._beat_at_s = now
+            frames += self._rest_of(frames[-1], now)
         if self.peers or self._silent:
             for frame in frames:
                 self._sent.keep(frame, now)
         return [encode(frame) for frame in (*frames, *self._sent.again(now))]
+
+    def _rest_of(self, beat: Frame, now: Seconds) -> Iterator[Frame]:
+        """Yield frames with the load and tokens for which the heartbeat `beat` has no space, because
+        peers count what a heartbeat does not contain as nothing.
+        """
+        columns = self._scheduler.pool.columns
+        while (
+            len(beat.load) == LOADS_MAX * LOAD.itemsize
+            or len(beat.tokens) == LOADS_MAX * TOKENS.itemsize
+        ):
+            load = self._load(now, whole=False)
+            frame = self._frame(Kind.LIVE, now, indexes=self._index_hashes, load=load)
+            tokens = self._tokens.collect(columns, self._hashes, whole=False)
+            beat = replace(frame, tokens=tokens)
+            yield beat
 
     def goodbye(self, now: Seconds) -> bytes:
         """Return the encoded frame that tells peers that this picker leaves and has nothing in

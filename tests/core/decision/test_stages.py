@@ -643,7 +643,7 @@ def test_a_request_that_may_be_shed_is_shed_by_its_fullest_stage():
         PageScraped(9, EndpointMetrics(running_requests=1.0, kv_cache_usage=0.1, **full)), 0.2
     )
     refusal = made.schedule(low, 0.3)
-    assert refusal.reason is RefusalReason.SATURATED
+    assert (refusal.reason, refusal.stage) == (RefusalReason.SATURATED, Stage.DECODE)
     assert "stage decode" in refusal.message
     assert not isinstance(made.schedule(chat(), 0.3), Refusal)
 

@@ -188,6 +188,21 @@ def test_other_weights_would_have_decided_otherwise():
     assert len(result.first) == 10
 
 
+def test_a_request_that_only_one_refused_is_told_as_that():
+    """Not as a difference between the endpoints that were ready."""
+    live = Live(document())
+    live.begin(2)
+    live.scrape()
+    live.ask(priority=0)
+    refused = [
+        replace(event, slot=-1, decision=0, refused="rejected-no-endpoints")
+        if isinstance(event, Scheduled)
+        else event
+        for event in read(live)
+    ]
+    assert done_again(refused).result.differences == {Difference.REFUSAL: 1}
+
+
 def test_a_missing_past_is_named():
     """In the second segment alone, pool and pages are there, and the index is empty."""
     live = Live(document())

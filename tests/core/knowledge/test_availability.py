@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.core.knowledge.availability import available
+from epp.core.knowledge.availability import Available, available
 from epp.core.knowledge.candidates import Columns
 from epp.core.knowledge.ejection import Ejection, OutlierEjection
 from epp.core.knowledge.fullness import FULL, FullEndpoints
@@ -40,6 +40,14 @@ def test_each_ready_endpoint_is_offered_or_left_out_for_a_reason(ready, ejected,
         assert set(left_out) <= {OutlierEjection.type_name, FULL}
         found = [slot for gone in left_out.values() for slot in gone.tolist()]
         assert sorted([*found, *tried.tolist()]) == sorted(ready)
+
+
+def test_no_reason_is_given_for_no_endpoint():
+    """Filters before all stages may leave all endpoints with room, in an array of their own."""
+    offered, columns = among({0, 1, 2}, (), ())
+    left = offered.ready[1:]
+    screened = Available(offered.ready, left, left.copy())
+    assert screened.left_out(screened.with_room, columns) == {}
 
 
 def test_without_ejected_and_full_endpoints_nothing_is_copied():

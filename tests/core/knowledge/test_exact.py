@@ -109,12 +109,15 @@ def test_prompts_that_come_as_ids_need_nobody_to_make_tokens():
 
 
 def test_without_tokens_nothing_is_looked_up():
-    """And that is counted."""
+    """And that is counted, but not as a hit."""
     index = opened()
     index.hear(1, [run(TOKENS[:256])], 0.0)
     known = index.match(request(prompts=(bytes(1_024),)), SLOTS, 0.0)
     assert (known.matched.tolist(), known.total) == ([0, 0, 0], 0)
     assert index.measures().lookups["unknown"] == 1
+    assert index.measures().hits == 0
+    index.match(asked(TOKENS[:256]), SLOTS, 0.0)
+    assert index.measures().hits == 1
 
 
 def test_prompts_of_one_request_are_added_up():

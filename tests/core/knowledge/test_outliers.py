@@ -452,19 +452,6 @@ def test_clients_that_leave_a_pod_that_hangs_show_it():
     assert pool.away() == [3]
 
 
-def test_since_when_is_told():
-    pool = Pool(4)
-    pool.wait(7.0)
-    pool.answers(1, 1.0, 5, outcome=BROKEN)
-    pool.wait(20.0)
-    pool.answers(1, 1.0, 5, outcome=BROKEN)
-    assert pool.found()[1].since_s == 8.0
-    pool.answer(1, 1.0)
-    pool.wait(60.0)
-    pool.answers(1, 1.0, 5, outcome=BROKEN)
-    assert pool.found()[1].since_s == pool.now + 1.0
-
-
 def scheduler_with(parameters):
     config = load_config(CONFIG.format(parameters=parameters), "test", plugin_tables())
     return Scheduler(build_settings(config), seed=1)

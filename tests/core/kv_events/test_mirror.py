@@ -339,6 +339,15 @@ def test_a_run_of_which_not_all_blocks_are_told_is_a_fault():
     assert followed.faults == [Fault.NOT_DENSE]
 
 
+def test_the_groups_of_a_hybrid_are_bounded():
+    """The fault says so."""
+    followed = Followed()
+    for group in range(1, module.GROUPS_MAX + 2):
+        followed.take(Stored(hashes=[group], block_tokens=16, group=group, kind="mamba"))
+    assert len(followed.mirror.groups) == module.GROUPS_MAX
+    assert followed.faults == [Fault.TOO_MANY_GROUPS]
+
+
 def steps_of(tokens):
     return keys_of(tokens, 16)
 

@@ -7,6 +7,7 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.configuration.config import load_config
 from epp.core.decision.decision import Decision
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
+from epp.core.decision.profile import NamedFilter
 from epp.core.decision.scheduler import Scheduler
 from epp.core.flow.bands import State
 from epp.core.flow.control import PLACED_MAX
@@ -14,9 +15,15 @@ from epp.core.flow.detectors import ConcurrencyDetector, RoomDetector
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.agent_sessions import SessionCounts
 from epp.core.knowledge.inflight import Ending, Outcome
-from epp.core.protocol.flow_queue import FLOWS_SHOWN, FlowQueue, Place
+from epp.core.protocol.flow_queue import (
+    FLOW_CHARACTERS_MAX,
+    FLOWS_SHOWN,
+    FlowQueue,
+    Place,
+)
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from tests.builders import endpoint, request
+from tests.core.decision.test_profile import Holds
 
 DEFAULTS = build_settings(default_config(plugin_tables()))
 
@@ -100,6 +107,14 @@ def test_a_request_waits_until_another_ends():
     assert picker.scheduler.changed is None, "nothing waits any more"
 
 
+def test_a_long_flow_is_cut():
+    """Decision records contain it, and the client chooses its length."""
+    picker = Picker()
+    picker.enter("a")
+    place = picker.enter("b", tenant="t" * 10_000)
+    assert picker.queue.wait_of(place, 1.0).flow == "t" * FLOW_CHARACTERS_MAX
+
+
 def test_each_input_asks_for_a_call_while_a_request_waits():
     picker = Picker()
     picker.enter("a")
@@ -107,6 +122,19 @@ def test_each_input_asks_for_a_call_while_a_request_waits():
     before = picker.waker.asked
     picker.scheduler.take(PageScraped(0, EndpointMetrics()), 0.5)
     assert picker.waker.asked == before + 1
+
+
+@pytest.mark.parametrize("flow", [{}, {"detector": RoomDetector()}])
+def test_a_request_that_a_plugin_holds_is_told_so(flow):
+    """The endpoint has room for it."""
+    picker = Picker(**flow)
+    settings = picker.scheduler.settings
+    held = structs.replace(settings.stages.decode, filters=(NamedFilter("line", Holds()),))
+    settings = structs.replace(settings, stages=structs.replace(settings.stages, decode=held))
+    picker.scheduler.take(Reconfigured(settings), 0.0)
+    waits = picker.enter("a")
+    assert isinstance(waits, Place)
+    assert waits.why == "a plugin held it"
 
 
 def test_a_decision_prefers_endpoints_with_room():

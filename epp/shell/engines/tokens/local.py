@@ -46,9 +46,10 @@ JOB_S_MAX: Final[Seconds] = 20.0
 restarted. The slowest input, two megabytes of blanks, takes two seconds of a whole core.
 """
 LOAD_S_MAX: Final[Seconds] = 60.0
-LOADED_AT_ONCE_MAX: Final = 8
-"""Maximum number of tokenizers that the tokenizer process loads when it starts. It loads others
-when they are first needed, while fewer than its own limit (`LOADED_MAX`, also 8) are loaded.
+LOADED_AT_START_MAX: Final = 8
+"""Number of tokenizers up to which the tokenizer process loads all when it starts. If there are
+more, it loads each when it is first needed, so that its own limit (`LOADED_MAX`, also 8) is not
+used up by models that no client requests.
 """
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0
@@ -241,7 +242,8 @@ class LocalWorker:
     async def _talk(self, process: asyncio.subprocess.Process) -> None:
         hello = await self._expect(process, self._begin, Ready, LOAD_S_MAX)
         self._models = dict.fromkeys(hello.models)
-        self._to_load.extend(list(self._models)[:LOADED_AT_ONCE_MAX])
+        if len(self._models) <= LOADED_AT_START_MAX:
+            self._to_load.extend(self._models)
         if not self._models:
             self._tell_missing("", "no model has a tokenizer")
         self._ready = True

@@ -83,8 +83,10 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     cost = next((one for one in costs if isinstance(one, Cost)), None)
     expected_s = _first_token_s(told, costs)
     chosen = _score(told.endpoint, told.parts, names, states)
-    other_parts = weighted(told.runner_up_scores, setting)
-    runner_up = _score(told.runner_up, other_parts, names, states) if other_parts else None
+    other_parts = weighted(told.runner_up_scores, setting) if told.runner_up else None
+    runner_up = None
+    if other_parts is not None:
+        runner_up = _score(told.runner_up, other_parts, names, states)
     known = {"endpoint": _numbers(before)}
     if runner_up:
         known["runner_up"] = _numbers(told.runner_up_numbers)
@@ -121,7 +123,7 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
         "not_scored": left_out[:LEFT_OUT_SHOWN_MAX],
         "score": chosen,
         "runner_up": runner_up,
-        "decided_by": list(decided_by(names, told.parts, other_parts)) if runner_up else [],
+        "decided_by": list(decided_by(names, told.parts, other_parts)) if other_parts else [],
         "by_blocks": list(setting.by_blocks),
         "expected_first_token_s": None if expected_s is None else round(expected_s, DIGITS),
         "costs": [_cost_row(told, one) for one in costs],
@@ -152,10 +154,7 @@ def _latency(past: PastDecision, remembered: Remembered) -> Row:
     token includes the time before it since the request headers, except the wait in the queue.
     """
     ttft_s, tpot_s, ttft_error, tpot_error = map(_known, past.told.predicted)
-    waited_s = (past.told.queued or {}).get("waited_s", 0.0)
-    observed_s = None if past.end is None else past.end.first_output_s
-    if observed_s is not None and isinstance(waited_s, float | int):
-        observed_s = round(observed_s - waited_s, DIGITS)
+    observed_s = None if past.end is None else observed_first_token_s(past.told, past.end)
     output_s = remembered.output_time_s
     return {
         "ttft": {"predicted_s": ttft_s, "observed_s": observed_s, "error": ttft_error},
@@ -175,9 +174,11 @@ def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
     """Return the row that shows the choice of the endpoint for a prefill or encode stage."""
     told, states = past.told, past.states
     names = _names(setting, len(leg.parts))
-    other_parts = weighted(leg.runner_up_scores, setting)
+    other_parts = weighted(leg.runner_up_scores, setting) if leg.runner_up else None
     chosen = _score(leg.endpoint, leg.parts, names, states)
-    runner_up = _score(leg.runner_up, other_parts, names, states) if other_parts else None
+    runner_up = None
+    if other_parts is not None:
+        runner_up = _score(leg.runner_up, other_parts, names, states)
     numbers = _leg_before(told, leg)
     return {
         "endpoint": leg.endpoint,
@@ -190,7 +191,7 @@ def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
         "candidates": leg.candidates,
         "score": chosen,
         "runner_up": runner_up,
-        "decided_by": list(decided_by(names, leg.parts, other_parts)) if runner_up else [],
+        "decided_by": list(decided_by(names, leg.parts, other_parts)) if other_parts else [],
         "by_blocks": list(setting.by_blocks),
         "known": _numbers(numbers) if numbers else None,
     }
@@ -389,13 +390,13 @@ def _score(name: str, parts: Sequence[float], scorers: Sequence[str], states: St
     }
 
 
-def weighted(packed: bytes, setting: Setting) -> list[float]:
-    """Multiply the packed scores of one candidate with the weights of the scorers. Return []
-    without scores or known weights.
+def weighted(packed: bytes, setting: Setting) -> list[float] | None:
+    """Multiply the packed scores of one candidate with the weights of the scorers. Return None if
+    the scores or the weights are unknown, and [] if there are no scorers.
     """
     scores = np.frombuffer(packed)
-    if not len(scores) or len(scores) != len(setting.weights):
-        return []
+    if len(scores) != len(setting.weights):
+        return None
     parts: list[float] = (scores * np.array(setting.weights)).tolist()
     return parts
 
@@ -433,6 +434,17 @@ def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
     scorer estimates it.
     """
     return _first_token_s(told, _costs(told, setting, _before(told)))
+
+
+def observed_first_token_s(told: Decided, end: Ended) -> Seconds | None:
+    """Return the observed time to first token in seconds, from the request headers and without the
+    wait in the queue, or None if it is unknown.
+    """
+    if end.first_output_s is None:
+        return None
+    waited_s = (told.queued or {}).get("waited_s")
+    own_s = end.first_output_s - (waited_s if isinstance(waited_s, float | int) else 0.0)
+    return round(own_s, DIGITS)
 
 
 def _before(told: Decided) -> Sequence[float]:

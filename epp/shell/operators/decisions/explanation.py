@@ -145,7 +145,10 @@ def _verdict(row: _Row) -> str:
     notes = dict.fromkeys(row["by_blocks"], f" ({blocks})")
     verdict = f"{_name(score)}: {_total(score, notes)}"
     if not runner_up:
-        return f"{verdict}; it was the only candidate"
+        alone = row["candidates"] == 1
+        return f"{verdict}; " + (
+            "it was the only candidate" if alone else "the scores of others are not recorded"
+        )
     verdict += f"; runner-up {_name(runner_up)}: {_total(runner_up, {})}"
     return f"{verdict}; {_decided(row['decided_by'], score['total'], runner_up)}"
 
@@ -303,7 +306,12 @@ def _predicted(row: _Row) -> str:
 def _first_token(row: _Row) -> str:
     told = f"first token expected after {_short(row['expected_first_token_s'])} s"
     observed_s = (row["outcome"] or {}).get("first_output_s")
-    return told if observed_s is None else f"{told}, observed after {_short(observed_s)} s"
+    if observed_s is None:
+        return told
+    if "queued" not in row:
+        return f"{told}, observed after {_short(observed_s)} s"
+    own_s = observed_s - row["queued"]["waited_s"]
+    return f"{told}, observed after {_short(own_s)} s, without the wait in the queue"
 
 
 def _ended(row: _Row) -> str:

@@ -67,6 +67,7 @@ from epp.shell.operators.decisions.decision_rows import (
     Row,
     expected_first_token_s,
     is_called,
+    observed_first_token_s,
     row_of,
 )
 from epp.shell.operators.decisions.record_ring import RecordRing
@@ -179,7 +180,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 class RecentSums(Struct, kw_only=True):
     """Sums over the decisions and refusals from `since_s` to `until_s`, in Unix time. `since_s` is
-    later than requested if newer records displaced older ones, or if not all were examined.
+    later than requested if older records were dropped, or if not all were examined.
     """
 
     since_s: float
@@ -264,6 +265,11 @@ class RecentDecisions:
         """
         self._configured: tuple[int, SchedulerSettings | None] = (0, None)
         self._states_told = 0
+        self._displaced = 0
+        self._complete_since_s = -math.inf
+        """Unix time of the oldest record when newer records were last seen to have displaced older
+        ones. `_displaced` is the number of displaced records at that time.
+        """
         self._open: dict[int, int] = {}
         """Positions in memory of decisions whose request has not ended, by the decision's number,
         oldest first.
@@ -464,6 +470,7 @@ class RecentDecisions:
         `_EXPIRED_PER_CALL_MAX` per call. Call it about once a second.
         """
         self.fold()
+        self._note_displaced()
         before_s = self._clock() - self.keep_s
         self._rows.drop_oldest(lambda record: kept_at_s(record) < before_s, _EXPIRED_PER_CALL_MAX)
 
@@ -473,7 +480,7 @@ class RecentDecisions:
 
         The pairs belong to requests that ended since the last call and were served by the chosen
         endpoint. The expected time counts from the decision, the observed one from the request
-        headers.
+        headers, without the wait in the queue.
         """
         self.fold()
         places, self._to_compare = self._to_compare, []
@@ -481,13 +488,14 @@ class RecentDecisions:
         for place in places:
             record = self._rows.get(place)
             end = None if record is None else end_of(record)
-            if record is None or end is None or end.first_output_s is None:
+            if record is None or end is None:
                 continue
             past = self._context.past(record)
             assert isinstance(past, PastDecision), "the record is a decision"
             expected_s = expected_first_token_s(past.told, past.setting)
-            if expected_s is not None:
-                found.append((expected_s, end.first_output_s))
+            observed_s = observed_first_token_s(past.told, end)
+            if expected_s is not None and observed_s is not None:
+                found.append((expected_s, observed_s))
         return found
 
     async def rows(self, count: int, wanted: Wanted, why_not: str = "") -> list[Row]:
@@ -519,8 +527,11 @@ class RecentDecisions:
         """Return the sums over the last `window_s` seconds of decisions, from at most `records_max`
         records.
         """
+        self.fold()
+        self._note_displaced()
         until_s = self._clock()
-        lately = RecentSums(since_s=until_s - window_s, until_s=until_s)
+        since_s = max(until_s - min(window_s, self.keep_s), self._complete_since_s)
+        lately = RecentSums(since_s=since_s, until_s=until_s)
         looked_at = 0
         oldest_s = math.inf
         served: dict[int, Served] = {}
@@ -539,10 +550,6 @@ class RecentDecisions:
             elif record[:1] == REFUSED:
                 reason = unpack_refused(record[PACKED_FROM:]).reason
                 lately.refused[reason] = lately.refused.get(reason, 0) + 1
-        else:
-            # Records that were displaced may belong to the window.
-            if self._rows.displaced and oldest_s < math.inf:
-                lately.since_s = oldest_s
         if looked_at == records_max:
             lately.since_s = oldest_s
         return lately
@@ -568,6 +575,12 @@ class RecentDecisions:
             yield record
             if looked_at % _ROWS_PER_TURN == 0:
                 await asyncio.sleep(0)
+
+    def _note_displaced(self) -> None:
+        """Note the time of the oldest record if newer records displaced older ones meanwhile."""
+        oldest = self._rows.oldest()
+        if oldest is not None and self._rows.displaced != self._displaced:
+            self._displaced, self._complete_since_s = self._rows.displaced, kept_at_s(oldest)
 
     def _wait(self, one: _Deciding | _Ending | _Other) -> None:
         self._waiting.append(one)

@@ -160,8 +160,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_first_token_observed_seconds_total",
         "counter",
         "seconds",
-        "Sum of the observed times to first token, from the request headers on, of the requests in "
-        "homing_first_token_error_seconds.",
+        "Sum of the observed times to first token, from the request headers on and without the wait "
+        "in the queue, of the requests in homing_first_token_error_seconds.",
     ),
     MetricSpec(
         "homing_request_running",

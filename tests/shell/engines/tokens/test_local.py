@@ -12,7 +12,12 @@ import structlog
 from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.parse import parse_request
 from epp.core.prompt.token_ids import unpacked
-from epp.shell.engines.tokens.local import QUEUE_BYTES_MAX, QUEUE_MAX, LocalWorker
+from epp.shell.engines.tokens.local import (
+    LOADED_AT_START_MAX,
+    QUEUE_BYTES_MAX,
+    QUEUE_MAX,
+    LocalWorker,
+)
 from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnknownError
 from tests.envoy.rig import until
 from tests.shell.engines.tokens import tiny
@@ -53,7 +58,10 @@ def of(folder, model_name="", **options):
     return LocalWorker(LocalTokenizers(auto_discovery_dir=str(folder)), model_name, **options)
 
 
-def fake(program, **options):
+TINY = "hear(); say(Ready(('tiny',))); hear(); say(Loaded('tiny', ''))\n"
+
+
+def fake(program, begin=TINY, **options):
     """A worker that is another program: it has `say(message)` and `hear()`."""
     script = (
         "import sys, time, os\n"
@@ -63,10 +71,9 @@ def fake(program, **options):
         "    return to_worker(sys.stdin.buffer.read(length_of(head)))\n"
         "def say(message):\n"
         "    sys.stdout.buffer.write(framed(message)); sys.stdout.buffer.flush()\n"
-        "hear(); say(Ready(('tiny',))); hear(); say(Loaded('tiny', ''))\n" + program
     )
     settings = LocalTokenizers(auto_discovery_dir="/none")
-    command = (sys.executable, "-c", script)
+    command = (sys.executable, "-c", script + begin + program)
     return LocalWorker(settings, "", command=command, backoff_s=0.01, **options)
 
 
@@ -125,6 +132,18 @@ async def test_a_question_that_cannot_be_answered_says_why(folder):
         with pytest.raises(TokensUnknownError) as told:
             await worker.find(cut)
         assert told.value.result is TokensResult.UNSUPPORTED
+
+
+async def test_of_more_tokenizers_than_may_be_loaded_the_requested_ones_are():
+    """None is loaded before, so that models without requests do not take the room."""
+    names = [f"m{number}" for number in range(LOADED_AT_START_MAX + 1)]
+    begin = f"hear(); say(Ready({tuple(names)}))\n"
+    worker = fake("while True: say(Loaded(hear().model, ''))", begin=begin)
+    last = question(BODY.replace(b'"tiny"', b'"%s"' % names[-1].encode()))
+    async with running(worker):
+        await until(lambda: worker.refuses(last) is None, "the tokenizer", timeout_s=30.0)
+        states = {row["model"]: row["state"] for row in worker.rows()}
+    assert states == dict.fromkeys(names[:-1], "not loaded") | {names[-1]: "loaded"}
 
 
 async def test_one_that_hangs_is_ended_and_begins_anew():

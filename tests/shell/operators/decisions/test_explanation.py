@@ -89,10 +89,11 @@ class Told:
         self.recent = RecentDecisions(self.scheduler.pool, clock=self.clock)
         self.recent.configured(3, self.settings)
 
-    def decide(self, at_s=0.25, **fields):
+    def decide(self, at_s=0.25, queued=None, **fields):
         asked = {"prompts": (PROMPT,), "prompt_tokens": len(PROMPT) // BYTES_PER_TOKEN}
         decision = self.scheduler.schedule(make_request(**(asked | fields)), at_s)
-        self.recent.decided(decision)
+        account = structs.replace(decision.account, queued=queued)
+        self.recent.decided(structs.replace(decision, account=account))
         return decision
 
     async def lines(self):
@@ -141,6 +142,36 @@ async def test_the_verdict_names_what_decided():
     assert verdict.endswith(": 4, including queue-scorer 4; prefix-cache-scorer decided")
     told.decide(prompts=(b"short",), prompt_tokens=2)
     assert (await told.lines())[2].endswith("; a tie, which the picker broke")
+
+
+async def test_without_scorers_the_picker_broke_a_tie():
+    told = Told()
+    random = structs.replace(
+        told.settings.stages.decode,
+        scorers=(),
+        picker_name="random-picker",
+        picker=PICKERS["random-picker"](),
+    )
+    settings = structs.replace(told.settings, stages=Stages(decode=random))
+    told.scheduler.take(Reconfigured(settings), 0.0)
+    told.recent.configured(4, settings)
+    chosen = told.decide().endpoint.name
+    verdict = (await told.lines())[2]
+    assert verdict.startswith(f"  {chosen}: 0; runner-up ")
+    assert verdict.endswith(": 0; a tie, which the picker broke")
+
+
+async def test_only_one_candidate_is_told_as_the_only_one():
+    """A capture has the scores of none, but may have had several candidates."""
+    alone = Told(waiting=(0.0,))
+    alone.decide()
+    assert (await alone.lines())[2].endswith("; it was the only candidate")
+    told = Told()
+    told.decide()
+    (row,) = await told.recent.rows(1, Wanted())
+    without = explanation(row | {"runner_up": None})
+    assert "; the scores of others are not recorded\n" in without
+    assert "only candidate" not in without
 
 
 async def test_a_cost_is_told_by_its_parts():
@@ -242,6 +273,18 @@ async def test_the_first_token_is_told_as_expected_and_as_it_came():
         exchange_of(decision, first_output_at_s=100.5), Outcome(status=200), 102.0
     )
     assert f"{expected}, observed after 0.5 s" in await told.lines()
+
+
+async def test_the_wait_in_the_queue_is_no_part_of_the_first_token():
+    """The expectation counts from the decision."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
+    decision = told.decide(queued=QUEUED)
+    exchange = exchange_of(decision, first_output_at_s=160.5)
+    told.recent.completed(exchange, Outcome(status=200), 162.0)
+    ((expected_s, observed_s),) = told.recent.first_tokens()
+    assert observed_s == 0.5
+    expected = f"  first token expected after {round(expected_s, 3):g} s"
+    assert f"{expected}, observed after 0.5 s, without the wait in the queue" in await told.lines()
 
 
 async def test_a_cost_that_cannot_be_told_hides_nothing_else(monkeypatch):

@@ -380,6 +380,24 @@ async def test_a_window_that_does_not_fit_is_told_shorter(picker):
     assert lately.since_s == pytest.approx(
         clock.now_s - 0.1 * lately.refused["rejected-no-endpoints"]
     )
+    clock.now_s += 1_000.0
+    recent.expire()
+    recent.refused(REFUSAL, None)
+    clock.now_s += 10.0
+    lately = await recent.lately(60.0, 10_000)
+    assert lately.refused == {"rejected-no-endpoints": 1}
+    assert lately.since_s == clock.now_s - 60.0, "what was displaced is older than that"
+
+
+async def test_a_window_longer_than_records_are_kept_is_told_shorter(picker):
+    clock = Clock()
+    recent = RecentDecisions(picker.scheduler.pool, keep_s=30.0, clock=clock)
+    for _ in range(5):
+        recent.refused(REFUSAL, None)
+        clock.now_s += 10.0
+    lately = await recent.lately(60.0, 10_000)
+    assert lately.since_s == clock.now_s - 30.0
+    assert lately.refused == {"rejected-no-endpoints": 3}
 
 
 async def test_what_cannot_be_kept_costs_no_other(picker, monkeypatch):

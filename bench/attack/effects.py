@@ -6,6 +6,7 @@ page of the pod that was changed.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
@@ -14,7 +15,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from msgspec import Struct, field
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.attack.attacks import HELD_CLIENTS, IDLE_CONNECTIONS, ZERO_WINDOWS
+from bench.attack.attacks import IDLE_CONNECTIONS, ZERO_WINDOWS
 from bench.effect import require_effect
 from bench.place import Place
 
@@ -27,7 +28,8 @@ A true page is shorter; a hostile one differs within it.
 """
 _STREAMS: Final = "homing_extproc_streams_total"
 _FAILED: Final = f"{_STREAMS}, not OK"
-_OPEN_STREAMS: Final = "homing_extproc_streams_inflight"
+_HELD: Final = "homing_held_body_bytes"
+_HELD_MAX: Final = "homing_held_body_bytes_max"
 _MESSAGES: Final = "homing_extproc_messages_total"
 _CONNECTIONS: Final = "homing_extproc_connections"
 _CUT: Final = "homing_extproc_connections_cut_total"
@@ -126,9 +128,9 @@ def _refused(watch: Watch, done: int, _: int) -> tuple[str, float, float]:
 
 PROOFS: Final[Mapping[str, Callable[[Watch, int, int], tuple[str, float, float]]]] = {
     "held": lambda watch, *_: (
-        "streams open at once at the picker",
-        watch.peak(_OPEN_STREAMS),
-        HELD_CLIENTS / 2,
+        "bytes of unfinished bodies at the picker at once",
+        watch.peak(_HELD),
+        watch.last.get(_HELD_MAX, math.inf) / 2,
     ),
     "bodies": _streams,
     "encoded": _streams,

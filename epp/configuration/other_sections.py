@@ -54,8 +54,8 @@ class MetricsSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def pages(self) -> dict[str, ModelsDataSource | DcgmDataSource]:
-        """Return the pages that are requested from each endpoint besides its metrics: `models` and
-        `gpus`, as far as configured.
+        """Return the settings of the pages that are requested from each endpoint besides its metrics,
+        by name: `models` and `gpus`, as far as configured.
         """
         asked = {"models": self.models, "gpus": self.gpus}
         return {name: source for name, source in asked.items() if source is not None}

@@ -1,5 +1,5 @@
-"""Preble: exploit a prefix that is longer than the new part, else explore by the cost of all the
-rest.
+"""Preble: if more than half of a prompt is cached, choose among the endpoints that have it (exploit);
+else the endpoint with the least cost of load, evicted blocks and missing blocks (explore).
 
 Sources: ICLR 2025, arXiv 2407.00023; WukLab/preble.
 """

@@ -141,7 +141,9 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class KVWindow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The KV cache of a model in which some layers have a sliding window."""
+    """The sizes from which the KV cache of a model is computed if some of its layers have a sliding
+    window.
+    """
 
     tokens: _Count
     """Number of tokens in the sliding window of the layers that have one."""

@@ -22,6 +22,12 @@ def keeps_signals(monkeypatch):
     monkeypatch.setattr("bench.attack.__main__.end_in_order", lambda: None)
 
 
+def place_of(folder, *, pages=""):
+    """Return a place whose picker has its metrics page at `pages`."""
+    pods = Pods(folder, free_ports(1))
+    return Place(folder=folder, picker="", gateway="", pages=pages, pods=pods, picker_pid=0)
+
+
 def test_every_attack_has_a_proof():
     assert set(PROOFS) == set(ATTACKS)
 
@@ -50,6 +56,16 @@ def test_an_attack_that_sends_nothing_prints_no_table(capsys, monkeypatch):
     assert told.out == ""
 
 
+def test_held_bodies_are_counted_by_their_bytes(tmp_path):
+    """A picker that refuses bodies at its limit has few streams open when its page is read."""
+    watch = Watch(place_of(tmp_path), last={"homing_held_body_bytes_max": 512.0})
+    watch.highest["homing_held_body_bytes"] = 255.0
+    with pytest.raises(NoEffectError, match="observed 255 bytes .*expected at least 256"):
+        require_reached(watch, "held", done=1, probes=1)
+    watch.highest["homing_held_body_bytes"] = 256.0
+    require_reached(watch, "held", done=1, probes=1)
+
+
 async def test_the_picker_is_read_while_the_attacked_pod_does_not_answer(tmp_path):
     async def metrics(_):
         return web.Response(text="homing_extproc_connections 3\n")
@@ -57,16 +73,7 @@ async def test_the_picker_is_read_while_the_attacked_pod_does_not_answer(tmp_pat
     application = web.Application()
     application.router.add_get("/metrics", metrics)
     async with TestServer(application) as picker:
-        watch = Watch(
-            Place(
-                folder=tmp_path,
-                picker="",
-                gateway="",
-                pages=str(picker.make_url("")),
-                pods=Pods(tmp_path, free_ports(1)),
-                picker_pid=0,
-            )
-        )
+        watch = Watch(place_of(tmp_path, pages=str(picker.make_url(""))))
         await watch.read()
     assert watch.last == {"homing_extproc_connections": 3.0}
     assert not watch.pod_pages

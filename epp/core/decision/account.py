@@ -131,7 +131,9 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     that dropped them, or why they were not available.
     """
     candidates: Candidates
-    """Candidates that were scored in this decision, which are those that `dropped` does not name."""
+    """Candidates that were scored in this decision: the ready endpoints that `dropped` does not
+    name.
+    """
     tellers: tuple[TellsCost | None, ...]
     lease: Lease
     matched_blocks: int

@@ -163,13 +163,12 @@ class Outcomes:
     def _blame(
         self, present: list[Lease], lease: Lease, status: int | None, now: Seconds
     ) -> Endpoint | None:
-        """Find the endpoint that explains the failure of the request of `lease`, and eject it if
-        the limits of ejection allow it.
-        `present` are the open leases of the request whose endpoints have neither left nor restarted
-        since. Return the endpoint
-        that is set aside, or None.
+        """Find the endpoint that explains the failure of the request of `lease`. Eject it, and set
+        it aside in the pool, each if its own limits allow it. Return the endpoint if it is newly set
+        aside, else None.
 
-        A status 503 waits for the next pages first, if any of the endpoints counts refusals.
+        `present` are the open leases of the request whose endpoints have neither left nor restarted
+        since. A status 503 waits for the next pages first, if any of the endpoints counts refusals.
         Nothing is blamed if an endpoint of the request has left.
         """
         state = self._state
@@ -183,9 +182,9 @@ class Outcomes:
         return self._blame_pair(slots, now)
 
     def _blame_pair(self, slots: Sequence[int], now: Seconds) -> Endpoint | None:
-        """Eject the endpoint of `slots` that explains their failures, if there is one and the
-        limits of ejection allow it. Return the endpoint
-        that is set aside, or None.
+        """Find the endpoints of `slots` that explain their failures. Eject each, and set it aside in
+        the pool, each if its own limits allow it. Return the last endpoint that is newly set aside,
+        or None.
         """
         state, set_aside = self._state, None
         for slot in state.pairs.failed(slots):

@@ -305,8 +305,8 @@ def _cookie(header: str, name: str) -> str:
 class NoHitLruSettings(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """Settings of the index `NoHitLru`. `no-hit-lru-scorer` creates them; a configuration document
-    cannot name them.
+    """Settings of the index `NoHitLru`. A configuration document may declare `no-hit-lru-producer`;
+    otherwise the settings are created with the `lruSize` of `no-hit-lru-scorer`.
     """
 
     type_name: ClassVar[str] = "no-hit-lru-producer"
@@ -320,8 +320,8 @@ class NoHitLruSettings(
         return NoHitLru(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to `index`, which keeps its content. Return False if `index` is of
-        another type than `NoHitLru`.
+        """Apply these settings to `index`, which keeps its content up to the new `lru_size`. Return
+        False if `index` is of another type than `NoHitLru`.
         """
         return isinstance(index, NoHitLru) and index.configure(self)
 

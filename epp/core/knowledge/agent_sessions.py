@@ -110,8 +110,8 @@ class AgentSessionSettings(Parameters, frozen=True):
         return AgentSessions(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to `index`, which keeps its sessions. Return False if `index` is of
-        another type than `AgentSessions`.
+        """Apply these settings to `index`, which keeps its sessions up to the new `sessions_max`.
+        Return False if `index` is of another type than `AgentSessions`.
         """
         return isinstance(index, AgentSessions) and index.configure(self)
 

@@ -40,8 +40,9 @@ is requested in the next replay.
 """
 REPLAYED_FRAMES_MAX: Final = 1_000_000
 ATTEMPTS_MAX: Final = 3
-"""Maximum number of replays of a KV event stream in a row that bring no new frame. After them, the
-stream continues without the missing frames.
+"""Maximum number of replays of a KV event stream in a row that bring no new frame. After them, all
+blocks are dropped, the stream continues with the next frame that it has, and all frames are requested
+again later.
 """
 REPLAYS_MAX: Final = 6
 REPLAYS_S: Final[Seconds] = 60.0
@@ -466,8 +467,9 @@ class KVEventStream:
                 self._take(frame, now)
 
     def _miss(self, frame: _Frame, now: Seconds) -> None:
-        """Request the frames that are missing between the last applied frame and `frame`. If that
-        is impossible, drop all blocks and continue with `frame`.
+        """Request the frames that are missing between the last applied frame and `frame`, or a
+        snapshot if the source has snapshots, and keep `frame` until they come. If no request is
+        possible, drop all blocks and continue with `frame`.
         """
         assert self._last is not None, "there is a gap behind something"
         self.counts.gaps += 1

@@ -124,7 +124,9 @@ class Cluster:
         return found
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return the state of the connection with the API server for a metrics page."""
+        """Return the states of the watches, the counts of Kubernetes Events and the leadership, for a
+        metrics page.
+        """
         return ClusterSnapshot(
             kinds=self.reflections(),
             events={"written": self._events.written, "dropped": self._events.dropped},

@@ -1,4 +1,4 @@
-"""The state of the connection with the API server, for operators."""
+"""What metrics pages show of the work with the API server: watches, Kubernetes Events and leadership."""
 
 from collections.abc import Mapping
 

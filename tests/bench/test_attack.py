@@ -60,7 +60,7 @@ def test_held_bodies_are_counted_by_their_bytes(tmp_path):
     """A picker that refuses bodies at its limit has few streams open when its page is read."""
     watch = Watch(place_of(tmp_path), last={"homing_held_body_bytes_max": 512.0})
     watch.highest["homing_held_body_bytes"] = 255.0
-    with pytest.raises(NoEffectError, match="observed 255 bytes .*expected at least 256"):
+    with pytest.raises(NoEffectError, match=r"observed 255 bytes .*expected at least 256"):
         require_reached(watch, "held", done=1, probes=1)
     watch.highest["homing_held_body_bytes"] = 256.0
     require_reached(watch, "held", done=1, probes=1)

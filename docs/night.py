@@ -213,7 +213,7 @@ async def why_there(night: Night) -> None:
         f'-d \'{{"model": "{MODEL}", "prompt": "Where does this go?", "max_tokens": 4}}\' -o answer.json',
     )
     await night.answers(
-        f"epp explain complaint-1 --endpoint pod-{other} --url $PICKERS", "went to", "pod-"
+        f"epp explain complaint-1 --endpoint pod-{other} --url $PICKERS", "routed to"
     )
 
 

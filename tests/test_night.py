@@ -10,7 +10,7 @@ import pytest
 
 from bench.chaos.load import Load
 from bench.effect import NoEffectError, is_stopped
-from docs.night import ORDINARY, Night, PromptTokens, opened, stuttering, which_pod
+from docs.night import ORDINARY, Night, PromptTokens, opened, stuttering, which_pod, why_there
 from docs.walkthrough import Walk
 from tests.envoy.rig import ENVOY
 
@@ -86,11 +86,13 @@ def test_the_mean_prompt_is_of_the_requests_since_then():
 
 @pytest.mark.envoy
 @pytest.mark.skipif(ENVOY is None, reason="the envoy command is not installed")
-async def test_one_question_of_the_night_is_answered(tmp_path):
-    """Real pods, pickers and Envoy: the short form of `make night`, one scene of it."""
+async def test_two_questions_of_the_night_are_answered(tmp_path):
+    """Real pods, pickers and Envoy: the short form of `make night`, two scenes of it."""
     async with opened(tmp_path, stretch_s=8.0) as played:
         async with Load(played.stage.gateway, ORDINARY, seed=1).running():
+            await why_there(played)
             await which_pod(played)
         page = "\n".join(played.walk.page)
+    assert "## Why did it go there?" in page
     assert "## Which pod, and since when?" in page
     assert f"pod-{played.stage.pods.ports[1]} ejected since" in page

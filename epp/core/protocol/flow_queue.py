@@ -116,15 +116,15 @@ class QueueSnapshot(Struct, frozen=True):
 
 
 class Place:
-    """The place of one request that waits in the queue. The session keeps it until the request has
-    a verdict.
+    """The place of one request in the queue. The session keeps it until the response ends, so it
+    stores neither the prompts nor a reference to the session once the request has a verdict.
     """
 
     __slots__ = ("_queue", "_resume", "ticket", "why")
 
     def __init__(self, queue: "FlowQueue", ticket: Ticket, resume: Resume, why: str) -> None:
         self._queue = queue
-        self._resume = resume
+        self._resume: Resume | None = resume
         self.ticket = ticket
         self.why = why
 
@@ -133,7 +133,16 @@ class Place:
         self._queue.leave(self)
 
     def resume(self, result: Result) -> None:
-        self._resume(result)
+        """Pass the verdict to the session, unless it has left."""
+        resume = self._resume
+        self.release()
+        if resume is not None:
+            resume(result)
+
+    def release(self) -> None:
+        """Drop the prompts and the reference to the session, because the request has a verdict."""
+        self._resume = None
+        self.ticket.request = self.ticket.request.without_prompts()
 
 
 class FlowQueue:
@@ -258,6 +267,7 @@ class FlowQueue:
             self.totals.outcomes[State.CANCELLED, ticket.request.priority] += 1
             self._waker.soon()
         self._owed = [entry for entry in self._owed if entry[0] is not place]
+        place.release()
 
     def pump(self, now: Seconds) -> None:
         """Place waiting requests that have room, refuse those that have waited too long, and resume

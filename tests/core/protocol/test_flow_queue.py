@@ -1,5 +1,7 @@
 """The queue of a picker: requests wait for room, and sessions are resumed with the decision."""
 
+import weakref
+
 import pytest
 from msgspec import structs
 
@@ -105,6 +107,38 @@ def test_a_request_waits_until_another_ends():
     assert queued.why.startswith("1 of 1 endpoints are full")
     assert queued.charged_tokens > 0
     assert picker.scheduler.changed is None, "nothing waits any more"
+
+
+class Resumed:
+    """A session, to which the function that resumes it refers."""
+
+    def resume(self, result):
+        pass
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        lambda picker, place: picker.end("a", 5.0),
+        lambda picker, place: place.cancel(),
+        lambda picker, place: picker.queue.pump(1_000.0),
+        lambda picker, place: picker.queue.drain(5.0),
+    ],
+    ids=["placed", "cancelled", "expired", "drained"],
+)
+def test_a_place_keeps_neither_prompts_nor_the_session_after_the_verdict(ends):
+    """Sessions keep their places until their responses end, and a cycle would be garbage."""
+    picker = Picker()
+    picker.enter("a")
+    session = Resumed()
+    one = request(request_id="b", prompts=(b"x" * 64,))
+    place = picker.queue.enter(one, session.resume, 1.0, body_bytes=10)
+    assert place.ticket.request.prompts
+    kept = weakref.ref(session)
+    del session
+    ends(picker, place)
+    assert place.ticket.request.prompts == ()
+    assert kept() is None
 
 
 def test_a_long_flow_is_cut():

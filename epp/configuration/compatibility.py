@@ -80,8 +80,8 @@ class DataParallelHandler(Parameters, frozen=True):
     pod to one port, and a header names the rank.
 
     Ranks with a port each are separate endpoints. The gateway sends a request to the port of its
-    rank, and no handler is needed. Some gateways reach only one port of a pod. There,
-    `primary_port` is the port of the pod's sidecar, and the header `x-data-parallel-host-port` holds
+    rank, and no handler is needed. Some gateways reach only one port of a pod. They
+    get `primary_port`, the port of the pod's sidecar, and the header `x-data-parallel-host-port` with
     the address of the rank. A request then has no fallback endpoints.
 
     Data-parallel ranks behind one address are one endpoint, of which `data-parallel-rank-producer`

@@ -59,7 +59,8 @@ class WeightedBandSelection(Parameters, frozen=True):
     """Share the room between the waiting bands by weights while the pool is saturated.
 
     A band gets its share of the tokens that are charged, as a flow does. The highest band is
-    always served first below `saturation_threshold`. `proportional` gives the band of priority p the weight
+    always served first while the saturation is below `saturation_threshold`. `proportional` gives
+    the band of priority p the weight
     p - lowest + 1, and `linear` gives the waiting bands the weights N, N - 1, ... 1.
     """
 

@@ -41,8 +41,8 @@ class ProfileState(Struct):
 
 
 class Staleness(Struct, frozen=True):
-    """What makes an endpoint the last choice: metrics older than a limit, or scrapes that get no
-    answer. An endpoint with old metrics is chosen before one without an answer.
+    """The two properties that make an endpoint the last choice: metrics older than a limit, and
+    scrapes that get no answer. An endpoint with old metrics is chosen before one without an answer.
     """
 
     age_s_max: Seconds

@@ -1,4 +1,4 @@
-"""What metrics pages show of the work with the API server: watches, Kubernetes Events and leadership."""
+"""The state of watches, Kubernetes Events and leadership at the API server, for metrics pages."""
 
 from collections.abc import Mapping
 

@@ -27,7 +27,7 @@ def test_faults_come_from_the_seed_alone():
 
 
 def overlapping(fault_kind, shown):
-    """What `shown` returns of a pod over time, with a fault from 1 to 3 s and one from 2 to 5 s."""
+    """Return what `shown` says of a pod over time, with a fault from 1 to 3 s and one from 2 to 5 s."""
     faults = [
         Fault(kind=fault_kind, at_s=at_s, pod=0, duration_s=duration_s, factor=factor)
         for at_s, duration_s, factor in ((1.0, 2.0, 4.0), (2.0, 3.0, 2.0))

@@ -83,10 +83,7 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     cost = next((one for one in costs if isinstance(one, Cost)), None)
     expected_s = _first_token_s(told, costs)
     chosen = _score(told.endpoint, told.parts, names, states)
-    other_parts = weighted(told.runner_up_scores, setting) if told.runner_up else None
-    runner_up = None
-    if other_parts is not None:
-        runner_up = _score(told.runner_up, other_parts, names, states)
+    runner_up, other_parts = _runner_up(told, setting, names, states)
     known = {"endpoint": _numbers(before)}
     if runner_up:
         known["runner_up"] = _numbers(told.runner_up_numbers)
@@ -174,11 +171,8 @@ def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
     """Return the row that shows the choice of the endpoint for a prefill or encode stage."""
     told, states = past.told, past.states
     names = _names(setting, len(leg.parts))
-    other_parts = weighted(leg.runner_up_scores, setting) if leg.runner_up else None
     chosen = _score(leg.endpoint, leg.parts, names, states)
-    runner_up = None
-    if other_parts is not None:
-        runner_up = _score(leg.runner_up, other_parts, names, states)
+    runner_up, other_parts = _runner_up(leg, setting, names, states)
     numbers = _leg_before(told, leg)
     return {
         "endpoint": leg.endpoint,
@@ -388,6 +382,18 @@ def _score(name: str, parts: Sequence[float], scorers: Sequence[str], states: St
         "parts": rounded_parts(scorers, parts),
         "state": READY if found is None else found.state,
     }
+
+
+def _runner_up(
+    one: Decided | DecidedLeg, setting: Setting, scorers: Sequence[str], states: States
+) -> tuple[Row | None, list[float]]:
+    """Return the row that shows the score of the runner-up, and its weighted scores; None and [] if
+    there is no runner-up or its scores are unknown.
+    """
+    parts = weighted(one.runner_up_scores, setting) if one.runner_up else None
+    if parts is None:
+        return None, []
+    return _score(one.runner_up, parts, scorers, states), parts
 
 
 def weighted(packed: bytes, setting: Setting) -> list[float] | None:

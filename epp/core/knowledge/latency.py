@@ -398,7 +398,9 @@ class LatencyModel:
         waiting: Floats = candidates.waiting_requests * _REQUEST_S
         constant = np.full(len(slot), _CONSTANT_S)
         prompt = np.full(len(slot), request.prompt_tokens * _PROMPT_TOKEN_S)
-        steps = expected.step_s + expected.context_s
+        with np.errstate(invalid="ignore"):
+            # An estimator may return infinite values of both signs, whose sum is NaN.
+            steps = expected.step_s + expected.context_s
         load = (requests, waiting, prompt, constant)
         ttft = _features(expected.queue_s, expected.prefill_s, steps, *load)
         tpot = _features(expected.step_s, expected.context_s, none, *load)

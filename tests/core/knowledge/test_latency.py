@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from epp.core.knowledge.latency import (
@@ -137,6 +137,7 @@ HOSTILE = st.one_of(
 @given(
     st.lists(st.tuples(st.tuples(*[HOSTILE] * 4), HOSTILE, HOSTILE), min_size=1, max_size=60),
 )
+@example(seen=[((0.0, 0.0, math.inf, -math.inf), 0.0, 0.0)])
 def test_predictions_stay_finite_and_bounded_whatever_is_observed(seen):
     """Estimates and observations that are not a number, huge, negative or tiny."""
     model = model_of()

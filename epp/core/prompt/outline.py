@@ -45,8 +45,6 @@ _SLICE_BYTES: Final = 262_144
 """Number of bytes of a body that are counted at a time. The results fit into a core's cache, and a
 body of some hundred kilobytes needs few calls.
 """
-_ROW_BYTES: Final = 2_048
-"""Number of bytes of the rows that are added up to count zeros. A slice has at most 128 rows."""
 _WINDOW: Final = (DIGITS_MAX + 1) // 2
 """Number of bytes of the windows in which a body is searched for digits only. More than
 `DIGITS_MAX` consecutive digits fill at least one window.
@@ -168,9 +166,13 @@ def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
     pieces, innermost = 0, 1
     for start in range(0, len(symbols), _SLICE_BYTES):
         part = symbols[start : start + _SLICE_BYTES]
-        pieces += _zeros(np.minimum(part ^ _QUOTE, _folded(part) ^ _OPENING))
+        unlike = _folded(part)
+        unlike ^= _OPENING
+        # A byte is now 0 if it begins an object or an array, or is a quote.
+        np.minimum(unlike, part ^ _QUOTE, out=unlike)
+        pieces += len(part) - int(np.count_nonzero(unlike))
         # A document has at most one more scalar or empty value than commas.
-        innermost += _zeros(part ^ _COMMA)
+        innermost += _count(part == _COMMA)
     if pieces + PIECES_PER_FRACTION * innermost <= pieces_max:
         return False
     fractions = min(innermost, _count_points(symbols))
@@ -190,18 +192,6 @@ def _count_points(symbols: Symbols) -> int:
 
 def _count(places: Places) -> int:
     return int(np.count_nonzero(places))
-
-
-def _zeros(symbols: Symbols) -> int:
-    """Return the number of bytes in `symbols` that are 0.
-
-    Eight bytes are added at once as an integer of 64 bits. The sum of at most 255 bytes of 0 or 1
-    fits into a byte. `numpy.count_nonzero` takes twice as many instructions.
-    """
-    zeros = np.logical_not(symbols)
-    whole = len(zeros) - len(zeros) % _ROW_BYTES
-    rows = zeros[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
-    return int(np.add.reduce(rows).view(np.uint8).sum()) + _count(zeros[whole:])
 
 
 def _may_have_long_number(symbols: Symbols) -> bool:

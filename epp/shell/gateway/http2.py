@@ -1,5 +1,5 @@
-"""The gRPC transport with the library nghttp2: each connection is an `asyncio.Protocol`, and each
-stream has a `Call`.
+"""The gRPC transport with the library nghttp2: each connection is an `asyncio.BufferedProtocol`, and
+each stream has a `Call`.
 
 Theory. `ngh2` turns bytes into events and messages into bytes. It checks frames, headers and flow
 control, and does no I/O. This module adds what gRPC adds to HTTP/2: five bytes before each message,
@@ -32,7 +32,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
 from typing import Final, NamedTuple, cast
 
@@ -71,6 +71,12 @@ READ_BYTES_MAX: Final = 65_536
 """Maximum number of received bytes that are parsed into HTTP/2 frames at a time; they may contain
 thousands of small frames.
 """
+COPIED_BYTES_MAX: Final = 16_384
+"""Length in bytes from which a message is not copied behind its prefix. A copy of a shorter one takes
+less time than another call of the HTTP/2 engine.
+"""
+RECEIVED_BYTES_MAX: Final = 262_144
+"""Maximum number of bytes that are received from a connection at a time."""
 CONNECTION_WINDOW_BYTES: Final = 2**31 - 1
 """Flow-control window in bytes of a gateway's HTTP/2 connection. It is as large as HTTP/2 allows
 and so never limits anything, so that a waiting stream does not block other streams on its
@@ -323,7 +329,7 @@ class _Read(NamedTuple):
     """Estimated time in seconds that these bytes waited before the event loop read them."""
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One HTTP/2 connection of a gateway."""
 
     def __init__(self, server: "Http2Server") -> None:
@@ -397,16 +403,25 @@ class _Connection(asyncio.Protocol):
         self._engine.set_local_window_size(self._settings.connection_window_bytes)
         self.flush()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._server.received
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._failed:
             return
         self.heard_at_s = now = self._server.clock()
         self._pinged_at_s = None
         overdue_s = self._server.lag.overdue_s(now)
-        for piece in _pieces(data):
-            self._unread.append(_Read(piece, now, overdue_s))
+        received, unread = self._server.received, self._unread
+        for start in range(0, nbytes, READ_BYTES_MAX):
+            piece = received[start : min(start + READ_BYTES_MAX, nbytes)]
+            unread.append(_Read(piece, now, overdue_s))
         if not self._turn_due and (not self._server.turns.idle or self.turn()):
             self._wait_for_turn()
+        # The next read of any connection overwrites these bytes.
+        for position, read in enumerate(unread):
+            if not isinstance(read.data, bytes):
+                unread[position] = read._replace(data=bytes(read.data))
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -510,12 +525,12 @@ class _Connection(asyncio.Protocol):
     def _handle(self, event: events.Event) -> None:
         match event:
             case events.DataReceived():
-                self.unacknowledged_bytes += len(event.data)
                 stream = self._streams.get(event.stream_id)
                 if stream is None:
+                    self.unacknowledged_bytes += len(event.data)
                     self._data_past_end(event.stream_id, len(event.data))
                 else:
-                    self._data(stream, event.data, ends=event.end_stream)
+                    self._data(stream, event)
             case events.RequestReceived():
                 self._open(event)
             case events.StreamClosed():
@@ -573,15 +588,35 @@ class _Connection(asyncio.Protocol):
             self._engine.send_response(stream_id, _NO_GRPC)
             self._engine.send_data(stream_id, _NO_GRPC_BODY, end_stream=True)
 
-    def _data(self, stream: _Stream, data: bytes, *, ends: bool) -> None:
-        stream.unacknowledged_bytes += len(data)
-        if stream.ended is None:
-            try:
-                stream.inbox.extend(stream.messages.feed(data))
-            except _RefusedError as refused:
-                stream.ended = refused.status
-        if ends:
-            stream.half_closed = True
+    def _data(self, stream: _Stream, event: events.DataReceived) -> None:
+        """Take the data of `event` and of the events of the same stream that directly follow, as far
+        as the turn allows. Then process the complete messages among them.
+        """
+        following = self._events
+        while True:
+            data = event.data
+            self.unacknowledged_bytes += len(data)
+            stream.unacknowledged_bytes += len(data)
+            if stream.ended is None:
+                try:
+                    stream.inbox.extend(stream.messages.feed(data))
+                except _RefusedError as refused:
+                    stream.ended = refused.status
+            if event.end_stream:
+                stream.half_closed = True
+                break
+            # A long message arrives in many frames, and each call below takes as long as a frame.
+            if not following:
+                break
+            later = following[0]
+            if (
+                not isinstance(later, events.DataReceived)
+                or later.stream_id != stream.stream_id
+                or not self._turn.take()
+            ):
+                break
+            event = later
+            following.popleft()
         self.carry_on(stream)
 
     def _half_close(self, stream: _Stream) -> None:
@@ -680,7 +715,12 @@ class _Connection(asyncio.Protocol):
             if not stream.answered:
                 stream.answered = True
                 self._engine.send_response(stream.stream_id, _HEAD)
-            self._engine.send_data(stream.stream_id, _prefix(0, len(message)) + message)
+            prefix, stream_id = _prefix(0, len(message)), stream.stream_id
+            if len(message) < COPIED_BYTES_MAX:
+                self._engine.send_data(stream_id, prefix + message)
+            else:
+                self._engine.send_data(stream_id, prefix)
+                self._engine.send_data(stream_id, message)
         except NGH2Error:
             # The stream was reset meanwhile; an event reports that.
             return
@@ -949,6 +989,8 @@ class Http2Server:
         self._connections: set[_Connection] = set()
         self._crowd = _Crowd()
         self._servers: list[asyncio.Server] = []
+        self.received = memoryview(bytearray(RECEIVED_BYTES_MAX))
+        """Buffer into which the event loop reads the data of all connections, one after the other."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -1118,14 +1160,6 @@ def _socket(host: str, port: int) -> socket.socket:
     return socket.create_server(
         (host, port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG
     )
-
-
-def _pieces(data: bytes) -> Sequence[bytes | memoryview]:
-    """Divide received `data` into pieces of at most `READ_BYTES_MAX`, without copying."""
-    if len(data) <= READ_BYTES_MAX:
-        return (data,)
-    view = memoryview(data)
-    return [view[start : start + READ_BYTES_MAX] for start in range(0, len(data), READ_BYTES_MAX)]
 
 
 def _sent(out: bytes) -> dict[int, bool]:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from epp.core.decision.account import predicted_tokens
+from epp.core.decision.choice import predicted_tokens
 from epp.core.decision.costs import Cost
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.session import Exchange, StreamFailure

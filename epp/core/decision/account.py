@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
-from epp.core.decision.choice import Choice
+from epp.core.decision.choice import Choice, predicted_tokens
 from epp.core.decision.costs import Cost, computed_costs
 from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
@@ -307,14 +307,6 @@ def decided_by(
     order of `scorers`.
     """
     return tuple([scorers[at] for at in decisive(parts, others)])
-
-
-def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int) -> int:
-    """Return the number of prompt tokens in `matched_blocks` cached blocks, at most
-    `prompt_tokens`.
-    """
-    tokens = matched_blocks * block_tokens
-    return tokens if tokens < prompt_tokens else prompt_tokens  # noqa: FURB136  a call takes longer
 
 
 def rounded_parts(scorers: Sequence[str], parts: Sequence[float]) -> dict[str, float]:

@@ -78,6 +78,14 @@ class Choice(Struct, frozen=True, gc=False):
     """
     slot: int
     """Slot of the chosen endpoint."""
+    matched_blocks: int
+    """Number of leading full blocks of the prompt that the chosen endpoint is estimated to have
+    cached.
+    """
+    total_blocks: int
+    """Number of full blocks of the prompt that were looked up."""
+    cached_tokens: int
+    """Number of prompt tokens in `matched_blocks`."""
 
     @property
     def others(self) -> list[int]:
@@ -136,11 +144,23 @@ def choose(
     sound = failures.so_far == failed_before
     picked: list[int] = picks.tolist()
     slot = ranked.slot.item(picked[0])
+    matched, total = ranked.prefix_match(picked[0])
     # The indexes read the request too, but later. The prompt is not cold if the chosen candidate has
     # a part of it.
-    if may_be_cold and not profile.reads_cold and not ranked.prefix_match(picked[0])[0]:
+    if may_be_cold and not profile.reads_cold and not matched:
         request = _with_own_cold(request, ranked)
-    return Choice(candidates, ranked, dropped, scored, picked, sound, request, slot)
+    cached = predicted_tokens(matched, ranked.block_tokens, request.prompt_tokens)
+    return Choice(
+        candidates, ranked, dropped, scored, picked, sound, request, slot, matched, total, cached
+    )
+
+
+def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int) -> int:
+    """Return the number of prompt tokens in `matched_blocks` cached blocks, at most
+    `prompt_tokens`.
+    """
+    tokens = matched_blocks * block_tokens
+    return tokens if tokens < prompt_tokens else prompt_tokens  # noqa: FURB136  a call takes longer
 
 
 def _with_own_cold(request: InferenceRequest, ranked: Candidates) -> InferenceRequest:

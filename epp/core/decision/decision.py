@@ -2,7 +2,8 @@
 
 from msgspec import Struct
 
-from epp.core.decision.account import Account, Leg, predicted_tokens
+from epp.core.decision.account import Account, Leg
+from epp.core.decision.choice import predicted_tokens
 from epp.core.decision.profile import Marker, RequestMarker
 from epp.core.decision.rank_choice import RankChooser
 from epp.core.knowledge.candidates import Candidates

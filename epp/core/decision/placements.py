@@ -5,8 +5,8 @@ from typing import Final
 
 from msgspec import Struct, structs
 
-from epp.core.decision.account import Leg, costs_to_keep, predicted_tokens
-from epp.core.decision.choice import Choice
+from epp.core.decision.account import Leg, costs_to_keep
+from epp.core.decision.choice import Choice, predicted_tokens
 from epp.core.decision.inputs import NO_EFFECTS, Effects, ServedBy
 from epp.core.decision.pool_state import PoolState
 from epp.core.decision.profile import SchedulingProfile, SessionReader
@@ -93,7 +93,6 @@ class Placements:
 
     def place(
         self,
-        request: InferenceRequest,
         choice: Choice,
         profile: SchedulingProfile,
         ready: int,
@@ -102,15 +101,17 @@ class Placements:
         stage: Stage = Stage.DECODE,
         prefills: bool = True,
         left_out: tuple[str, ...] = (),
+        kept: InferenceRequest | None = None,
     ) -> Leg:
-        """Count the request at the endpoint that `profile` chose, in the same step that chooses it,
-        so that the next decision sees it.
+        """Count the request of `choice` at the endpoint that `profile` chose, in the same step that
+        chooses it, so that the next decision sees it.
 
         `ready` is the number of ready endpoints. `prefills` is True if the chosen endpoint computes
-        the prompt. Indexes named in `left_out` do not record the choice. Return the leg at the
-        chosen endpoint, whose lease has the request without its prompts.
+        the prompt. Indexes named in `left_out` do not record the choice. `kept` is the request
+        without its prompts if another stage has it already, else None. Return the leg at the chosen
+        endpoint, whose lease has the request without its prompts.
         """
-        state = self._state
+        state, request = self._state, choice.request
         settings, pool = state.settings, state.pool
         candidates, first = choice.ranked, choice.picked[0]
         slot = choice.slot
@@ -119,9 +120,7 @@ class Placements:
         costs = None
         if self.keeps_costs:
             costs = costs_to_keep(profile, request, choice, pool.columns, state.failures, now)
-        matched, total = candidates.prefix_match(first)
-        block_tokens = settings.block_tokens
-        cached = predicted_tokens(matched, block_tokens, request.prompt_tokens)
+        matched, cached = choice.matched_blocks, choice.cached_tokens
         uncached = float(request.prompt_tokens - cached) if prefills else 0.0
         lease = state.ledger.open(
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now, stage=stage
@@ -146,7 +145,7 @@ class Placements:
             session = self._session_reader.session_of(request)
             if session:
                 self.session_returns.note(session)
-        lease.request = request.without_prompts()
+        lease.request = request.without_prompts() if kept is None else kept
         if self.sent is not None:
             self.sent.append(Sent(lease.request, slot, now, left_out))
         return Leg(
@@ -162,8 +161,8 @@ class Placements:
             tellers=profile.tellers,
             lease=lease,
             matched_blocks=matched,
-            total_blocks=total,
-            block_tokens=block_tokens,
+            total_blocks=choice.total_blocks,
+            block_tokens=settings.block_tokens,
             rank=rank,
             costs=costs,
         )

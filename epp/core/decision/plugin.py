@@ -36,6 +36,8 @@ PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "col
 """Names in `READABLE` that depend on the default prefix index, which is created if a plugin may read
 one of them and no prefix index is configured.
 """
+PEER_READS: Final = frozenset({"nearness", "peer", "peer_candidates"})
+"""Names that depend on the endpoint that was chosen for another stage."""
 TOKEN_READS: Final = ("token_ids", "token_media", "known_tokens")
 """Request fields that a `token-producer` fills; if a plugin reads one of them, requests wait for
 the tokens.

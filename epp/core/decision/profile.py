@@ -17,6 +17,7 @@ from numpy import ndarray
 
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import (
+    PEER_READS,
     ChoosesRanks,
     Filter,
     GoesBySessions,
@@ -334,6 +335,15 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             one.plugin.abilities.reads for one in self.scorers if one.plugin.abilities.tells_cost
         ]
         return any(names is None or "peer_candidates" in names for names in reads)
+
+    @cached_property
+    def knows_peer(self) -> bool:
+        """Return whether any plugin of this profile may read what depends on the endpoint of another
+        stage.
+        """
+        plugins = [one.plugin for one in (*self.members, *self.responders)]
+        reads = [one.abilities.reads for one in (*plugins, self.picker)]
+        return any(names is None or not PEER_READS.isdisjoint(names) for names in reads)
 
     @cached_property
     def holders(self) -> tuple[tuple[str, HoldsRequests], ...]:

@@ -226,7 +226,7 @@ class Scheduler:
         if slots is not ready:
             left_out = offered.left_out(slots, columns)
             choice = structs.replace(choice, dropped=left_out | choice.dropped)
-        leg = self.placements.place(request, choice, profile, count, now)
+        leg = self.placements.place(choice, profile, count, now)
         if predicted is not None:
             leg.lease.latency = predicted.at(choice.slot)
         self.decisions = number = rotation + 1

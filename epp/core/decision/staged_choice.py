@@ -6,7 +6,6 @@ that the decode endpoint has cached, which the rules of other stages may read. A
 both endpoints were chosen.
 """
 
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from msgspec import Struct, structs
@@ -51,8 +50,6 @@ class StagedChoice(Struct, frozen=True):
     """Choice of the prefill endpoint, or None if the request has no prefill leg."""
     encode: Choice | None = None
     """Choice of the encode endpoints, or None if the request has no encode leg."""
-    cached_tokens: int = 0
-    """Number of prompt tokens that the endpoint of `decode` is estimated to have cached."""
     work: Stage = DECODE
     """Stage that the request itself asks for. The choice `decode` is that of an endpoint for it."""
     prefilled: bool = False
@@ -72,7 +69,6 @@ def decode_first(
     stages: Stages,
     request: InferenceRequest,
     choose: StageChoice,
-    cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
     """Choose the endpoints of a request: decode, then encode, then prefill near the decode
     endpoint. Return the refusal of the first stage that must run and has none.
@@ -80,7 +76,7 @@ def decode_first(
     decode = choose(DECODE, -1)
     if isinstance(decode, Refusal):
         return _named(DECODE, decode)
-    cached_tokens = cached_at(decode)
+    cached_tokens = decode.cached_tokens
     encode = None if stages.encode is None else _encode(stages, request, choose, cached_tokens)
     if isinstance(encode, Refusal):
         return encode
@@ -94,7 +90,7 @@ def decode_first(
         if isinstance(remote, Refusal):
             return remote
         prefill = remote
-    chosen = StagedChoice(decode, prefill, encode, cached_tokens)
+    chosen = StagedChoice(decode, prefill, encode)
     return _without_detours(_within_time(chosen, stages, request))
 
 
@@ -102,7 +98,6 @@ def prefill_first(
     stages: Stages,
     request: InferenceRequest,
     choose: StageChoice,
-    cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
     """Choose the endpoints of a request: prefill, then encode, then decode near the prefill
     endpoint. Return the refusal of the first stage that must run and has none.
@@ -120,7 +115,7 @@ def prefill_first(
     decode = choose(DECODE, peer)
     if isinstance(decode, Refusal):
         return _named(DECODE, decode)
-    chosen = StagedChoice(decode, prefill, encode, cached_at(decode))
+    chosen = StagedChoice(decode, prefill, encode)
     return _without_detours(_within_time(chosen, stages, request))
 
 
@@ -171,7 +166,6 @@ def one_request(
     stages: Stages,
     request: InferenceRequest,
     choose: StageChoice,
-    cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
     """Choose one endpoint for a request that the picker must not split into stages: its client
     sends one request for each stage, or wants a cached prompt only. Split any other request.
@@ -187,18 +181,17 @@ def one_request(
     available_only = if_available(request.headers)
     if not (name or available_only):
         order = prefill_first if stages.order is Order.PREFILL_FIRST else decode_first
-        return order(stages, request, choose, cached_at)
+        return order(stages, request, choose)
     choice = choose(DECODE, -1, name)
     if isinstance(choice, Refusal):
         return choice
-    cached_tokens = cached_at(choice)
+    cached_tokens = choice.cached_tokens
     if available_only and not stages.enough_cached(request, cached_tokens):
         where = choice.ranked.name_of(choice.picked[0])
         return not_cached(where, request.prompt_tokens, cached_tokens)
     work = Stage(name) if name in set(Stage) else DECODE
     return StagedChoice(
         choice,
-        cached_tokens=cached_tokens,
         work=work,
         prefilled=work is DECODE
         and PREFILL in stages.named

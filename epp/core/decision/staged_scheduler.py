@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct, structs
 
-from epp.core.decision.account import Account, Leg, Route, predicted_tokens
+from epp.core.decision.account import Account, Leg, Route
 from epp.core.decision.choice import (
     Choice,
     ProfileState,
@@ -127,14 +127,14 @@ class StagedScheduler:
                 request, chosen.decode, offer.rotation, offer.staleness, state.pool.endpoint_in
             )
         legs = self._place(chosen, decode, offer)
-        leg, *earlier = legs
+        leg = legs[0]
         account = Account(
             number=offer.rotation + 1,
             request=leg.lease.request,
             legs=legs,
             shadow=verdict,
             route=route,
-            uncached_tokens=request.prompt_tokens - chosen.cached_tokens,
+            uncached_tokens=request.prompt_tokens - chosen.decode.cached_tokens,
         )
         return Decision(
             account=account,
@@ -142,7 +142,7 @@ class StagedScheduler:
             markers=self._markers_by_name.get(chosen.profile, self._markers),
             request_markers=self._request_markers,
             offered=chosen.decode.offered if self._request_markers else None,
-            earlier=tuple(earlier),
+            earlier=legs[1:],
             primary_port=state.settings.primary_port,
             rank_chooser=self._placements.rank_chooser,
         )
@@ -173,19 +173,13 @@ class StagedScheduler:
         refusal. If a prefill or encode stage that must run has no endpoint, the fallback profile
         chooses one for the whole request, if there is such a profile.
         """
-        settings = self._state.settings
-        stages = settings.stages
-
+        stages = self._state.settings.stages
         choose_for = partial(self._choose_for, request, offer)
-
-        def cached_at(choice: Choice) -> int:
-            matched, _ = choice.ranked.prefix_match(choice.picked[0])
-            return predicted_tokens(matched, settings.block_tokens, request.prompt_tokens)
 
         order = prefill_first if stages.order is Order.PREFILL_FIRST else decode_first
         if stages.named or PREFER_HEADER in request.headers:
             order = one_request
-        chosen = order(stages, request, choose_for, cached_at)
+        chosen = order(stages, request, choose_for)
         if not isinstance(chosen, Refusal):
             decode = stages.named[chosen.profile] if chosen.profile else stages.decode
             return decode, chosen, chosen.route
@@ -194,8 +188,7 @@ class StagedScheduler:
         alone = choose_for(DECODE, -1, _FALLBACK)
         if isinstance(alone, Refusal):
             return alone
-        whole = StagedChoice(alone, cached_tokens=cached_at(alone))
-        return stages.fallback, whole, Route.AGGREGATED_FALLBACK
+        return stages.fallback, StagedChoice(alone), Route.AGGREGATED_FALLBACK
 
     def _choose_for(
         self, request: InferenceRequest, offer: Offer, stage: Stage, peer: int, named: str = "", /
@@ -206,8 +199,10 @@ class StagedScheduler:
         """
         state, available, staleness = self._state, offer.available, offer.staleness
         profile, profile_state = self._profiles[named or stage]
-        turn = rotation_of(stage, offer.rotation)
-        near = offer.candidates if peer < 0 else offer.candidates.near(peer)
+        turn = offer.rotation if stage is DECODE else rotation_of(stage, offer.rotation)
+        near = offer.candidates
+        if peer >= 0 and profile.knows_peer:
+            near = near.near(peer)
         choice = choose(profile, request, near, profile_state, turn, staleness)
         if isinstance(choice, Refusal) and available.with_room is not available.in_service:
             # All endpoints below their limit were dropped by filters, so full endpoints are tried
@@ -240,12 +235,11 @@ class StagedScheduler:
         decode.
         """
         stages = self._state.settings.stages
-        found: list[tuple[Stage, SchedulingProfile, Choice]] = []
-        if stages.prefill is not None and chosen.prefill is not None:
-            found.append((PREFILL, stages.prefill, chosen.prefill))
+        found = [(DECODE, decode, chosen.decode)]
         if stages.encode is not None and chosen.encode is not None:
-            found.append((ENCODE, stages.encode, chosen.encode))
-        found.append((DECODE, decode, chosen.decode))
+            found.insert(0, (ENCODE, stages.encode, chosen.encode))
+        if stages.prefill is not None and chosen.prefill is not None:
+            found.insert(0, (PREFILL, stages.prefill, chosen.prefill))
         return found
 
     def _place(
@@ -254,47 +248,47 @@ class StagedScheduler:
         """Count the request at the endpoints chosen for its stages, under one lease. Return the
         legs, decode first.
         """
+        placements, now = self._placements, offer.now
+        available, ready = offer.available, len(offer.available.ready)
+        encodes = chosen.encode is not None or ENCODE in self._state.settings.stages.named
+        elsewhere = chosen.prefill is not None or chosen.prefilled
         legs: list[Leg] = []
         leases: list[Lease] = []
+        request = kept = None
         for stage, profile, choice in self._stages_of(chosen, decode):
-            leg = self._place_stage(chosen, stage, profile, choice, offer)
+            if choice.request is not request:
+                request, kept = choice.request, None
+            work = chosen.work if stage is DECODE else stage
+            leg = placements.place(
+                choice
+                if choice.offered.slot is available.ready
+                else self._with_left_out(choice, offer),
+                profile,
+                ready,
+                now,
+                stage=stage,
+                prefills=work is PREFILL or (work is DECODE and not elsewhere),
+                left_out=placements.not_recorded(work, encodes=encodes),
+                kept=kept,
+            )
+            kept = leg.lease.request
             legs.append(leg)
             leases.append(leg.lease)
             if stage is ENCODE:
-                also_encode = self._placements.also_encode
-                leases += [also_encode(leg.lease, slot, offer.now) for slot in choice.others]
-        *earlier, lease = leases
-        self._join(lease, earlier, float(lease.request.prompt_tokens - chosen.cached_tokens))
-        return (legs[-1], *legs[:-1])
+                leases += [placements.also_encode(leg.lease, slot, now) for slot in choice.others]
+        lease = leases.pop()
+        if leases:
+            self._join(
+                lease, leases, float(lease.request.prompt_tokens - chosen.decode.cached_tokens)
+            )
+        return (legs.pop(), *legs)
 
-    def _place_stage(
-        self,
-        chosen: StagedChoice,
-        stage: Stage,
-        profile: SchedulingProfile,
-        choice: Choice,
-        offer: Offer,
-    ) -> Leg:
-        """Count the request at the endpoint chosen for one stage. Return the leg."""
-        available = offer.available
-        if choice.offered.slot is not available.ready:
-            left_out = available.left_out(choice.offered.slot, self._state.pool.columns)
-            dropped = left_out | dict(offer.screened) | choice.dropped
-            choice = structs.replace(choice, dropped=dropped)
-        work = chosen.work if stage is DECODE else stage
-        elsewhere = chosen.prefill is not None or chosen.prefilled
-        prefills = work is PREFILL or (work is DECODE and not elsewhere)
-        encodes = chosen.encode is not None or ENCODE in self._state.settings.stages.named
-        return self._placements.place(
-            choice.request,
-            choice,
-            profile,
-            len(available.ready),
-            offer.now,
-            stage=stage,
-            prefills=prefills,
-            left_out=self._placements.not_recorded(work, encodes=encodes),
-        )
+    def _with_left_out(self, choice: Choice, offer: Offer) -> Choice:
+        """Return `choice` with the endpoints that it was not offered among those that were dropped."""
+        columns = self._state.pool.columns
+        left_out = offer.available.left_out(choice.offered.slot, columns)
+        dropped = left_out | dict(offer.screened) | choice.dropped
+        return structs.replace(choice, dropped=dropped)
 
     def _join(self, lease: Lease, earlier: list[Lease], uncached_tokens: float) -> None:
         """Make `earlier`, the leases of the prefill and encode endpoints, part of `lease`, whose

@@ -1,6 +1,7 @@
 import pytest
 
-from epp.core.decision.account import Ranking, predicted_tokens
+from epp.core.decision.account import Ranking
+from epp.core.decision.choice import predicted_tokens
 from epp.core.decision.profile import Scored
 from epp.core.types import Stage
 from tests.shell.operators.decided import make_decision

@@ -220,7 +220,7 @@ def test_fallbacks_are_the_other_choices_and_then_the_best(total, picked, taken,
     made = profile(scorers=(WeightedScorer("queue", Queue(), 1.0),))
     found = choose(made, request(), pool, state_of(made), 0)
     chosen = list(picked[:taken])
-    choice = Choice(pool, pool, {}, found.scored, chosen, True, request(), chosen[0])
+    choice = Choice(pool, pool, {}, found.scored, chosen, True, request(), chosen[0], 0, 0, 0)
     slots = choice.fallbacks(most)
     assert len(slots) == min(most, N - 1)
     assert len({choice.slot, *slots}) == len(slots) + 1

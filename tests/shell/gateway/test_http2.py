@@ -18,7 +18,7 @@ from ngh2 import events as h2
 from ngh2.enums import ErrorCode
 
 from bench.raw_http2 import HEADERS as HEADERS_FRAME
-from bench.raw_http2 import PREFACE, SETTINGS, WINDOW_UPDATE, frame
+from bench.raw_http2 import DATA, PREFACE, SETTINGS, WINDOW_UPDATE, frame
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.gateway.calls import Code, Cut, Status
 from epp.shell.gateway.http2 import (
@@ -731,6 +731,43 @@ async def test_tiny_messages_in_full_frames_let_others_have_their_turns(service)
         assert await client.status(stream) == (0, b"")
         assert client.received(stream) == framed(b"x") + framed(b"") * 20_000 + framed(b"bye")
     assert turns > 20_000 / TURN_STEPS_MAX
+
+
+async def test_tiny_frames_of_one_stream_let_others_have_their_turns(service):
+    """Frames that follow each other are taken together, but not more than a turn allows."""
+    turns = 0
+
+    async def ticking():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    message = framed(bytes(20_000))
+    async with connected(service.port) as client:
+        stream = client.open(framed(b"x"))
+        await until(lambda: client.received(stream), "the first answer")
+        seen = asyncio.create_task(ticking())
+        client.transport.write(
+            b"".join(frame(DATA, 0, stream, message[at : at + 1]) for at in range(len(message)))
+        )
+        await until(lambda: len(service.messages) == 2, "the message")
+        seen.cancel()
+    assert service.messages[1] == bytes(20_000)
+    assert turns > 20_000 / TURN_STEPS_MAX
+
+
+async def test_bytes_that_wait_for_a_turn_stay_those_of_their_connection(service):
+    """All connections are read into one buffer."""
+    count = 30_000
+    async with AsyncExitStack() as clients:
+        streams = []
+        for letter in (b"a", b"b", b"c"):
+            client = await clients.enter_async_context(connected(service.port))
+            streams.append((client, client.open(framed(letter) * count, end=True), letter))
+        for client, stream, letter in streams:
+            assert await client.status(stream) == (0, b"")
+            assert client.received(stream) == framed(letter) * count + framed(b"bye")
 
 
 async def test_a_stream_ends_while_messages_of_it_wait_for_a_turn(service):

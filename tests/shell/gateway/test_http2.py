@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ngh2 import events as h2
 from ngh2.enums import ErrorCode
 
-from bench.raw_http2 import HEADERS as HEADERS_FRAME
 from bench.raw_http2 import DATA, PREFACE, SETTINGS, WINDOW_UPDATE, frame
+from bench.raw_http2 import HEADERS as HEADERS_FRAME
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.gateway.calls import Code, Cut, Status
 from epp.shell.gateway.http2 import (

@@ -12,12 +12,16 @@ All of this needs a configuration with one stage.
 Requests wait in the picker so that those of other flows and priorities can pass them. If none can,
 an endpoint has room for more (`epp/core/flow/rivalry`).
 
+While a light flow competes with heavy ones and requests wait, heavy flows leave some endpoints to it
+(`RoomDetector.reserved_share`, `epp/core/flow/demand`).
+
 Most requests need no look at the endpoints. The gate knows how many requests and tokens may be
 placed, wherever they go, before all endpoints can be full (`certainly_open`).
 """
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import numpy as np
 from msgspec import structs
@@ -28,10 +32,15 @@ from epp.core.flow.rivalry import Rivalry
 from epp.core.flow.rooms import NO_SPARE, Lead, Rooms, Spare
 from epp.core.flow.settings import FlowSettings
 from epp.core.flow.shares import FlowShares
-from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats
+from epp.core.knowledge.candidates import Bools, Candidates, Columns, Floats, Ints
 from epp.core.knowledge.inflight import Lease
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Seconds, Stage
+
+RESERVED_ENDPOINTS_MIN: Final = 4
+"""Number of endpoints from which heavy flows leave some to light ones."""
+_RESERVED_KEY: Final = 0x9E3779B97F4A7C15
+"""Key by whose rendezvous weights all pickers reserve the same endpoints."""
 
 
 class Gate:
@@ -70,6 +79,9 @@ class Gate:
         self._detector: Detector = settings.detector
         self._policy: CeilingPolicy = settings.policy
         self._learns = isinstance(settings.detector, RoomDetector)
+        self._reserved_share = 0.0
+        if isinstance(settings.detector, RoomDetector):
+            self._reserved_share = settings.detector.reserved_share
         self._plain = settings.policy == StaticCeiling()
         self.restricts = not (self._learns and self._plain)
         """True if the configuration has another detector or ceiling than the defaults, which then
@@ -110,7 +122,17 @@ class Gate:
             return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
         rivalry = self.rivalry
         lead = self.lead(request, now)
-        found = self._is_open(offered, request, lead)
+        keeps_off = self._keeps_off(request, now)
+        allowed = offered
+        if keeps_off:
+            allowed = [
+                (stage, self._unreserved(candidates) if stage is None else candidates)
+                for stage, candidates in offered
+            ]
+        found = self._is_open(allowed, request, lead)
+        if not keeps_off and rivalry.reserves(request, now):
+            # Other requests may not use the room of reserved endpoints.
+            self._endpoints = 0.0
         if found:
             rivalry.found_room()
         if found or lead.alone or rivalry.must_wait(now):
@@ -127,6 +149,7 @@ class Gate:
             prompt_tokens=request.prompt_tokens,
             alone=rivalry.is_alone(request, now),
             outranked=rivalry.is_outranked(request, now),
+            first=self._shares.pickers > 1 and rivalry.is_first(request, now),
         )
 
     def _is_open(
@@ -161,11 +184,33 @@ class Gate:
         """Return bool[n]: whether each candidate has room for `request`."""
         if not self.restricts:
             load, ceiling = self.rooms.load(candidates, self.lead(request, now)), 1.0
+            if self._keeps_off(request, now):
+                load[self._reserved(candidates)] = math.inf
         else:
             load = self.load(None, candidates)
             ceiling = self.ceiling(request, load) * (1.0 + self._detector.headroom)
         found: Bools = load < ceiling
         return found
+
+    def _keeps_off(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether `request` leaves the reserved endpoints to lighter flows."""
+        return self._reserved_share > 0.0 and self.rivalry.keeps_off(request, now)
+
+    def _reserved(self, candidates: Candidates) -> Ints:
+        """Return the positions of the endpoints that heavy flows leave to light ones. They are the
+        same for all pickers.
+        """
+        count = len(candidates)
+        if count < RESERVED_ENDPOINTS_MIN:
+            return np.zeros(0, dtype=np.int64)
+        reserved = max(1, int(self._reserved_share * count))
+        return np.argsort(candidates.rendezvous(_RESERVED_KEY), kind="stable")[-reserved:]
+
+    def _unreserved(self, candidates: Candidates) -> Candidates:
+        """Return `candidates` without the endpoints that heavy flows leave to light ones."""
+        keep = np.ones(len(candidates), dtype=np.bool_)
+        keep[self._reserved(candidates)] = False
+        return candidates.take(keep)
 
     def load(self, stage: Stage | None, candidates: Candidates) -> Floats:
         """Return float64[n]: the load of each candidate for `stage`."""
@@ -235,6 +280,10 @@ class Gate:
         """Return a phrase about the load of `candidates` for `request`; `name_of` returns the name
         of an endpoint by its slot.
         """
+        left = ""
+        if self._learns and self._keeps_off(request, now):
+            offered, candidates = len(candidates), self._unreserved(candidates)
+            left = f", and {offered - len(candidates)} left to flows that use less"
         count = len(candidates)
         if not count:
             return "no endpoint may serve it"
@@ -243,7 +292,7 @@ class Gate:
         if self._learns:
             load = self.rooms.load(candidates, lead)
         full = int((load >= 1.0).sum())
-        phrase = f"{full} of {count} endpoints are full"
+        phrase = f"{full} of {count} endpoints are full{left}"
         least = int(load.argmin())
         if not self._learns or not math.isfinite(load.item(least)):
             return f"{phrase}, the least loaded one to {load.item(least):.2f}"

@@ -5,8 +5,10 @@ compute anyway.
 """
 
 import math
+from collections.abc import Callable
 from typing import Final
 
+from epp.core.flow.demand import FlowDemand
 from epp.core.flow.settings import Fairness, FlowSettings, Ordering
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
@@ -31,11 +33,17 @@ class Rivalry:
         self.settings = settings
         self.holding = False
         """True if requests wait in the queue. The queue sets it."""
+        self.flow_of: Callable[[InferenceRequest], str] = lambda _: ""
+        """Function that returns the id of a request's flow. The queue sets it."""
+        self._demand = FlowDemand()
         self._last: tuple[str, int] | None = None
         """Flow and priority of the last request, or None before the first one."""
         self._highest = 0
         """Highest priority of recent requests, which counts until `_highest_until_s`."""
         self._highest_until_s: Seconds = -math.inf
+        self._lowest = 0
+        """Lowest priority of recent requests, which counts until `_lowest_until_s`."""
+        self._lowest_until_s: Seconds = -math.inf
         self._until_s: Seconds = -math.inf
         """Time until which flows or priorities compete."""
         self._full_since_s: Seconds = math.inf
@@ -48,13 +56,19 @@ class Rivalry:
         self._had_room = True
         """True if a request found room since `_full_at_s`."""
 
-    def met(self, flow: str, priority: int, now: Seconds) -> bool:
-        """Note that a request of `flow` with `priority` arrived. Return whether a competition begins
-        with it.
+    def met(self, flow: str, priority: int, now: Seconds, tokens: int = 0) -> bool:
+        """Note that a request of `flow` with `priority` arrived, whose prompt has `tokens`. Return
+        whether a competition begins with it.
         """
+        if now < self._until_s:
+            self._demand.ask(
+                self._band_of(priority), flow, self._weighed(flow, priority, tokens), now
+            )
         last, self._last = self._last, (flow, priority)
         if priority >= self._highest or now >= self._highest_until_s:
             self._highest, self._highest_until_s = priority, now + RIVALS_S
+        if priority <= self._lowest or now >= self._lowest_until_s:
+            self._lowest, self._lowest_until_s = priority, now + RIVALS_S
         if last is None or last == self._last or not self._passes(flow, priority, *last):
             return False
         begins = now >= self._until_s
@@ -74,6 +88,29 @@ class Rivalry:
         outranked = self.settings.by_priority and request.priority < self._highest
         return outranked and now < min(self._highest_until_s, self._until_s)
 
+    def is_first(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether `request` has the highest priority of recent requests while lower ones
+        compete, or is of a light flow while heavy ones compete.
+        """
+        if self.keeps_off(request, now):
+            return False
+        outranks = self.settings.by_priority and request.priority > self._lowest
+        if outranks and now < min(self._lowest_until_s, self._until_s):
+            return request.priority >= self._highest
+        return self.reserves(request, now)
+
+    def reserves(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether some endpoints are left to light flows of the band of `request`."""
+        return self._is_fair(request, now) and self._demand.has_light(
+            self._band_of(request.priority), now
+        )
+
+    def keeps_off(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether `request` leaves some endpoints to lighter flows of its band."""
+        return self._is_fair(request, now) and self._demand.is_heavy(
+            self._band_of(request.priority), self.flow_of(request), now
+        )
+
     def found_room(self) -> None:
         """Note that a request found room."""
         self._had_room = True
@@ -84,6 +121,18 @@ class Rivalry:
             self._full_since_s = now
         self._had_room, self._full_at_s = False, now
         return self.holding or now - self._full_since_s >= STANDING_S
+
+    def _is_fair(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether flows compete, and those of the band of `request` take turns."""
+        fairness = self.settings.band(self._band_of(request.priority)).fairness
+        return now < self._until_s and fairness not in {Fairness.NONE, Fairness.SESSIONS}
+
+    def _band_of(self, priority: int) -> int:
+        return priority if self.settings.by_priority else 0
+
+    def _weighed(self, flow: str, priority: int, tokens: int) -> float:
+        """Return `tokens` in relation to the weight of `flow`."""
+        return tokens / self.settings.band(self._band_of(priority)).weights.get(flow, 1.0)
 
     def _passes(self, flow: str, priority: int, last_flow: str, last_priority: int) -> bool:
         """Return whether the queue would change the order of requests of two flows or priorities."""

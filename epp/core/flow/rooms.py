@@ -50,6 +50,10 @@ would otherwise leave no room for the next request of higher priority.
 """
 KV_FULL: Final = 0.9
 """Used share of the KV cache from which a queue may be caused by the cache instead of the slots."""
+FIRST_FACTOR: Final = 2.0
+"""Factor of the limit of prefill tokens for a request that others must let pass, with several pickers.
+They hear late that a prompt is computed. Simulations of four pickers chose it (docs/flow-control.md).
+"""
 INTERVAL_S_MIN: Final = 0.1
 INTERVAL_S_MAX: Final = 2.0
 """Bounds of the time between two pages for which an endpoint may have prefill tokens pending."""
@@ -126,6 +130,10 @@ class Lead(Struct, frozen=True):
     """True if no other flow or priority competes for the endpoints."""
     outranked: bool = False
     """True if requests of higher priority compete, for which a part of the KV cache stays free."""
+    first: bool = False
+    """True if the request is of a light flow, or of the highest priority, while others compete. Few
+    such requests are sent, so that pickers need not divide the room among them.
+    """
 
     def tokens_max(self, speed: Floats, unseen_s: Floats) -> Floats:
         """Return float64[n]: the most pending tokens, at endpoints that compute `speed` tokens a
@@ -348,7 +356,10 @@ class Rooms:
         if peers:
             kv = kv + peers * sent_tokens / candidates.kv_capacity_tokens
             pending_max = pending_max * self._speed_ratio(candidates, requests)
-            requests, pending = self._divided(candidates, requests, others, pending, peers)
+            if lead.first:
+                pending_max *= FIRST_FACTOR
+            else:
+                requests, pending = self._divided(candidates, requests, others, pending, peers)
         return slots, queue, requests, kv, pending, pending_max
 
     def _learn_slots(

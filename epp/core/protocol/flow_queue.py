@@ -210,7 +210,11 @@ class FlowQueue:
         headers = request.headers
         plain = self._agents is None and not self._settings.identity_headers
         flow = first_of(headers, FLOW_HEADERS) if plain else self._flow_of(request)
-        if gate is not None and gate.rivalry.met(flow, request.priority, now):
+        flow = flow[:FLOW_CHARACTERS_MAX]
+        if gate is not None and gate.rivalry.met(
+            flow, request.priority, now, request.prompt_tokens
+        ):
+            gate.rivalry.flow_of = self._flow_of
             gate.look_again()
         admission = scheduler.admission
         fits = self._agents is None or self._pool.fits_session(request, now)
@@ -232,7 +236,7 @@ class FlowQueue:
             return result
         ticket = Ticket(
             request=request,
-            flow=flow[:FLOW_CHARACTERS_MAX],
+            flow=flow,
             body_bytes=body_bytes,
             wait_s_max=_duration_s(headers.get(TTL_HEADER, "")),
             answer_within_s=answer_within_s,
@@ -414,7 +418,8 @@ class FlowQueue:
         band = settings.band(request.priority if settings.by_priority else 0)
         if band.fairness is Fairness.SESSIONS:
             return self._pool.session_of(request)
-        return first_of(request.headers, (*FLOW_HEADERS, *settings.identity_headers))
+        found = first_of(request.headers, (*FLOW_HEADERS, *settings.identity_headers))
+        return found[:FLOW_CHARACTERS_MAX]
 
     def _deliver(self, verdicts: Verdicts, now: Seconds) -> None:
         """Resume the sessions of tickets that have a verdict, and count their waits."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from epp.core.flow.demand import COMPARED_S
 from epp.core.flow.rivalry import RIVALS_S, STANDING_S, Rivalry
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings, Ordering
 from tests.builders import request
@@ -102,3 +103,36 @@ def test_no_request_is_outranked_without_bands():
     found.met("", 1, 1.0)
     found.met("", 0, 2.0)
     assert not found.is_outranked(request(priority=0), 2.0)
+
+
+def test_the_highest_priority_is_first_while_lower_ones_compete():
+    found = rivalry()
+    found.met("", 2, 1.0)
+    assert not found.is_first(request(priority=2), 1.0), "nobody competes"
+    found.met("", 1, 1.0)
+    found.met("", 0, 1.0)
+    assert found.is_first(request(priority=2), 1.0)
+    assert not found.is_first(request(priority=1), 1.0)
+    assert not found.is_first(request(), 1.0)
+    assert not found.is_first(request(priority=2), 1.0 + RIVALS_S)
+
+
+def test_a_light_flow_is_first_while_heavy_ones_compete():
+    found = rivalry()
+    found.flow_of = lambda one: one.request_id
+    for _ in range(2):
+        found.met("large", 0, 1.0, 1_000)
+        found.met("small", 0, 1.0, 10)
+    later = 1.0 + COMPARED_S
+    assert found.is_first(request(request_id="small"), later)
+    assert not found.is_first(request(request_id="large"), later)
+    assert found.keeps_off(request(request_id="large"), later)
+
+
+def test_a_flow_with_more_weight_may_ask_for_more():
+    found = rivalry(BandSettings(fairness=Fairness.TOKENS, weights={"large": 100.0}))
+    found.flow_of = lambda one: one.request_id
+    for _ in range(2):
+        found.met("large", 0, 1.0, 1_000)
+        found.met("small", 0, 1.0, 10)
+    assert not found.keeps_off(request(request_id="large"), 1.0 + COMPARED_S)

@@ -43,10 +43,14 @@ SLOTS_S: Final = 0.5
 """Seconds for which an engine must run the same number of requests and queue others, on page after
 page, before that number is assumed to be its slots. One long step of an engine takes less time.
 """
-KV_OUTRANKED: Final = 0.95
-"""Used share of the KV cache up to which an endpoint has room for a request while requests of higher
-priority compete with it. The rest makes up for answers that become longer than expected, which
-would otherwise leave no room for the next request of higher priority.
+KV_KEPT: Final = 0.05
+"""Share of the KV cache, for each picker, that an endpoint keeps free of a request while requests of
+higher priority compete with it. It makes up for answers that become longer than expected, and for
+requests that several pickers send at once. Otherwise, there would be no room for the next request of
+higher priority.
+"""
+KV_KEPT_MAX: Final = 0.25
+"""Largest share of the KV cache that an endpoint keeps free in this way, however many pickers there are.
 """
 KV_FULL: Final = 0.9
 """Used share of the KV cache from which a queue may be caused by the cache instead of the slots."""
@@ -85,8 +89,8 @@ class RoomOf(Struct, frozen=True, kw_only=True):
     queue: float
     """Number of requests that may wait in the engine beside those in its slots."""
     kv_share: float
-    """Share of the part of the KV cache that the request may use (`KV_OUTRANKED` of it if outranked,
-    else all) that is used, or will be by prompts that were placed and by answers that grow; NaN if
+    """Share of the part of the KV cache that the request may use (all, or less if outranked:
+    `KV_KEPT`) that is used, or will be by prompts that were placed and by answers that grow; NaN if
     unknown.
     """
     prefill_tokens: float
@@ -351,7 +355,7 @@ class Rooms:
         unseen_s = self._unseen_s(interval_s)
         pending_max = lead.tokens_max(candidates.prefill_measured_tokens_per_s, unseen_s)
         if lead.outranked:
-            kv = kv / KV_OUTRANKED
+            kv = kv / (1.0 - min(KV_KEPT * self._shares.pickers, KV_KEPT_MAX))
         peers = self._shares.pickers - 1
         if peers:
             kv = kv + peers * sent_tokens / candidates.kv_capacity_tokens

@@ -264,3 +264,19 @@ def test_a_part_of_the_cache_stays_free_for_higher_priorities():
     rivalry.holding = True
     assert not learned.has_room(priority=0)
     assert learned.has_room(priority=1)
+
+
+@pytest.mark.parametrize(("pickers", "usage"), [(1, 0.951), (3, 0.851), (5, 0.751), (50, 0.751)])
+def test_each_picker_keeps_a_part_of_the_cache_free(pickers, usage):
+    """Pickers send at once what each has seen room for."""
+    learned = Learned()
+    learned.scheduler.state.shares.pickers = pickers
+    rivalry = learned.scheduler.state.gate.rivalry
+    rivalry.met("", 1, learned.now)
+    rivalry.met("", 0, learned.now)
+    rivalry.holding = True
+    for used, room in ((usage - 0.002, True), (usage, False)):
+        learned.page(usage=used)
+        learned.scheduler.state.gate.look_again()
+        assert learned.has_room(prompt_tokens=1) is room
+        assert learned.has_room(priority=1, prompt_tokens=1)

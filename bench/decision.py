@@ -24,7 +24,7 @@ from bench.gateway_messages import (
     headers_message,
     response_body_message,
 )
-from bench.timing import best_us
+from bench.timing import Timed, best_in_turns_us, best_us
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.configuration.config import PickerConfig, load_config
 from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
@@ -288,9 +288,9 @@ def chat_rows() -> list[tuple[str, str]]:
     return rows
 
 
-def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None) -> float:
-    """Return the microseconds of one `schedule()`, which hashes the prompt, looks it up in the
-    index and chooses.
+def scheduled(endpoints: int, blocks: int, config: PickerConfig | None = None) -> Timed:
+    """Return `schedule()` to be timed, which hashes the prompt, looks it up in the index and
+    chooses.
 
     Prompts have `blocks` blocks, of which a quarter is shared with others.
     """
@@ -319,11 +319,14 @@ def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None)
             scheduler.take(RequestEnded(decision.lease, Outcome()), pool.now)
         decided.clear()
 
-    return best_us(
-        lambda request: decided.append(scheduler.schedule(request, pool.now)),
-        requests,
-        after=complete,
+    return Timed(
+        lambda request: decided.append(scheduler.schedule(request, pool.now)), requests, complete
     )
+
+
+def schedule_us(endpoints: int, blocks: int) -> float:
+    """Return the microseconds of one `schedule()`; see `scheduled`."""
+    return best_in_turns_us([scheduled(endpoints, blocks)])[0]
 
 
 def hash_rows() -> list[tuple[str, str]]:
@@ -372,17 +375,17 @@ def decode_rows() -> list[tuple[str, str]]:
 
 def strategy_rows() -> list[tuple[str, str]]:
     """Return a row (what, how much) with the CPU time of a decision by the default strategy
-    relative to one by weighted scores, measured alternately.
+    relative to one by weighted scores. The batches of both take turns.
     """
     weighted = load_config(STRATEGIES["weighted-scores"].config, "weighted", plugin_tables())
-    turns = [(schedule_us(100, 128), schedule_us(100, 128, weighted)) for _ in range(3)]
-    ratio = min(default for default, _ in turns) / min(other for _, other in turns)
-    return [("schedule() in that by `weighted-scores`, 100 endpoints, 128 blocks", f"{ratio:.2f}")]
+    default, other = best_in_turns_us([scheduled(100, 128), scheduled(100, 128, weighted)])
+    what = "schedule() in that by `weighted-scores`, 100 endpoints, 128 blocks"
+    return [(what, f"{default / other:.2f}")]
 
 
 def shadow_rows() -> list[tuple[str, str]]:
     """Return rows (what, how much) with the CPU time that a shadow profile equal to the default
-    adds to a decision, measured alternately with none.
+    adds to a decision. Batches with and without it take turns.
     """
     document = yaml.safe_load(STRATEGIES["homing"].config)
     (profile,) = document["schedulingProfiles"]
@@ -405,8 +408,7 @@ def shadow_rows() -> list[tuple[str, str]]:
         default_config(plugin_tables()),
         *(load_config(json.dumps(each), "shadowed", plugin_tables()) for each in shadowed),
     ]
-    turns = [[schedule_us(8, 30, config) for config in configs] for _ in range(3)]
-    alone, common, apart = (min(turn[which] for turn in turns) for which in range(3))
+    alone, common, apart = best_in_turns_us([scheduled(8, 30, config) for config in configs])
     return [
         row
         for which, cost_us in (("the same plugins", common), ("plugins of its own", apart))
@@ -450,11 +452,10 @@ def stages_config(*stages: str) -> PickerConfig:
 
 def stage_rows() -> list[tuple[str, str]]:
     """Return a row (what, how much) with the time of `schedule()` in two stages (decode and
-    prefill) as a multiple of that in one stage, measured alternately.
+    prefill) as a multiple of that in one stage. The batches of both take turns.
     """
     configs = stages_config("decode"), stages_config("decode", "prefill")
-    turns = [[schedule_us(1_000, 30, config) for config in configs] for _ in range(3)]
-    one, two = (min(turn[which] for turn in turns) for which in range(2))
+    one, two = best_in_turns_us([scheduled(1_000, 30, config) for config in configs])
     what = "schedule() in two stages in that in one, 1,000 endpoints, 30 blocks"
     return [(what, f"{two / one:.2f}")]
 

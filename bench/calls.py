@@ -51,21 +51,29 @@ class Calls(Struct, frozen=True):
     """Source files of the Python functions that the picker called to serve the chats."""
 
 
-def calls_of_chat(size: str, *, telemetry: bool, queue: bool = False, idle: bool = False) -> Calls:
+def calls_of_chat(
+    size: str,
+    *,
+    telemetry: bool,
+    queue: bool = False,
+    idle: bool = False,
+    competing: bool = False,
+) -> Calls:
     """Return the mean number of function calls that the picker makes for a chat of one of `SIZES`.
 
     With `telemetry`, metrics, the sampled log line and the record of recent decisions are included.
     With `queue`, flow control is on, and every request has room. With `idle`, the engines report no
-    requests, so that every endpoint has room.
+    requests, so that every endpoint has room. With `competing`, another flow sends requests too.
     """
     # Played once before, the same chats find the caches of the codec alike in every process.
-    _played(size, telemetry=telemetry, queue=queue, idle=idle)
-    return _played(size, telemetry=telemetry, queue=queue, idle=idle)
+    _played(size, telemetry=telemetry, queue=queue, idle=idle, competing=competing)
+    return _played(size, telemetry=telemetry, queue=queue, idle=idle, competing=competing)
 
 
-def _played(size: str, *, telemetry: bool, queue: bool, idle: bool) -> Calls:
+def _played(size: str, *, telemetry: bool, queue: bool, idle: bool, competing: bool) -> Calls:
     size_bytes, messages, batch = SIZES[size]
     pool = Pool(ENDPOINTS, _with_queue() if queue else None, idle=idle)
+    gate = pool.scheduler.state.gate
     observer = telemetry_observer(pool) if telemetry else Silent()
     decisions = Decisions(pool, Chats(size_bytes, messages), observer, batch)
     counted: Counter[str] = Counter()
@@ -78,7 +86,11 @@ def _played(size: str, *, telemetry: bool, queue: bool, idle: bool) -> Calls:
 
     # The first batch fills the caches of headers and labels.
     for number in range(BATCHES + 1):
-        for chat in list(decisions.messages()):
+        chats_of_batch = list(decisions.messages())
+        if competing and gate is not None:
+            for flow in ("other", ""):
+                gate.rivalry.met(flow, 0, pool.now, 1)
+        for chat in chats_of_batch:
             if number:
                 sys.setprofile(count)
             decisions.serve(chat)
@@ -90,8 +102,12 @@ def _played(size: str, *, telemetry: bool, queue: bool, idle: bool) -> Calls:
 
 
 def _with_queue() -> PickerConfig:
-    """Return the default configuration with the queue on."""
-    text = DEFAULT_CONFIG.replace("plugins:", "featureGates: [flowControl]\nplugins:", 1)
+    """Return the default configuration with the queue on, in which flows take turns."""
+    queue = (
+        "featureGates: [flowControl]\n"
+        "flowControl: {defaultPriorityBand: {fairnessPolicyRef: token-fairness-policy}}\n"
+    )
+    text = DEFAULT_CONFIG.replace("plugins:", f"{queue}plugins:", 1)
     return load_config(text, "queue on", plugin_tables())
 
 

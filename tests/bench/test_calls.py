@@ -50,8 +50,11 @@ def test_every_size_has_a_budget():
     assert {size for size, _ in BUDGETS} == SIZES.keys()
 
 
+@pytest.mark.parametrize("competing", [True, False])
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_queue_takes_three_percent_more_calls_at_most_while_any_endpoint_has_room(idle):
+def test_a_queue_takes_three_percent_more_calls_at_most_while_any_endpoint_has_room(
+    idle, competing
+):
     off = calls_of_chat("2 KB", telemetry=False, idle=idle)
-    on = calls_of_chat("2 KB", telemetry=False, idle=idle, queue=True)
+    on = calls_of_chat("2 KB", telemetry=False, idle=idle, queue=True, competing=competing)
     assert on.python + on.c <= 1.03 * (off.python + off.c)

@@ -130,7 +130,7 @@ class Gate:
                 for stage, candidates in offered
             ]
         found = self._is_open(allowed, request, lead)
-        if not keeps_off and rivalry.reserves(request, now):
+        if rivalry.holding and not keeps_off and rivalry.reserves(request, now):
             # Other requests may not use the room of reserved endpoints.
             self._endpoints = 0.0
         if found:
@@ -193,8 +193,11 @@ class Gate:
         return found
 
     def _keeps_off(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether `request` leaves the reserved endpoints to lighter flows."""
-        return self._reserved_share > 0.0 and self.rivalry.keeps_off(request, now)
+        """Return whether `request` leaves the reserved endpoints to lighter flows, because requests
+        wait in the queue.
+        """
+        reserves = self.rivalry.holding and self._reserved_share > 0.0
+        return reserves and self.rivalry.keeps_off(request, now)
 
     def _reserved(self, candidates: Candidates) -> Ints:
         """Return the positions of the endpoints that heavy flows leave to light ones. They are the

@@ -23,6 +23,9 @@ sooner is served sooner if all of it is at the engines. In a large pool that is 
 endpoint has room every now and then, so room that is gone within this time does not end the burst.
 """
 
+_ONE_QUEUE: Final = frozenset({Fairness.NONE, Fairness.SESSIONS})
+"""Rules of fairness under which flows do not take turns by what they used."""
+
 
 class Rivalry:
     """The state from which flow control knows whether requests of several flows or priorities
@@ -61,9 +64,13 @@ class Rivalry:
         whether a competition begins with it.
         """
         if now < self._until_s:
-            self._demand.ask(
-                self._band_of(priority), flow, self._weighed(flow, priority, tokens), now
-            )
+            demand = self._demand
+            asked = priority if self.settings.by_priority else 0, flow
+            # Nearly every request passes here if flows compete, so that calls are avoided.
+            if now < demand.ends_s and asked in demand.asked:
+                demand.asked[asked] += tokens
+            else:
+                demand.ask(*asked, tokens, now)
         last, self._last = self._last, (flow, priority)
         if priority >= self._highest or now >= self._highest_until_s:
             self._highest, self._highest_until_s = priority, now + RIVALS_S
@@ -77,9 +84,8 @@ class Rivalry:
 
     def is_alone(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether no other request would pass `request` in the queue."""
-        settings = self.settings
-        priority = request.priority if settings.by_priority else 0
-        return now >= self._until_s and settings.band(priority).ordering is Ordering.ARRIVAL
+        band = self.settings.band(self._band_of(request.priority))
+        return now >= self._until_s and band.ordering is Ordering.ARRIVAL
 
     def is_outranked(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether the highest priority of recent requests is above that of `request`, and
@@ -101,15 +107,15 @@ class Rivalry:
 
     def reserves(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether some endpoints are left to light flows of the band of `request`."""
-        return self._is_fair(request, now) and self._demand.has_light(
-            self._band_of(request.priority), now
-        )
+        priority = self._band_of(request.priority)
+        weights = self.settings.band(priority).weights
+        return self._is_fair(priority, now) and self._demand.has_light(priority, now, weights)
 
     def keeps_off(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether `request` leaves some endpoints to lighter flows of its band."""
-        return self._is_fair(request, now) and self._demand.is_heavy(
-            self._band_of(request.priority), self.flow_of(request), now
-        )
+        priority = self._band_of(request.priority)
+        weights, flow = self.settings.band(priority).weights, self.flow_of(request)
+        return self._is_fair(priority, now) and self._demand.is_heavy(priority, flow, now, weights)
 
     def found_room(self) -> None:
         """Note that a request found room."""
@@ -122,22 +128,16 @@ class Rivalry:
         self._had_room, self._full_at_s = False, now
         return self.holding or now - self._full_since_s >= STANDING_S
 
-    def _is_fair(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether flows compete, and those of the band of `request` take turns."""
-        fairness = self.settings.band(self._band_of(request.priority)).fairness
-        return now < self._until_s and fairness not in {Fairness.NONE, Fairness.SESSIONS}
+    def _is_fair(self, priority: int, now: Seconds) -> bool:
+        """Return whether flows compete, and those of the band of `priority` take turns."""
+        return now < self._until_s and self.settings.band(priority).fairness not in _ONE_QUEUE
 
     def _band_of(self, priority: int) -> int:
         return priority if self.settings.by_priority else 0
 
-    def _weighed(self, flow: str, priority: int, tokens: int) -> float:
-        """Return `tokens` in relation to the weight of `flow`."""
-        return tokens / self.settings.band(self._band_of(priority)).weights.get(flow, 1.0)
-
     def _passes(self, flow: str, priority: int, last_flow: str, last_priority: int) -> bool:
         """Return whether the queue would change the order of requests of two flows or priorities."""
-        settings = self.settings
-        if settings.by_priority and priority != last_priority:
+        if self.settings.by_priority and priority != last_priority:
             return True
-        band = settings.band(priority if settings.by_priority else 0)
+        band = self.settings.band(self._band_of(priority))
         return flow != last_flow and band.fairness is not Fairness.NONE

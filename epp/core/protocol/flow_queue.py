@@ -12,7 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, final
 
 from msgspec import Struct, field, structs
 
@@ -115,6 +115,7 @@ class QueueSnapshot(Struct, frozen=True):
     """
 
 
+@final
 class Place:
     """The place of one request in the queue. The session keeps it until the response ends, so it
     stores neither the prompts nor a reference to the session once the request has a verdict.

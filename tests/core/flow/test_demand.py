@@ -64,7 +64,7 @@ def test_the_number_of_flows_is_bounded():
     found = FlowDemand()
     for number in range(3 * FLOWS_MAX):
         found.ask(0, f"flow-{number}", 10.0, 1.0)
-    assert len(found._bands[0]) == FLOWS_MAX
+    assert len(found.asked) == FLOWS_MAX
     assert not found.is_heavy(0, "flow-0", 1.0)
 
 
@@ -78,3 +78,10 @@ def test_a_flow_below_the_limit_is_never_heavy(asked):
     light = {flow for flow, tokens in asked.items() if tokens < LIGHT_SHARE * mean}
     assert heavy == (asked.keys() - light if light else set())
     assert found.has_light(0, 1.0) is bool(light)
+
+
+def test_the_demand_of_a_flow_is_divided_by_its_weight():
+    found = demand(large=1_000, small=100)
+    weights = {"large": 10.0}
+    assert not found.has_light(0, 1.0, weights)
+    assert not found.is_heavy(0, "large", 1.0, weights)

@@ -130,7 +130,7 @@ class Gate:
                 for stage, candidates in offered
             ]
         found = self._is_open(allowed, request, lead)
-        if rivalry.holding and not keeps_off and rivalry.reserves(request, now):
+        if not keeps_off and rivalry.is_overloaded(now) and rivalry.reserves(request, now):
             # Other requests may not use the room of reserved endpoints.
             self._endpoints = 0.0
         if found:
@@ -193,10 +193,10 @@ class Gate:
         return found
 
     def _keeps_off(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether `request` leaves the reserved endpoints to lighter flows, because requests
-        wait in the queue.
+        """Return whether `request` leaves the reserved endpoints to lighter flows, because the pool
+        is overloaded.
         """
-        reserves = self.rivalry.holding and self._reserved_share > 0.0
+        reserves = self._reserved_share > 0.0 and self.rivalry.is_overloaded(now)
         return reserves and self.rivalry.keeps_off(request, now)
 
     def _reserved(self, candidates: Candidates) -> Ints:

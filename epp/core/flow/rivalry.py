@@ -121,6 +121,13 @@ class Rivalry:
         """Note that a request found room."""
         self._had_room = True
 
+    def is_overloaded(self, now: Seconds) -> bool:
+        """Return whether requests wait in the queue, or the endpoints have been full again and again
+        for `STANDING_S` until now.
+        """
+        recently = now - self._full_at_s < STANDING_S
+        return self.holding or (recently and now - self._full_since_s >= STANDING_S)
+
     def must_wait(self, now: Seconds) -> bool:
         """Note that a request that competes found no room. Return whether it must wait."""
         if self._had_room and now - self._full_at_s >= STANDING_S:

@@ -58,6 +58,11 @@ FIRST_FACTOR: Final = 2.0
 """Factor of the limit of prefill tokens for a request that others must let pass, with several pickers.
 They hear late that a prompt is computed. Simulations of four pickers chose it (docs/flow-control.md).
 """
+OUTRANKED_FACTOR: Final = 2 / 3
+"""Factor of the limit of prefill tokens for a request of lower priority, with several pickers. Together,
+they would else send more prompts before one of higher priority than one picker does. Simulations of
+four pickers chose it.
+"""
 INTERVAL_S_MIN: Final = 0.1
 INTERVAL_S_MAX: Final = 2.0
 """Bounds of the time between two pages for which an endpoint may have prefill tokens pending."""
@@ -360,6 +365,8 @@ class Rooms:
         if peers:
             kv = kv + peers * sent_tokens / candidates.kv_capacity_tokens
             pending_max = pending_max * self._speed_ratio(candidates, requests)
+            if lead.outranked:
+                pending_max *= OUTRANKED_FACTOR
             if lead.first:
                 pending_max *= FIRST_FACTOR
             else:

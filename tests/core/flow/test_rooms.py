@@ -6,7 +6,14 @@ import pytest
 
 from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Scheduler
-from epp.core.flow.rooms import KV_FULL, QUEUE_MIN, SLOTS_ASSUMED, RoomOf
+from epp.core.flow.rooms import (
+    KV_FULL,
+    OUTRANKED_FACTOR,
+    QUEUE_MIN,
+    SLOTS_ASSUMED,
+    Lead,
+    RoomOf,
+)
 from epp.core.flow.settings import BandSettings, Fairness, FlowSettings
 from epp.core.knowledge.inflight import ARRIVAL_S_PER_TOKEN
 from epp.core.types import AdapterReport, EndpointMetrics
@@ -280,3 +287,14 @@ def test_each_picker_keeps_a_part_of_the_cache_free(pickers, usage):
         learned.scheduler.state.gate.look_again()
         assert learned.has_room(prompt_tokens=1) is room
         assert learned.has_room(priority=1, prompt_tokens=1)
+
+
+@pytest.mark.parametrize(("pickers", "factor"), [(1, 1.0), (2, OUTRANKED_FACTOR)])
+def test_several_pickers_send_fewer_prompts_of_lower_priority(pickers, factor):
+    learned = Learned()
+    learned.scheduler.state.shares.pickers = pickers
+    gate = learned.scheduler.state.gate
+    ((_, candidates),) = learned.scheduler.admission.of_stages(request(), learned.now)
+    (usual,) = gate.rooms.of(candidates, Lead())
+    (outranked,) = gate.rooms.of(candidates, Lead(outranked=True))
+    assert outranked.prefill_tokens_max == pytest.approx(factor * usual.prefill_tokens_max)

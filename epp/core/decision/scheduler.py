@@ -182,8 +182,14 @@ class Scheduler:
         offered = Available(ready, ready, ready)
         if self.outliers.ejection.masked or self.full.by_slot:
             offered = available(ready, columns, self.outliers.ejection, self.full, now)
-        if state.gate is not None and state.gate.keeps_to_room(request, now):
-            offered = self.admission.below_ceiling(state.gate, offered, request, now)
+        gate = state.gate
+        # The conditions before the last one save most requests a call.
+        if (
+            gate is not None
+            and (gate.restricts or gate.rivalry.holding)
+            and gate.keeps_to_room(request, now)
+        ):
+            offered = self.admission.below_ceiling(gate, offered, request, now)
         affinities = self.indexes.match(request, len(columns.endpoints), now)
         request = self._at_this_moment(request, affinities)
         slots = offered.with_room

@@ -18,7 +18,6 @@ nothing in two of them is forgotten.
 COMPARED_S: Final = 0.5
 """Seconds between two comparisons of the flows of a band."""
 
-
 NO_WEIGHTS: Final[Mapping[str, float]] = {}
 
 
@@ -57,11 +56,12 @@ class FlowDemand:
         limit = self._limit(priority, now, weights)
         return self._demand(priority, flow, weights) >= limit
 
-    def has_light(
-        self, priority: int, now: Seconds, weights: Mapping[str, float] = NO_WEIGHTS
+    def is_light(
+        self, priority: int, flow: str, now: Seconds, weights: Mapping[str, float] = NO_WEIGHTS
     ) -> bool:
-        """Return whether any flow of the band of `priority` is light (see `is_heavy`)."""
-        return self._limit(priority, now, weights) < math.inf
+        """Return whether `flow` is light beside others of the band of `priority` (see `is_heavy`)."""
+        limit = self._limit(priority, now, weights)
+        return self._demand(priority, flow, weights) < limit < math.inf
 
     def _demand(self, priority: int, flow: str, weights: Mapping[str, float]) -> float:
         key = priority, flow

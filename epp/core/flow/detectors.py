@@ -58,8 +58,8 @@ class RoomDetector(Parameters, frozen=True):
     type_name: ClassVar[str] = "endpoint-room-detector"
 
     reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 1 / 8
-    """Share of the endpoints that heavy flows leave to light ones while requests wait, rounded down,
-    but at least one of four or more. With 0, no endpoint is reserved.
+    """Share of the endpoints that heavy flows leave to light ones in an overload, rounded down, but
+    at least one of four or more. With 0, no endpoint is reserved.
     """
 
     @property

@@ -12,7 +12,7 @@ All of this needs a configuration with one stage.
 Requests wait in the picker so that those of other flows and priorities can pass them. If none can,
 an endpoint has room for more (`epp/core/flow/rivalry`).
 
-While a light flow competes with heavy ones and requests wait, heavy flows leave some endpoints to it
+In an overload in which a light flow competes with heavy ones, these leave some endpoints to it
 (`RoomDetector.reserved_share`, `epp/core/flow/demand`).
 
 Most requests need no look at the endpoints. The gate knows how many requests and tokens may be
@@ -122,15 +122,14 @@ class Gate:
             return all(self._is_below(stage, candidates, request) for stage, candidates in offered)
         rivalry = self.rivalry
         lead = self.lead(request, now)
-        keeps_off = self._keeps_off(request, now)
-        allowed = offered
-        if keeps_off:
+        reserves, allowed = self._reserves(now), offered
+        if reserves and rivalry.keeps_off(request, now):
             allowed = [
                 (stage, self._unreserved(candidates) if stage is None else candidates)
                 for stage, candidates in offered
             ]
         found = self._is_open(allowed, request, lead)
-        if not keeps_off and rivalry.is_overloaded(now) and rivalry.reserves(request, now):
+        if reserves and rivalry.is_light(request, now):
             # Other requests may not use the room of reserved endpoints.
             self._endpoints = 0.0
         if found:
@@ -193,11 +192,12 @@ class Gate:
         return found
 
     def _keeps_off(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether `request` leaves the reserved endpoints to lighter flows, because the pool
-        is overloaded.
-        """
-        reserves = self._reserved_share > 0.0 and self.rivalry.is_overloaded(now)
-        return reserves and self.rivalry.keeps_off(request, now)
+        """Return whether `request` leaves the reserved endpoints to lighter flows."""
+        return self._reserves(now) and self.rivalry.keeps_off(request, now)
+
+    def _reserves(self, now: Seconds) -> bool:
+        """Return whether endpoints may be reserved, because the pool is overloaded."""
+        return self._reserved_share > 0.0 and self.rivalry.is_overloaded(now)
 
     def _reserved(self, candidates: Candidates) -> Ints:
         """Return the positions of the endpoints that heavy flows leave to light ones. They are the
@@ -286,7 +286,8 @@ class Gate:
         left = ""
         if self._learns and self._keeps_off(request, now):
             offered, candidates = len(candidates), self._unreserved(candidates)
-            left = f", and {offered - len(candidates)} left to flows that use less"
+            if len(candidates) < offered:
+                left = f", and {offered - len(candidates)} left to flows that use less"
         count = len(candidates)
         if not count:
             return "no endpoint may serve it"

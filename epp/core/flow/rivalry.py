@@ -98,18 +98,16 @@ class Rivalry:
         """Return whether `request` has the highest priority of recent requests while lower ones
         compete, or is of a light flow while heavy ones compete.
         """
-        if self.keeps_off(request, now):
-            return False
         outranks = self.settings.by_priority and request.priority > self._lowest
         if outranks and now < min(self._lowest_until_s, self._until_s):
-            return request.priority >= self._highest
-        return self.reserves(request, now)
+            return request.priority >= self._highest and not self.keeps_off(request, now)
+        return self.is_light(request, now)
 
-    def reserves(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Return whether some endpoints are left to light flows of the band of `request`."""
+    def is_light(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Return whether heavier flows of its band leave some endpoints to `request`."""
         priority = self._band_of(request.priority)
-        weights = self.settings.band(priority).weights
-        return self._is_fair(priority, now) and self._demand.has_light(priority, now, weights)
+        weights, flow = self.settings.band(priority).weights, self.flow_of(request)
+        return self._is_fair(priority, now) and self._demand.is_light(priority, flow, now, weights)
 
     def keeps_off(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether `request` leaves some endpoints to lighter flows of its band."""

@@ -210,8 +210,11 @@ class FlowQueue:
         gate = scheduler.state.gate
         headers = request.headers
         plain = self._agents is None and not self._settings.identity_headers
-        flow = first_of(headers, FLOW_HEADERS) if plain else self._flow_of(request)
-        flow = flow[:FLOW_CHARACTERS_MAX]
+        flow = (
+            first_of(headers, FLOW_HEADERS)[:FLOW_CHARACTERS_MAX]
+            if plain
+            else self._flow_of(request)
+        )
         if gate is not None and gate.rivalry.met(
             flow, request.priority, now, request.prompt_tokens
         ):
@@ -418,7 +421,7 @@ class FlowQueue:
         settings = self._settings
         band = settings.band(request.priority if settings.by_priority else 0)
         if band.fairness is Fairness.SESSIONS:
-            return self._pool.session_of(request)
+            return self._pool.session_of(request)[:FLOW_CHARACTERS_MAX]
         found = first_of(request.headers, (*FLOW_HEADERS, *settings.identity_headers))
         return found[:FLOW_CHARACTERS_MAX]
 

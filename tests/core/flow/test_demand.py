@@ -16,15 +16,17 @@ def demand(now=1.0, **tokens):
 
 def test_a_flow_is_heavy_if_another_one_asks_for_much_less():
     found = demand(large=1_000, small=100)
-    assert found.has_light(0, 1.0)
+    assert found.is_light(0, "small", 1.0)
     assert found.is_heavy(0, "large", 1.0)
+    assert not found.is_light(0, "large", 1.0)
     assert not found.is_heavy(0, "small", 1.0)
     assert not found.is_heavy(0, "new", 1.0)
 
 
 def test_no_flow_is_heavy_if_all_ask_for_as_much_or_there_is_one():
     for found in (demand(a=1_000, b=900, c=1_100), demand(a=1_000), demand()):
-        assert not found.has_light(0, 1.0)
+        assert not found.is_light(0, "a", 1.0)
+        assert not found.is_light(0, "new", 1.0)
         assert not found.is_heavy(0, "a", 1.0)
 
 
@@ -49,7 +51,7 @@ def test_a_flow_that_asks_for_nothing_is_forgotten_after_two_windows():
     later += DEMAND_S
     found.ask(0, "large", 1_000, later)
     assert not found.is_heavy(0, "large", later)
-    assert not found.has_light(0, later + 10 * DEMAND_S)
+    assert not found.is_light(0, "small", later + 10 * DEMAND_S)
 
 
 def test_flows_are_compared_now_and_then():
@@ -77,11 +79,11 @@ def test_a_flow_below_the_limit_is_never_heavy(asked):
     heavy = {flow for flow in asked if found.is_heavy(0, flow, 1.0)}
     light = {flow for flow, tokens in asked.items() if tokens < LIGHT_SHARE * mean}
     assert heavy == (asked.keys() - light if light else set())
-    assert found.has_light(0, 1.0) is bool(light)
+    assert {flow for flow in asked if found.is_light(0, flow, 1.0)} == light
 
 
 def test_the_demand_of_a_flow_is_divided_by_its_weight():
     found = demand(large=1_000, small=100)
     weights = {"large": 10.0}
-    assert not found.has_light(0, 1.0, weights)
+    assert not found.is_light(0, "small", 1.0, weights)
     assert not found.is_heavy(0, "large", 1.0, weights)

@@ -102,6 +102,9 @@ def test_room_at_reserved_endpoints_is_for_light_flows_alone():
 def test_nothing_is_reserved_without_turns_or_share_or_in_small_pools(settings):
     shared = Shared(**settings)
     assert shared.chosen("large") == set(shared.pods)
+    shared.fill(set(shared.pods))
+    why = shared.scheduler.admission.why_full(request(headers={FLOW: "large"}), shared.now)
+    assert "left to flows" not in why
 
 
 def test_nothing_is_reserved_while_no_request_waits():

@@ -39,6 +39,7 @@ from epp.core.failures import (
     positions_fault,
 )
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
+from epp.core.parameters import Plugin
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 
@@ -325,16 +326,13 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def reads_cold(self) -> bool:
         """Return whether any scorer may read `request.moment.cold`."""
-        reads = [one.plugin.abilities.reads for one in self.scorers]
-        return any(names is None or "cold" in names for names in reads)
+        return _may_read((one.plugin for one in self.scorers), frozenset({"cold"}))
 
     @cached_property
     def reads_peer(self) -> bool:
         """Return whether a scorer that computes costs may read the endpoint of another stage."""
-        reads = [
-            one.plugin.abilities.reads for one in self.scorers if one.plugin.abilities.tells_cost
-        ]
-        return any(names is None or "peer_candidates" in names for names in reads)
+        plugins = (one.plugin for one in self.scorers if one.plugin.abilities.tells_cost)
+        return _may_read(plugins, frozenset({"peer_candidates"}))
 
     @cached_property
     def knows_peer(self) -> bool:
@@ -342,8 +340,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         stage.
         """
         plugins = [one.plugin for one in (*self.members, *self.responders)]
-        reads = [one.abilities.reads for one in (*plugins, self.picker)]
-        return any(names is None or not PEER_READS.isdisjoint(names) for names in reads)
+        return _may_read((*plugins, self.picker), PEER_READS)
 
     @cached_property
     def holders(self) -> tuple[tuple[str, HoldsRequests], ...]:
@@ -491,6 +488,12 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         tied = highest(scores)
         first = rotation % len(tied)
         return tied[first : first + 1]
+
+
+def _may_read(plugins: Iterable[Plugin], names: frozenset[str]) -> bool:
+    """Return whether any of `plugins` may read any of `names`, columns or fields of the request."""
+    reads = (one.abilities.reads for one in plugins)
+    return any(read is None or not names.isdisjoint(read) for read in reads)
 
 
 def weighted_sums(weights: Floats, scores: Floats) -> Floats:

@@ -37,6 +37,7 @@ from epp.shell.gateway.turns import TURN_STEPS_MAX
 from tests.envoy.rig import until
 from tests.streams import TIMEOUT_S, channel_to
 from tests.transports import carried
+from tests.turns import counted_turns
 
 CONTINUATION = 9
 PATH = "/a.Service/Method"
@@ -420,24 +421,15 @@ async def test_a_whole_message_is_held_by_its_call_alone(service):
 
 async def test_thousands_of_streams_in_one_read_let_others_have_their_turns(service):
     """The loop is given back between a few events of one connection."""
-    turns = 0
-
-    async def ticking():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     async with connected(service.port, peer_max_concurrent_streams=5_000) as client:
         await until(lambda: client.events, "the settings")
         streams = [client.engine.send_request(HEADERS) for _ in range(2_000)]
         for stream in streams:
             client.engine.send_data(stream, framed(b"x"), end_stream=True)
-        seen = asyncio.create_task(ticking())
-        client.flush()
-        await until(lambda: len(service.closed) == 2_000, "all streams")
-        seen.cancel()
-    assert turns > 2_000 / 64
+        async with counted_turns() as turns:
+            client.flush()
+            await until(lambda: len(service.closed) == 2_000, "all streams")
+    assert turns.count > 2_000 / 64
     assert set(service.closed) == {Code.OK}
 
 
@@ -713,48 +705,30 @@ async def test_a_connection_that_is_old_is_retired_and_its_streams_are_served(br
 
 async def test_tiny_messages_in_full_frames_let_others_have_their_turns(service):
     """The loop is given back between a few messages, however many fit a frame."""
-    turns = 0
-
-    async def ticking():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     async with connected(service.port) as client:
         stream = client.open(framed(b"x"))
         await until(lambda: client.received(stream), "the first answer")
-        seen = asyncio.create_task(ticking())
-        client.send(stream, framed(b"") * 20_000, end=True)
-        await until(lambda: len(service.messages) == 20_001, "all messages")
-        seen.cancel()
+        async with counted_turns() as turns:
+            client.send(stream, framed(b"") * 20_000, end=True)
+            await until(lambda: len(service.messages) == 20_001, "all messages")
         assert await client.status(stream) == (0, b"")
         assert client.received(stream) == framed(b"x") + framed(b"") * 20_000 + framed(b"bye")
-    assert turns > 20_000 / TURN_STEPS_MAX
+    assert turns.count > 20_000 / TURN_STEPS_MAX
 
 
 async def test_tiny_frames_of_one_stream_let_others_have_their_turns(service):
     """Frames that follow each other are taken together, but not more than a turn allows."""
-    turns = 0
-
-    async def ticking():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     message = framed(bytes(20_000))
     async with connected(service.port) as client:
         stream = client.open(framed(b"x"))
         await until(lambda: client.received(stream), "the first answer")
-        seen = asyncio.create_task(ticking())
-        client.transport.write(
-            b"".join(frame(DATA, 0, stream, message[at : at + 1]) for at in range(len(message)))
-        )
-        await until(lambda: len(service.messages) == 2, "the message")
-        seen.cancel()
+        async with counted_turns() as turns:
+            client.transport.write(
+                b"".join(frame(DATA, 0, stream, message[at : at + 1]) for at in range(len(message)))
+            )
+            await until(lambda: len(service.messages) == 2, "the message")
     assert service.messages[1] == bytes(20_000)
-    assert turns > 20_000 / TURN_STEPS_MAX
+    assert turns.count > 20_000 / TURN_STEPS_MAX
 
 
 async def test_bytes_that_wait_for_a_turn_stay_those_of_their_connection(service):

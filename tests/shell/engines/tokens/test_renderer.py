@@ -33,6 +33,7 @@ from epp.shell.gateway.tls import self_signed
 from tests.builders import endpoint
 from tests.envoy.rig import until
 from tests.shell.engines.tokens.renderers import FakeRenderer, never, rendered, tokenized
+from tests.turns import counted_turns
 
 CHAT = "/v1/chat/completions"
 CHAT_BODY = b'{"model":"m","tools":[{"z":1,"a":2}],"messages":[{"role":"user","content":"hi"}]}'
@@ -220,19 +221,10 @@ async def test_a_long_answer_lets_others_have_their_turn():
     ).encode()
     async with FakeRenderer({f"{CHAT}/render": rendered(*ids)}) as fake:
         renderer = renderer_at(fake.url)
-        turns = 0
-
-        async def others():
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0)
-                turns += 1
-
-        other = asyncio.create_task(others())
-        (answer,) = (await renderer.find(question(body))).ids
-        other.cancel()
+        async with counted_turns() as turns:
+            (answer,) = (await renderer.find(question(body))).ids
         assert answer == packed(ids)
-        assert turns >= len(json.dumps(ids)) // PIECE_BYTES
+        assert turns.count >= len(json.dumps(ids)) // PIECE_BYTES
         renderer.close()
 
 

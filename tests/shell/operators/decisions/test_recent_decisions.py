@@ -26,6 +26,7 @@ from tests.builders import endpoint
 from tests.builders import request as make_request
 from tests.shell.operators.decided import with_leg
 from tests.shell.operators.pages.test_debug_pages import REFUSAL, Picker
+from tests.turns import counted_turns
 
 
 @pytest.fixture
@@ -102,18 +103,9 @@ async def test_the_loop_runs_while_rows_are_looked_through(picker):
     """Other tasks get their turn every few hundred rows."""
     for _ in range(3_000):
         picker.recent.refused(REFUSAL, None)
-    turns = 0
-
-    async def count():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    assert await picker.recent.rows(10, Wanted(request_id="none")) == []
-    counting.cancel()
-    assert turns >= 5
+    async with counted_turns() as turns:
+        assert await picker.recent.rows(10, Wanted(request_id="none")) == []
+    assert turns.count >= 5
 
 
 async def test_what_is_kept_holds_no_request(picker):

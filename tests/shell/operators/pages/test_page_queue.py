@@ -7,6 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from epp.shell.operators.pages.page_queue import ROWS_PER_TURN, WAITING_MAX, PageQueue, in_turns
+from tests.turns import counted_turns
 
 REQUEST = make_mocked_request("GET", "/page")
 
@@ -63,16 +64,7 @@ async def test_a_page_that_fails_or_whose_reader_leaves_gives_its_turn_on(fault)
 
 
 async def test_the_loop_has_a_turn_after_few_rows():
-    turns = 0
-
-    async def count_turns():
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    counting = asyncio.create_task(count_turns())
-    rows = [row async for row in in_turns(range(10 * ROWS_PER_TURN))]
-    counting.cancel()
+    async with counted_turns() as turns:
+        rows = [row async for row in in_turns(range(10 * ROWS_PER_TURN))]
     assert rows == list(range(10 * ROWS_PER_TURN))
-    assert turns >= 9
+    assert turns.count >= 9

@@ -18,12 +18,13 @@ sent at the other. Half of them count once the prefill has ended, because a tran
 is halfway through on average.
 """
 
-import heapq
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from math import isnan
+from operator import itemgetter
 from typing import Any, Final
 
 from msgspec import Struct, field
@@ -467,8 +468,10 @@ class InflightLedger:
         """Number of live leases at each data-parallel rank, by slot, then by rank. Ranks without a
         lease are omitted.
         """
-        self._unseen: list[tuple[Seconds, int, Lease]] = []
-        self._unseen_count = 0
+        self._unseen: dict[int, list[tuple[Seconds, Lease]]] = {}
+        """Leases to be closed with the time of each, by the whole second of this time. A heap would
+        compare entries that have long left the processor's cache.
+        """
         self.open_leases = 0
         """Number of requests with an open lease; the leases of their prefill and encode stages do
         not count.
@@ -733,16 +736,20 @@ class InflightLedger:
         """Schedule the lease to be closed when its request has probably ended, at most `at_most_s`
         seconds from now, because no more events of the request will come.
         """
-        self._unseen_count += 1
         ends_at_s = now + min(at_most_s, self._remaining_s(lease, now))
-        heapq.heappush(self._unseen, (ends_at_s, self._unseen_count, lease))
+        self._unseen.setdefault(int(ends_at_s), []).append((ends_at_s, lease))
         for earlier in lease.earlier:
             self.close_later(earlier, now, at_most_s)
 
     def close_due(self, now: Seconds) -> None:
         """Close those leases whose time has come, as `close_later` set it."""
-        while self._unseen and self._unseen[0][0] <= now:
-            self.close(heapq.heappop(self._unseen)[2], now)
+        for second in sorted(second for second in self._unseen if second <= now):
+            leases = sorted(self._unseen.pop(second), key=itemgetter(0))
+            due = bisect_right(leases, now, key=itemgetter(0))
+            if due < len(leases):
+                self._unseen[second] = leases[due:]
+            for _, lease in leases[:due]:
+                self.close(lease, now)
 
     def move(self, lease: Lease, slot: int, prefill_tokens: float, now: Seconds) -> None:
         """Move the lease, its request and tokens, to the endpoint in `slot`, which serves the

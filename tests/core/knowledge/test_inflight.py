@@ -138,6 +138,26 @@ def test_an_unseen_request_is_closed_at_its_estimated_end_or_at_the_limit(
     assert ledger.open_leases == 0
 
 
+@given(
+    st.lists(st.floats(0.0, 6.0), min_size=1, max_size=20),
+    st.lists(st.floats(0.0, 7.0), max_size=8).map(sorted),
+)
+def test_unseen_requests_are_closed_in_the_order_of_their_ends_and_never_early(ends_s, looks_s):
+    """The endpoint needs 100 s for the prompts, so that the limit decides when each one ends."""
+    closed = []
+    ledger = InflightLedger(columns := Columns(), lambda one, _: closed.append(one))
+    ledger.set_speed(columns.add_slot(), RATE, 0.0)
+    leases = [lease(ledger, tokens=10_000.0) for _ in ends_s]
+    for one, end_s in zip(leases, ends_s, strict=True):
+        ledger.close_later(one, 0.0, at_most_s=end_s)
+    expected = sorted(range(len(ends_s)), key=lambda number: ends_s[number])
+    for look_s in [*looks_s, 8.0]:
+        ledger.close_due(look_s)
+        due = [leases[number] for number in expected if ends_s[number] <= look_s]
+        assert len(closed) == len(due)
+        assert all(one is other for one, other in zip(closed, due, strict=True))
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(

@@ -74,6 +74,34 @@ def test_one_waiting_for_memory_costs_more_the_more_of_it_a_prompt_takes():
     assert scores.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("usages", "prompt_tokens", "is_short"),
+    [
+        ([0.5, 0.5], 640, False),
+        ([0.5, 0.9936], 640, False),
+        ([0.5, 0.9937], 640, True),
+        ([0.5, 0.5], 60_000, True),
+        ([0.5, math.nan], 640, False),
+    ],
+)
+def test_memory_costs_something_only_if_an_endpoint_has_less_than_the_prompt_takes(
+    usages, prompt_tokens, is_short
+):
+    """The score is the same as by the parts of the cost, which always include the memory."""
+    pool = candidates(
+        prompt_tokens=prompt_tokens,
+        kv_cache_usage=usages,
+        waiting_requests=[0, 0],
+        running_requests=[4, 9],
+    )
+    pool._columns.kv_capacity_tokens[:2] = 100_000.0
+    asked = request(prompt_tokens=prompt_tokens)
+    parts = AddedTime().cost_parts(asked, pool)
+    assert (parts["memory"] > 0.0).any() == is_short
+    expected = scores_of_cost(sum(parts.values()))
+    assert AddedTime().score(asked, pool) == pytest.approx(expected, abs=1e-9)
+
+
 def test_requests_of_others_count_where_scrapes_show_them():
     """A picker that is new, or one of several, counts less than there is."""
     assert best(matched_blocks=[0, 0], running_requests=[9.0, 1.0], waiting_requests=[0, 0]) == [1]

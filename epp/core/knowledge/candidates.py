@@ -115,6 +115,10 @@ class EngineLoad(Struct, frozen=True, eq=False):
     """True if every value of these arrays is known. If False, each unknown value is NaN."""
     waits: bool = True
     """False if it is known that no request waits at any of the engines."""
+    kv_free_least_tokens: float = math.nan
+    """Smallest number of tokens that the KV cache of any of the engines has room for; NaN if one of
+    them is unknown.
+    """
 
 
 class Columns:
@@ -646,7 +650,15 @@ class Candidates:
         unknown = np.isnan(requests).any() or np.isnan(used).any()
         # `argmax` takes a third of the time of `any`.
         waits = len(waiting) > 0 and waiting.item(waiting.argmax()) != 0.0
-        load = EngineLoad(waiting, requests, used, capacity, waits=waits, complete=not unknown)
+        free, least = capacity - used, math.nan
+        if len(free):
+            least = free.item(free.argmin())
+        load = EngineLoad(
+            *(waiting, requests, used, capacity),
+            waits=waits,
+            complete=not unknown,
+            kv_free_least_tokens=least,
+        )
         for column in (waiting, requests, used, capacity):
             column.setflags(write=False)
         columns.last_load = (slot, columns.version, load)

@@ -38,8 +38,9 @@ from typing import Final, NamedTuple, cast
 
 import structlog
 from msgspec import Struct
-from ngh2 import Configuration, Connection, Role, events
+from ngh2 import Configuration, Connection, Role
 from ngh2.enums import ErrorCode, Setting
+from ngh2.events import DataReceived, Event, RequestReceived, StreamClosed, TrailersReceived
 from ngh2.exceptions import ConnectionStateError, DenialOfServiceError, NGH2Error
 
 from epp.core.protocol.budget import BodyBudget
@@ -338,7 +339,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._engine = Connection(Role.SERVER, _CONFIGURATION)
         self._unread: deque[_Read] = deque()
         """Data that was received on this connection and is not parsed yet, in pieces."""
-        self._events: deque[events.Event] = deque()
+        self._events: deque[Event] = deque()
         """HTTP/2 events that were parsed from received data and not processed yet."""
         self._put_off: deque[_Stream] = deque()
         """Streams with messages that are deferred to the next turn."""
@@ -490,7 +491,7 @@ class _Connection(asyncio.BufferedProtocol):
         return bool(self._events)
 
     def _read_late(self, read: _Read) -> None:
-        opened = sum(isinstance(event, events.RequestReceived) for event in self._events)
+        opened = sum(isinstance(event, RequestReceived) for event in self._events)
         if opened and self._transport is not None:
             age_s = newest_data_age_s(self._transport.get_extra_info("socket"))
             self._came_at_s.extend(arrivals(opened, read.at_s, read.overdue_s, age_s))
@@ -522,31 +523,28 @@ class _Connection(asyncio.BufferedProtocol):
             stream.answers = None
             self._finish(stream, DEFECT)
 
-    def _handle(self, event: events.Event) -> None:
-        match event:
-            case events.DataReceived():
-                stream = self._streams.get(event.stream_id)
-                if stream is None:
-                    self.unacknowledged_bytes += len(event.data)
-                    self._data_past_end(event.stream_id, len(event.data))
-                else:
-                    self._data(stream, event)
-            case events.RequestReceived():
-                self._open(event)
-            case events.StreamClosed():
-                self._lingering.pop(event.stream_id, None)
-                stream = self._streams.get(event.stream_id)
-                if stream is not None:
-                    self._over(stream, stream.ended if stream.closing else None)
-            case events.TrailersReceived():
-                stream = self._streams.get(event.stream_id)
-                if stream is not None:
-                    self._half_close(stream)
-            case _:
-                # The engine handles windows, settings and pings.
-                pass
+    def _handle(self, event: Event) -> None:
+        if type(event) is DataReceived:
+            stream = self._streams.get(event.stream_id)
+            if stream is None:
+                self.unacknowledged_bytes += len(event.data)
+                self._data_past_end(event.stream_id, len(event.data))
+            else:
+                self._data(stream, event)
+        elif type(event) is RequestReceived:
+            self._open(event)
+        elif type(event) is StreamClosed:
+            self._lingering.pop(event.stream_id, None)
+            stream = self._streams.get(event.stream_id)
+            if stream is not None:
+                self._over(stream, stream.ended if stream.closing else None)
+        elif type(event) is TrailersReceived:
+            stream = self._streams.get(event.stream_id)
+            if stream is not None:
+                self._half_close(stream)
+        # The engine handles windows, settings and pings.
 
-    def _open(self, event: events.RequestReceived) -> None:
+    def _open(self, event: RequestReceived) -> None:
         fields = dict(event.headers)
         stream_id = event.stream_id
         self._last_stream_id = stream_id
@@ -588,7 +586,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._engine.send_response(stream_id, _NO_GRPC)
             self._engine.send_data(stream_id, _NO_GRPC_BODY, end_stream=True)
 
-    def _data(self, stream: _Stream, event: events.DataReceived) -> None:
+    def _data(self, stream: _Stream, event: DataReceived) -> None:
         """Take the data of `event` and of the events of the same stream that directly follow, as far
         as the turn allows. Then process the complete messages among them.
         """
@@ -610,7 +608,7 @@ class _Connection(asyncio.BufferedProtocol):
                 break
             later = following[0]
             if (
-                not isinstance(later, events.DataReceived)
+                not isinstance(later, DataReceived)
                 or later.stream_id != stream.stream_id
                 or not self._turn.take()
             ):

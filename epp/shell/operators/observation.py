@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from http import HTTPStatus
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import structlog
 
@@ -47,18 +47,19 @@ _Observer = TypeVar("_Observer", bound="Observation")
 def contained(
     tell: Callable[Concatenate[_Observer, _Told], None],
 ) -> Callable[Concatenate[_Observer, _Told], None]:
-    """Return a function that calls `tell`. An exception of `tell` is counted and sometimes logged,
-    but not raised.
+    """Return a function that calls `tell` with positional arguments. An exception of `tell` is
+    counted and sometimes logged, but not raised.
     """
+    call: Callable[..., None] = tell
 
     @wraps(tell)
-    def telling(observer: _Observer, /, *told: _Told.args, **more: _Told.kwargs) -> None:
+    def telling(observer: _Observer, /, *told: Any) -> None:
         try:
-            tell(observer, *told, **more)
+            call(observer, *told)
         except Exception as error:  # noqa: BLE001  telemetry never fails a request
             observer.could_not(tell.__name__, error)
 
-    return telling
+    return cast(Callable[Concatenate[_Observer, _Told], None], telling)
 
 
 def _since(exchange: Exchange, at_s: Seconds | None) -> Seconds | None:

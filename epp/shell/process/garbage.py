@@ -5,7 +5,8 @@ course of a request, but a failed or reset request or a traceback may leave some
 such garbage after 50,000 new objects, which takes minutes at 100 requests a second. Objects in use
 at that time are examined much later, and their memory stays allocated until then. Objects that
 exist when the picker starts never become garbage. The collector does not examine the prefix index,
-the only structure that grows large. Examining everything else takes less than a millisecond.
+the only structure that grows large. Examining everything else takes less than a millisecond while
+few requests are in flight, and 50 ms with 20,000.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ from epp.core.knowledge.index import (
     joined,
     missing_verbs,
 )
-from epp.core.knowledge.inflight import Lease
+from epp.core.knowledge.inflight import Lease, Recorded
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import Event
 from epp.core.kv_events.stream import StreamState
@@ -307,10 +307,10 @@ class Indexes(Mapping[str, AffinityIndex]):
                 continue
             try:
                 if name in hearing:
-                    recorded = hearing[name].record(lease.request, slot, now, rank=lease.rank)
+                    undo = hearing[name].record(lease.request, slot, now, rank=lease.rank)
                 else:
-                    recorded = index.record(lease.request, slot, now)
-                lease.recorded[name] = index, recorded
+                    undo = index.record(lease.request, slot, now)
+                lease.recorded[name] = Recorded(index, undo)
             except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 self.failures.raised(name, "record", error)
 
@@ -319,18 +319,18 @@ class Indexes(Mapping[str, AffinityIndex]):
         then is left unchanged.
         """
         for name in names:
-            index, recorded = lease.recorded.pop(name, (None, None))
+            recorded = lease.recorded.pop(name, None)
             known = self._by_name.get(name)
-            if known is not None and known is index:
-                given = (lease.request, slot, recorded, now)
+            if recorded is not None and known is not None and known is recorded.index:
+                given = (lease.request, slot, recorded.undo, now)
                 self.failures.call(name, "retract", known.retract, *given)
 
     def release(self, lease: Lease, now: Seconds) -> None:
         """Notify the indexes that depend on running requests that the request of `lease` has ended."""
         for name, counting in self._counting.items():
-            index, recorded = lease.recorded.get(name, (None, None))
-            if counting is index:
-                given = (lease.request, lease.slot, recorded, now)
+            recorded = lease.recorded.get(name)
+            if recorded is not None and counting is recorded.index:
+                given = (lease.request, lease.slot, recorded.undo, now)
                 self.failures.call(name, "release", counting.release, *given)
 
     # Endpoints.

@@ -128,6 +128,14 @@ class Outcome(Struct, frozen=True, kw_only=True, gc=False):
         return self.ending is Ending.COMPLETE and not self.unserved
 
 
+class Recorded(Struct, frozen=True, gc=False):
+    """The data that undoes what an affinity index recorded for a request."""
+
+    index: object
+    undo: Any
+    """Result of the index's `record`."""
+
+
 class Lease(Struct, eq=False, gc=False):
     """One request's share of an endpoint's load, from the decision until the request or its stage
     ends.
@@ -167,10 +175,8 @@ class Lease(Struct, eq=False, gc=False):
     """True if the prompt of this request was assumed to be computed without evidence of any first
     output. A first output that is seen later is then not counted again.
     """
-    recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    """Pair of each affinity index and the data that undoes what it recorded for this request, by
-    name of the index.
-    """
+    recorded: dict[str, Recorded] = field(default_factory=dict)
+    """Data that undoes what each affinity index recorded for this request, by name of the index."""
     rank: int = -1
     """Data-parallel rank that must serve the request; -1 if the engine chooses."""
     probe: bool = False

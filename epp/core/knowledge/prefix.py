@@ -222,6 +222,19 @@ class PrefixStatistics(Struct):
     """
 
 
+class _Prompts(Struct, frozen=True, gc=False):
+    """The prompts of a request that were recorded for a slot. The lease of the request stores this,
+    and the garbage collector does not examine it.
+    """
+
+    since: Seconds
+    """Last stamp of the index before the prompts were recorded."""
+    until: Seconds
+    """Last stamp of the index afterwards."""
+    held: tuple[int, ...]
+    """Number of blocks of each prompt that the slot had before."""
+
+
 class _Node(Struct, gc=False, eq=False):
     """A node of the prefix tree: a run of consecutive blocks, all of which each slot in `holders`
     has cached.
@@ -469,17 +482,16 @@ class PrefixIndex:
         """Assume from `now` on that `slot` has every full block of `request` cached, up to its
         capacity. Older content is evicted if a limit is exceeded.
 
-        Return (last stamp before this call, last stamp after it, number of blocks of each prompt
-        that the slot had before).
+        Return the data with which `retract` undoes the call.
         """
         to = self._slot(slot)
         since = self._stamp
-        held: list[int] = []
-        for chain in self._chains(request):
-            # A comprehension costs one more call up to Python 3.11, and every request runs this
-            # code.
-            held.append(self._record_chain(chain, to, now))  # noqa: PERF401
-        return since, self._stamp, held
+        chains = self._chains(request)
+        if len(chains) == 1:
+            held: tuple[int, ...] = (self._record_chain(chains[0], to, now),)
+        else:
+            held = tuple([self._record_chain(chain, to, now) for chain in chains])
+        return _Prompts(since, self._stamp, held)
 
     # Sharing with peers.
 
@@ -530,13 +542,12 @@ class PrefixIndex:
         Content that the slot had before stays, and so does content that was recorded again since
         then.
         """
-        since, until, held = recorded
-        before = self.entries
+        before, held = self.entries, recorded.held
         chains = self._chains(request)[: len(held)]
         # The last prompt comes first, because blocks that two prompts share carry the stamp of the
         # last.
         for chain, blocks in zip(reversed(chains), reversed(held), strict=False):
-            self._retract_chain(chain, self._slots[slot], blocks, since, until)
+            self._retract_chain(chain, self._slots[slot], blocks, recorded.since, recorded.until)
         self.statistics.retracted += before - self.entries
 
     def forget(self, slot: int) -> None:

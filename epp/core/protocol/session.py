@@ -521,7 +521,9 @@ class Session:
             self._note_cut(now)
         self._phase = _ENDED
         self._end_wait()
-        self._let_go()
+        # The answers of nearly every stream were sent, so that it holds nothing any more.
+        if self._taken_bytes or self._body or self._encoded is not None:
+            self._let_go()
         if self._exchange.decision is None or self._completed:
             return
         if self._exchange.status is not None:

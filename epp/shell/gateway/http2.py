@@ -555,7 +555,7 @@ class _Connection(asyncio.BufferedProtocol):
         waited_s = max(0.0, self._server.clock() - came_at_s)
         stream = _Stream(self, stream_id, self._settings.message_bytes_max, waited_s)
         self._streams[stream_id] = stream
-        opener = self._server.methods.get(fields.get(b":path", b"").decode("latin-1"))
+        opener = self._server.methods.get(fields.get(b":path", b""))
         if opener is None or fields.get(b":method") != b"POST":
             stream.call = EndedCall(_NO_METHOD)
         else:
@@ -625,7 +625,8 @@ class _Connection(asyncio.BufferedProtocol):
         """Acknowledge `count` bytes that arrived for a stream after its end, because these bytes
         are not processed. Reset the stream if more than its window arrived after its end.
         """
-        self._acknowledge(stream_id, count)
+        if count:
+            self._acknowledge(stream_id, count)
         lingering = self._lingering.get(stream_id)
         if lingering is not None:
             lingering.sent_bytes += count
@@ -678,8 +679,9 @@ class _Connection(asyncio.BufferedProtocol):
                 answers = call.half_close()
                 stream.answers = iter(answers) if answers else None
             else:
-                self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
-                stream.unacknowledged_bytes = 0
+                if stream.unacknowledged_bytes:
+                    self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
+                    stream.unacknowledged_bytes = 0
                 break
         # Nearly every stream has no such data, so that nothing needs to be counted.
         holds = stream.taken_bytes or stream.messages.held_bytes or stream.inbox
@@ -742,14 +744,13 @@ class _Connection(asyncio.BufferedProtocol):
         """Let the gateway send `count` more bytes on this stream; if the stream has ended, on other
         streams of the connection.
         """
-        if count:
-            self.unacknowledged_bytes -= count
-            # `suppress` takes three calls, and each chunk of a response passes here.
-            try:  # noqa: SIM105
-                self._engine.acknowledge_received_data(count, stream_id)
-            except NGH2Error:
-                # The connection is ending, so the bytes need no acknowledgement.
-                pass
+        self.unacknowledged_bytes -= count
+        # `suppress` takes three calls, and each chunk of a response passes here.
+        try:  # noqa: SIM105
+            self._engine.acknowledge_received_data(count, stream_id)
+        except NGH2Error:
+            # The connection is ending, so the bytes need no acknowledgement.
+            pass
 
     def flush(self) -> None:
         """Write the HTTP/2 engine's pending data to the socket, and continue the streams that
@@ -808,9 +809,11 @@ class _Connection(asyncio.BufferedProtocol):
         stream.closing = True
         stream.answers = None
         stream.inbox.clear()
-        self._hold(stream)
-        self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
-        stream.unacknowledged_bytes = 0
+        if stream.taken_bytes:
+            self._hold(stream)
+        if stream.unacknowledged_bytes:
+            self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
+            stream.unacknowledged_bytes = 0
         # The call refers to its stream. Without this, both would keep the request in memory until
         # the garbage collector runs.
         call, stream.call = stream.call, _OVER
@@ -969,7 +972,7 @@ class Http2Server:
         random: Random | None = None,
     ) -> None:
         """Create the server. `random` varies the ages at which connections are retired."""
-        self.methods = methods
+        self.methods = {path.encode("latin-1"): opener for path, opener in methods.items()}
         self.budget = budget
         self.settings = settings or Http2Settings()
         self.cut = cut

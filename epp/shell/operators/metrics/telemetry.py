@@ -88,7 +88,7 @@ ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
 `ATTEMPTS_BYTES_MAX` in all. Beyond this limit, picks are counted only by endpoint.
 """
 WAITING_MAX: Final = 256
-"""Maximum number of decisions that wait to be counted.
+"""Maximum number of decisions, and of ended streams, that wait to be counted.
 
 Counting them takes 0.3 ms, or ten times that if each has its own model. A limit of twice as many
 would save 0.3 µs per decision.
@@ -502,6 +502,7 @@ class Telemetry:
         """Create the metrics of ext_proc streams and of the gateways' connections that carry these
         streams.
         """
+        self._closed: Waiting[str] = Waiting(1)
         self._streams = made.number("homing_extproc_streams_inflight")
         self._streams_ended = made.numbers_by("homing_extproc_streams_total", 32)
         self._stream_s = made.distribution("homing_extproc_stream_duration_seconds")
@@ -568,8 +569,8 @@ class Telemetry:
                 self._eliminated(name).inc(dropped)
 
     def fold(self) -> None:
-        """Count the decisions that wait to be counted. Every read calls this first, so that totals
-        are exact.
+        """Count the decisions, answers and ended streams that wait to be counted. Every read calls
+        this first, so that totals are exact.
 
         A decision that cannot be counted does not affect others.
         """
@@ -578,6 +579,7 @@ class Telemetry:
             self.by_endpoint.fold()
         except Exception as error:  # noqa: BLE001  telemetry fails neither a page nor the picker
             self._could_not("answered", error)
+        self._fold_streams()
 
     def _fold_decisions(self) -> None:
         if not self._waiting:
@@ -884,12 +886,20 @@ class Telemetry:
         self._streams.inc()
 
     def stream_closed(self, code: str, *, elapsed_s: Seconds) -> None:
-        """Count an ext_proc stream that ended with the gRPC status `code` ("OK", "CANCELLED",
-        ...).
+        """Record an ext_proc stream that ended with the gRPC status `code` ("OK", "CANCELLED",
+        ...). It is counted later together with others (`fold`).
         """
-        self._streams.dec()
-        self._streams_ended(code).inc()
-        self._stream_s.observe(elapsed_s)
+        if self._closed.append(code, elapsed_s) >= WAITING_MAX:
+            self._fold_streams()
+
+    def _fold_streams(self) -> None:
+        if not self._closed:
+            return
+        codes, rows = self._closed.take()
+        self._streams.inc(-len(codes))
+        for code, count in Counter(codes).items():
+            self._streams_ended(code).inc(count)
+        self._stream_s.observe_all(rows[:, 0])
 
     def connection_cut(self, reason: Cut) -> None:
         """Count a gateway's connection that the picker closed, rejected or asked to leave, although
@@ -917,11 +927,12 @@ def _error_code(outcome: Outcome) -> str:
     """Return the error code of a request that failed, was evicted or whose client left, or "" for a
     success.
     """
-    if outcome.ending in {Ending.CLIENT_LEFT, Ending.EVICTED}:
-        return outcome.ending.value
-    if outcome.status is not None and outcome.status >= 400:
-        return str(outcome.status) if outcome.status < 600 else OTHER
-    return outcome.ending.value if outcome.ending is Ending.ERROR else ""
+    ending, status = outcome.ending, outcome.status
+    if ending is Ending.CLIENT_LEFT or ending is Ending.EVICTED:
+        return ending.value
+    if status is not None and status >= 400:
+        return str(status) if status < 600 else OTHER
+    return ending.value if ending is Ending.ERROR else ""
 
 
 class _Counted:

@@ -59,7 +59,6 @@ STREAM = {
     "telemetry-decided": (Telemetry, "decided"),
     "telemetry-refused": (Telemetry, "refused"),
     "telemetry-completed": (Telemetry, "completed"),
-    "telemetry-opened": (Telemetry, "stream_opened"),
     "telemetry-closed": (Telemetry, "stream_closed"),
     "log-decided": (DecisionLog, "decided"),
     "log-refused": (DecisionLog, "refused"),

@@ -622,6 +622,7 @@ class EndpointPicker:
             pages_unread=self._pages.unread(),
             kv_events=self._listener.snapshot(),
             first_tokens=self._first_tokens.lately(time.monotonic()),
+            streams=self.ext_proc.open_streams,
             connected=self._gateway.connected(),
             tokens=self.tokens.snapshots(),
             queue=self.queue.snapshot(time.monotonic()),

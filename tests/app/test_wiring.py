@@ -1194,6 +1194,7 @@ async def test_what_the_drain_cuts_is_counted_and_logged(tmp_path):
         stuck, done = Call(running.channel), Call(running.channel)
         for call in (stuck, done):
             await call.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
+        assert running.metric("extproc_streams_inflight") == 2
         running.stop.set()
         await until(lambda: running.logged("drain started"), "the drain")
         # Whoever ends in time is not cut.

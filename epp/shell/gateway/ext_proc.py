@@ -49,7 +49,6 @@ _log = structlog.get_logger(__name__)
 class StreamObserver(Protocol):
     """An observer of ext_proc streams and connections. Its methods must not raise."""
 
-    def stream_opened(self) -> None: ...
     def stream_failed(self) -> None:
         """Count a stream that failed by a defect of the picker while it was opened or closed,
         outside its request.
@@ -171,7 +170,6 @@ class ExtProc:
             self.observer.stream_failed()
             return EndedCall(DEFECT)
         self._calls.add(call)
-        self.observer.stream_opened()
         return call
 
     def decode_later(self, call: "_ExtProcCall") -> None:

@@ -273,10 +273,6 @@ class Observation:
         _log.warning(_RESPONSES_UNSEEN)
 
     @contained
-    def stream_opened(self) -> None:
-        self._telemetry.stream_opened()
-
-    @contained
     def stream_failed(self) -> None:
         self._telemetry.failed(StreamFailure.INTERNAL.value)
 

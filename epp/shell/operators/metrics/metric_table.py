@@ -1215,7 +1215,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Resident memory of the picker's process.",
     ),
     MetricSpec("homing_info", "gauge", "info", "Always 1, with the running version.", ("version",)),
-    MetricSpec("homing_extproc_streams_inflight", "gauge", "streams", "Open ext_proc streams."),
+    _sampled("homing_extproc_streams_inflight", "streams", "Open ext_proc streams."),
     MetricSpec(
         "homing_extproc_streams_total",
         "counter",

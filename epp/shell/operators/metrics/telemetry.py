@@ -145,6 +145,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Number of requests to endpoints with several data-parallel ranks, by result of the choice;
     empty until a plugin selects ranks.
     """
+    streams: int = 0
+    """Number of open ext_proc streams."""
     messages: Mapping[str, int] = field(default_factory=dict)
     """Number of gateways' ext_proc messages, by the decoder that read them."""
     connected: Connected | None = None
@@ -503,7 +505,6 @@ class Telemetry:
         streams.
         """
         self._closed: Waiting[str] = Waiting(1)
-        self._streams = made.number("homing_extproc_streams_inflight")
         self._streams_ended = made.numbers_by("homing_extproc_streams_total", 32)
         self._stream_s = made.distribution("homing_extproc_stream_duration_seconds")
         self._unknown_mode = made.numbers_by("homing_unknown_body_mode_total", 32)
@@ -882,9 +883,6 @@ class Telemetry:
         self._first_token_expected_s.inc(expected_s)
         self._first_token_observed_s.inc(observed_s)
 
-    def stream_opened(self) -> None:
-        self._streams.inc()
-
     def stream_closed(self, code: str, *, elapsed_s: Seconds) -> None:
         """Record an ext_proc stream that ended with the gRPC status `code` ("OK", "CANCELLED",
         ...). It is counted later together with others (`fold`).
@@ -896,7 +894,6 @@ class Telemetry:
         if not self._closed:
             return
         codes, rows = self._closed.take()
-        self._streams.inc(-len(codes))
         for code, count in Counter(codes).items():
             self._streams_ended(code).inc(count)
         self._stream_s.observe_all(rows[:, 0])
@@ -1107,6 +1104,7 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
         families["homing_prompt_segments_total"].add_metric([result], segments)
     for result, spans in snapshot.spans.items():
         families["homing_spans_total"].add_metric([result], spans)
+    families["homing_extproc_streams_inflight"].add_metric([], snapshot.streams)
     for path, messages in snapshot.messages.items():
         families["homing_extproc_messages_total"].add_metric([path], messages)
     connected = snapshot.connected

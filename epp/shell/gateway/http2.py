@@ -542,7 +542,7 @@ class _Connection(asyncio.BufferedProtocol):
             stream = self._streams.get(event.stream_id)
             if stream is not None:
                 self._half_close(stream)
-        # The engine handles windows, settings and pings.
+        # The engine itself handles all other events: windows, settings and pings.
 
     def _open(self, event: RequestReceived) -> None:
         fields = dict(event.headers)

@@ -576,11 +576,11 @@ class Telemetry:
         A decision that cannot be counted does not affect others.
         """
         self._fold_decisions()
-        try:
-            self.by_endpoint.fold()
-        except Exception as error:  # noqa: BLE001  telemetry fails neither a page nor the picker
-            self._could_not("answered", error)
-        self._fold_streams()
+        for event, fold in (("answered", self.by_endpoint.fold), ("closed", self._fold_streams)):
+            try:
+                fold()
+            except Exception as error:  # noqa: BLE001  telemetry fails neither a page nor the picker
+                self._could_not(event, error)
 
     def _fold_decisions(self) -> None:
         if not self._waiting:

@@ -970,6 +970,30 @@ def test_streams_are_counted_by_code(exported):
     assert exported("homing_extproc_stream_duration_seconds_sum") == 2.0
 
 
+def test_streams_that_cannot_be_counted_cost_no_page(exported, monkeypatch):
+    """Nor the request whose stream ended, or the task that counts."""
+    exported.telemetry.stream_closed("OK", elapsed_s=1.0)
+    broken = (_ for _ in ()).throw
+    monkeypatch.setattr(exported.telemetry, "_streams_ended", lambda _: broken(ValueError()))
+    exported.telemetry.fold()
+    assert exported("homing_telemetry_failures_total", event="closed") == 1
+
+
+def test_streams_are_counted_together(exported, monkeypatch):
+    """Also without a page, as soon as many have ended."""
+    asked = []
+    counted = exported.telemetry._streams_ended
+    monkeypatch.setattr(
+        exported.telemetry, "_streams_ended", lambda code: asked.append(code) or counted(code)
+    )
+    for number in range(WAITING_MAX):
+        assert asked == []
+        exported.telemetry.stream_closed("OK" if number else "CANCELLED", elapsed_s=1.0)
+    assert sorted(asked) == ["CANCELLED", "OK"]
+    assert exported("homing_extproc_streams_total", code="OK") == WAITING_MAX - 1
+    assert exported("homing_extproc_stream_duration_seconds_count") == WAITING_MAX
+
+
 @pytest.mark.parametrize(
     ("name", "address", "labels"),
     [

@@ -119,8 +119,7 @@ class BlockLoadIndex(contract.PrefixIndex):
         The blocks do not count as running if the limit of running blocks was reached.
         """
         recorded = super().record(request, slot, now)
-        held = recorded[2]
-        missed = sum(map(len, self.share(request))) // contract.HASH_BYTES - sum(held)
+        missed = sum(map(len, self.share(request))) // contract.HASH_BYTES - sum(recorded.held)
         prompts = self._prompts(request)
         lengths = [len(prompt) for prompt in prompts]
         self._picks += 1

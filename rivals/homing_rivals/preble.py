@@ -149,7 +149,7 @@ class PrebleHistory(contract.PrefixIndex):
         and now caches all of it.
         """
         recorded = super().record(request, slot, now)
-        hit = sum(recorded[2])
+        hit = sum(recorded.held)
         total = sum(len(chain) for chain in self.share(request)) // contract.HASH_BYTES
         one = _Sent(now, total - hit, hit)
         self._windows.setdefault(slot, _Window()).add(one)

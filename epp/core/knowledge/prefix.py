@@ -482,7 +482,8 @@ class PrefixIndex:
         """Assume from `now` on that `slot` has every full block of `request` cached, up to its
         capacity. Older content is evicted if a limit is exceeded.
 
-        Return the data with which `retract` undoes the call.
+        Return the data with which `retract` undoes the call. Its `held` has the number of blocks of
+        each prompt that the slot had before.
         """
         to = self._slot(slot)
         since = self._stamp

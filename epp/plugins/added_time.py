@@ -238,7 +238,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         context *= np.array(decode_tokens * DECODE_SHARE)
         cost += context
         cost += requests.requests * np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
-        # Usually no request waits, and every endpoint has memory for the whole prompt.
+        # Usually no request waits, and every endpoint has memory for the whole prompt. An unknown
+        # amount of memory (NaN) fails the comparison.
         if load.waits or not prompt_tokens <= load.kv_free_least_tokens:
             self._add_memory(cost, load, to_compute, requests, context, decode_tokens)
         if common_speed is None:

@@ -488,6 +488,7 @@ class PrefixIndex:
         to = self._slot(slot)
         since = self._stamp
         chains = self._chains(request)
+        # Nearly every request has one prompt. A comprehension costs a call up to Python 3.11.
         if len(chains) == 1:
             held: tuple[int, ...] = (self._record_chain(chains[0], to, now),)
         else:

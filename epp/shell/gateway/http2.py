@@ -741,8 +741,8 @@ class _Connection(asyncio.BufferedProtocol):
             pass
 
     def _acknowledge(self, stream_id: int, count: int) -> None:
-        """Let the gateway send `count` more bytes on this stream; if the stream has ended, on other
-        streams of the connection.
+        """Let the gateway send `count` more bytes, at least one, on this stream; if the stream has
+        ended, on other streams of the connection.
         """
         self.unacknowledged_bytes -= count
         # `suppress` takes three calls, and each chunk of a response passes here.

@@ -6,7 +6,7 @@ such garbage after 50,000 new objects, which takes minutes at 100 requests a sec
 at that time are examined much later, and their memory stays allocated until then. Objects that
 exist when the picker starts never become garbage. The collector does not examine the prefix index,
 the only structure that grows large. Examining everything else takes less than a millisecond while
-few requests are in flight, and 50 ms with 20,000.
+few requests are in flight, and 21 ms with 20,000.
 """
 
 import asyncio

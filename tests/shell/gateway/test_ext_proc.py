@@ -694,6 +694,7 @@ async def test_above_the_bound_of_open_streams_a_request_gets_503_with_a_reason(
         }
         assert await shed.ended() is grpc.StatusCode.OK
         assert rig.told.events == ["shed 503"]
+        assert rig.ext_proc.open_streams == 2
         await held[0].exchange(gw.request_body(gw.prompt()), answers=2)
         assert await held[0].end() is grpc.StatusCode.OK
         await until(lambda: rig.ext_proc.open_streams == 1, "a free place")

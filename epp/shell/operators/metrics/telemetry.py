@@ -90,7 +90,7 @@ ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
 WAITING_MAX: Final = 256
 """Maximum number of decisions, and of ended streams, that wait to be counted.
 
-Counting them takes 0.3 ms, or ten times that if each has its own model. A limit of twice as many
+Counting so many decisions takes 0.3 ms, or ten times that if each has its own model. A limit of twice as many
 would save 0.3 µs per decision.
 """
 EXEMPLARS_MAX: Final = 500
@@ -576,7 +576,10 @@ class Telemetry:
         A decision that cannot be counted does not affect others.
         """
         self._fold_decisions()
-        for event, fold in (("answered", self.by_endpoint.fold), ("closed", self._fold_streams)):
+        for event, fold in (
+            ("answered", self.by_endpoint.fold),
+            ("stream_closed", self._fold_streams),
+        ):
             try:
                 fold()
             except Exception as error:  # noqa: BLE001  telemetry fails neither a page nor the picker

@@ -963,9 +963,11 @@ def test_only_the_configuration_in_force_is_shown(exported):
     assert exported("homing_config_reloads_total", result="failure") == 1
 
 
-def test_streams_are_counted_by_code(exported):
-    """Ended ones, by gRPC code."""
+def test_streams_are_counted_by_code():
+    """Open streams are a gauge, ended ones a counter by gRPC code."""
+    exported = Exported(lambda: PoolSnapshot(candidates=make_candidates(0), streams=1))
     exported.telemetry.stream_closed("CANCELLED", elapsed_s=2.0)
+    assert exported("homing_extproc_streams_inflight") == 1
     assert exported("homing_extproc_streams_total", code="CANCELLED") == 1
     assert exported("homing_extproc_stream_duration_seconds_sum") == 2.0
 
@@ -976,7 +978,7 @@ def test_streams_that_cannot_be_counted_cost_no_page(exported, monkeypatch):
     broken = (_ for _ in ()).throw
     monkeypatch.setattr(exported.telemetry, "_streams_ended", lambda _: broken(ValueError()))
     exported.telemetry.fold()
-    assert exported("homing_telemetry_failures_total", event="closed") == 1
+    assert exported("homing_telemetry_failures_total", event="stream_closed") == 1
 
 
 def test_streams_are_counted_together(exported, monkeypatch):

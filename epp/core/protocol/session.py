@@ -390,9 +390,9 @@ class Session:
     resume: Resume | None = None
     evict: Callable[[Refusal], None] | None = None
     """Function that calls `evicted` and sends its answers, or None if requests are not evicted."""
-    waited_s: Seconds = 0.0
-    """Seconds that the first message had waited in the picker when it was received. The time of the
-    request starts that much earlier.
+    came_at_s: Seconds | None = None
+    """Time at which the request came, which is the start of its time; None if it came when its first
+    message is received.
     """
     violated = False
     """True if the gateway violated the protocol, so that the caller must end the stream with an
@@ -669,7 +669,7 @@ class Session:
     # Handlers of the request phase.
 
     def _open(self, event: RequestHeaders, now: Seconds) -> list[Answer]:
-        self._exchange.started_at_s = now - self.waited_s
+        self._exchange.started_at_s = now if self.came_at_s is None else self.came_at_s
         self._exchange.answered_at_s = now
         self._headers = self._exchange.headers = event.headers
         self._learn_modes(event.modes)

@@ -105,8 +105,10 @@ class Wire(Protocol):
     not only in reply to a message.
     """
 
-    waited_s: Seconds
-    """Time in seconds that the request to open the stream waited before the picker read it."""
+    came_at_s: Seconds
+    """Estimated time at which the request to open the stream came, by the clock of the server: it may
+    have waited before the picker read it.
+    """
 
     def push(self, message: bytes) -> None:
         """Send `message` on the stream, after the messages that are already being sent."""

@@ -212,7 +212,7 @@ class _ExtProcCall:
     def __init__(self, service: ExtProc, session: Session, wire: Wire) -> None:
         self._service = service
         self.session = session
-        session.waited_s = wire.waited_s
+        session.came_at_s = wire.came_at_s
         self.wire = wire
         self.opened_at_s = service.clock()
         self.ended: Status | None = None

@@ -72,7 +72,7 @@ class _GrpcioWire:
 
     __slots__ = (
         "_operations", "_pushed", "_pushing", "_task",
-        "answered", "call", "context", "ended", "over", "waited_s", "writing",
+        "answered", "call", "came_at_s", "context", "ended", "over", "writing",
     )  # fmt: skip
 
     def __init__(
@@ -80,13 +80,13 @@ class _GrpcioWire:
         context: _Context,
         task: "asyncio.Task[Any]",
         operations: "set[asyncio.Task[Any]]",
-        waited_s: Seconds,
+        came_at_s: Seconds,
     ) -> None:
         """Create the wire of a stream. `operations` keeps references to running reads and writes
         that no coroutine may await any more.
         """
         self.context = context
-        self.waited_s = waited_s
+        self.came_at_s = came_at_s
         self._task = task
         self._operations = operations
         self.answered = False
@@ -276,8 +276,8 @@ class GrpcioServer:
         task = asyncio.current_task()
         assert task is not None
         # gRPC reads its sockets in its own threads and does not report when.
-        waited_s = self._lag.backlog_s(self._clock())
-        wire = _GrpcioWire(context, task, self._operations, waited_s)
+        now = self._clock()
+        wire = _GrpcioWire(context, task, self._operations, now - self._lag.backlog_s(now))
         call = wire.call = opener(peer, wire)
         status = CANCELLED
         try:

@@ -260,26 +260,26 @@ class _Stream:
     """One gRPC stream of a connection, which is also the `Wire` of its call."""
 
     __slots__ = (
-        "answered", "answers", "call", "closing", "connection", "deadline", "ended", "half_closed",
-        "half_told", "inbox", "messages", "put_off", "stream_id", "taken_bytes",
-        "unacknowledged_bytes", "unsent", "waited_s",
+        "answered", "answers", "call", "came_at_s", "closing", "connection", "deadline", "due",
+        "ended", "half_closed", "half_told", "inbox", "messages", "stream_id", "taken_bytes",
+        "unacknowledged_bytes", "unsent",
     )  # fmt: skip
 
     call: Call
 
     def __init__(
-        self, connection: "_Connection", stream_id: int, bytes_max: int, waited_s: Seconds
+        self, connection: "_Connection", stream_id: int, bytes_max: int, came_at_s: Seconds
     ) -> None:
         self.connection = connection
-        self.waited_s = waited_s
+        self.came_at_s = came_at_s
         self.stream_id = stream_id
         self.messages = _Messages(bytes_max)
         self.inbox: deque[bytes] = deque()
-        """Received messages that wait for the next turn, or until answers to an earlier message fit
-        into the stream's window.
+        """Received messages that are not processed yet. They may wait until answers to an earlier
+        message fit into the stream's window.
         """
-        self.put_off = False
-        """True if this stream has messages that are deferred to the next turn."""
+        self.due = False
+        """True if the stream is among the due streams of its connection."""
         self.answers: Iterator[bytes] | None = None
         self.answered = False
         self.unsent = False
@@ -341,8 +341,11 @@ class _Connection(asyncio.BufferedProtocol):
         """Data that was received on this connection and is not parsed yet, in pieces."""
         self._events: deque[Event] = deque()
         """HTTP/2 events that were parsed from received data and not processed yet."""
-        self._put_off: deque[_Stream] = deque()
-        """Streams with messages that are deferred to the next turn."""
+        self._due: deque[_Stream] = deque()
+        """Streams with new messages. They are processed after the HTTP/2 events that were parsed
+        together: the processor then runs the code for events, and after it the code for messages,
+        several times in a row from its cache. What exceeds a turn is left for the next one.
+        """
         self._turn = Turn(server.clock)
         self._in_turn = False
         self._turn_due = False
@@ -453,25 +456,41 @@ class _Connection(asyncio.BufferedProtocol):
         self._turn.begin()
         self._in_turn = True
         try:
-            # Deferred streams come first, so that they wait for one turn and not for the end of new
-            # data.
-            for _ in range(len(self._put_off)):
-                stream = self._put_off.popleft()
-                stream.put_off = False
-                self._contained(stream.stream_id, self.carry_on, stream)
-            while not self._put_off and (self._events or self._read()) and self._turn.take():
-                event = self._events.popleft()
-                try:
-                    self._handle(event)
-                except Exception:  # noqa: BLE001  the boundary of a stream: others go on
-                    self._defect(getattr(event, "stream_id", 0))
+            # Due streams come first, so that they wait for one turn and not for the end of new data.
+            self._carry_on_due()
+            while not self._due and (self._events or self._read()):
+                self._handle_events()
+                self._carry_on_due()
+                if self._events:
+                    break
             self.flush()
         finally:
             self._in_turn = False
-        self._turn_due = bool(self._unread or self._events or self._put_off)
+        self._turn_due = bool(self._unread or self._events or self._due)
         if not self._turn_due and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
         return self._turn_due
+
+    def _carry_on_due(self) -> None:
+        """Process the messages of the streams that are due now, as far as the turn allows."""
+        due = self._due
+        for _ in range(len(due)):
+            stream = due.popleft()
+            stream.due = False
+            try:
+                self.carry_on(stream)
+            except Exception:  # noqa: BLE001  the boundary of a stream: others go on
+                self._defect(stream.stream_id)
+
+    def _handle_events(self) -> None:
+        """Handle the events that were parsed and not handled yet, as far as the turn allows."""
+        events = self._events
+        while events and self._turn.take():
+            event = events.popleft()
+            try:
+                self._handle(event)
+            except Exception:  # noqa: BLE001  the boundary of a stream: others go on
+                self._defect(getattr(event, "stream_id", 0))
 
     def _read(self) -> bool:
         """Parse received data until there is an HTTP/2 event to process, and return whether there
@@ -505,7 +524,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _forget_work(self) -> None:
         self._unread.clear()
         self._events.clear()
-        self._put_off.clear()
+        self._due.clear()
 
     def _contained(self, stream_id: int, do: Callable[..., None], *about: object) -> None:
         try:
@@ -552,8 +571,7 @@ class _Connection(asyncio.BufferedProtocol):
         if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
             self._answer_plainly(stream_id)
             return
-        waited_s = max(0.0, self._server.clock() - came_at_s)
-        stream = _Stream(self, stream_id, self._settings.message_bytes_max, waited_s)
+        stream = _Stream(self, stream_id, self._settings.message_bytes_max, came_at_s)
         self._streams[stream_id] = stream
         opener = self._server.methods.get(fields.get(b":path", b""))
         if opener is None or fields.get(b":method") != b"POST":
@@ -587,39 +605,22 @@ class _Connection(asyncio.BufferedProtocol):
             self._engine.send_data(stream_id, _NO_GRPC_BODY, end_stream=True)
 
     def _data(self, stream: _Stream, event: DataReceived) -> None:
-        """Take the data of `event` and of the events of the same stream that directly follow, as far
-        as the turn allows. Then process the complete messages among them.
-        """
-        following = self._events
-        while True:
-            data = event.data
-            self.unacknowledged_bytes += len(data)
-            stream.unacknowledged_bytes += len(data)
-            if stream.ended is None:
-                try:
-                    stream.inbox.extend(stream.messages.feed(data))
-                except _RefusedError as refused:
-                    stream.ended = refused.status
-            if event.end_stream:
-                stream.half_closed = True
-                break
-            # A long message arrives in many frames, and each call below takes as long as a frame.
-            if not following:
-                break
-            later = following[0]
-            if (
-                not isinstance(later, DataReceived)
-                or later.stream_id != stream.stream_id
-                or not self._turn.take()
-            ):
-                break
-            event = later
-            following.popleft()
-        self.carry_on(stream)
+        """Take the data of `event`. The messages among it are processed when the stream is due."""
+        data = event.data
+        self.unacknowledged_bytes += len(data)
+        stream.unacknowledged_bytes += len(data)
+        if stream.ended is None:
+            try:
+                stream.inbox.extend(stream.messages.feed(data))
+            except _RefusedError as refused:
+                stream.ended = refused.status
+        if event.end_stream:
+            stream.half_closed = True
+        self._make_due(stream)
 
     def _half_close(self, stream: _Stream) -> None:
         stream.half_closed = True
-        self.carry_on(stream)
+        self._make_due(stream)
 
     def _data_past_end(self, stream_id: int, count: int) -> None:
         """Acknowledge `count` bytes that arrived for a stream after its end, because these bytes
@@ -670,7 +671,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._finish(stream, stream.ended)
             elif stream.inbox:
                 if not self._turn.take():
-                    self._put_off_stream(stream)
+                    self._make_due(stream)
                     break
                 answers = call.receive(stream.inbox.popleft())
                 stream.answers = iter(answers) if answers else None
@@ -690,10 +691,10 @@ class _Connection(asyncio.BufferedProtocol):
             self._finish(stream, _FULL)
             self._hold(stream)
 
-    def _put_off_stream(self, stream: _Stream) -> None:
-        if not stream.put_off:
-            stream.put_off = True
-            self._put_off.append(stream)
+    def _make_due(self, stream: _Stream) -> None:
+        if not stream.due:
+            stream.due = True
+            self._due.append(stream)
             if not self._in_turn and not self._turn_due:
                 self._wait_for_turn()
 

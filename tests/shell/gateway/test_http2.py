@@ -380,6 +380,46 @@ async def test_answers_are_made_only_as_the_client_takes_them(service):
         assert (await client.status(other))[0] == 0
 
 
+async def test_a_stream_that_is_reset_in_the_same_read_is_not_processed(service):
+    """Its call receives no message, and its data is returned to the connection's window."""
+    async with connected(service.port) as client:
+        reset = client.engine.send_request(HEADERS)
+        client.engine.send_data(reset, framed(b"reset"))
+        sent = client.engine.data_to_send()
+        client.engine.reset_stream(reset)
+        other = client.engine.send_request(HEADERS)
+        client.engine.send_data(other, framed(b"other"), end_stream=True)
+        client.transport.write(sent + client.engine.data_to_send())
+        assert (await client.status(other))[0] == 0
+        (connection,) = service.transport_._connections
+        assert connection.unacknowledged_bytes == 0
+    assert service.messages == [b"other"]
+    assert service.closed == [Code.CANCELLED, Code.OK]
+
+
+async def test_a_defect_of_one_stream_does_not_stop_the_others_of_a_read(service):
+    """The transport itself fails while it carries on with the first of three streams."""
+    async with connected(service.port) as client:
+        (connection,) = service.transport_._connections
+        carry_on, failed = connection.carry_on, []
+
+        def defective(stream):
+            if not failed:
+                failed.append(stream)
+                raise ZeroDivisionError("a secret")
+            carry_on(stream)
+
+        connection.carry_on = defective
+        streams = []
+        for message in (b"first", b"second", b"third"):
+            streams.append(client.engine.send_request(HEADERS))
+            client.engine.send_data(streams[-1], framed(message), end_stream=True)
+        client.flush()
+        codes = [(await client.status(stream))[0] for stream in streams]
+    assert codes == [Code.INTERNAL.value, 0, 0]
+    assert service.messages == [b"second", b"third"]
+
+
 async def test_a_client_that_takes_no_answers_may_send_no_more_than_a_window(service):
     """Its messages are not read into memory while answers to an earlier one wait."""
     async with connected(service.port, settings={4: 65_535}, auto_window_update=False) as client:

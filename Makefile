@@ -19,7 +19,7 @@ SIM := --extra sim
 OURS := --no-emit-package homing-epp --no-emit-package homing-rivals
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night evidence lock tokenizers apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster real clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec test-envoy docs site walkthrough night evidence lock tokenizers apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster real clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -101,6 +101,9 @@ actionlint:           ## build actionlint for the tests that need it, with Go, a
 h2spec: $(STAMP)      ## build h2spec for the test that needs it, with Go, a minute, and run it
 	@$(BIN)/python -m tests.shell.gateway.h2spec
 	$(BIN)/python -m pytest -q tests/shell/gateway/test_h2spec.py
+
+test-envoy: $(STAMP)  ## the tests behind a real Envoy, some minutes
+	$(BIN)/python -m pytest -q tests/envoy
 
 docs: $(STAMP)        ## write the generated parts of docs/ anew
 	$(BIN)/python -m docs.reference

@@ -30,6 +30,7 @@ NAMES = (
     "bursts",
     "scoring",
     "capture",
+    "decision_history",
     "parse",
     "hostile_bodies",
     "index",

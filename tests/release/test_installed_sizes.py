@@ -1,3 +1,4 @@
+from tests.release import image_sizes
 from tests.release.installed_sizes import sizes, table
 
 
@@ -31,3 +32,20 @@ def test_what_is_gone_stays_in_the_table_and_what_is_small_is_added_up():
         "| 2 more, each below 2 | 1 | 2 |",
         "| together | 179 | 58 |",
     ]
+
+
+def test_sizes_of_images_are_added_up_by_purpose():
+    """Code and metadata of a package belong to one row; the sum is of all rows, whole MiB."""
+    rows = {
+        "numpy": "numpy",
+        "numpy.libs": "numpy",
+        "numpy-2.3.1.dist-info": "numpy",
+        "opentelemetry_sdk-1.36.0.dist-info": "opentelemetry",
+        "_cffi_backend.cpython-311-x86_64-linux-gnu.so": "cryptography, cffi",
+        "xxhash": image_sizes.REST,
+    }
+    assert {name: image_sizes.purpose(name) for name in rows} == rows
+    table = image_sizes.table({"epp": {"numpy": 2_560, image_sizes.REST: 600}, "sim": {}})
+    lines = table.splitlines()
+    assert "| numpy | 2 |  |" in lines
+    assert lines[-1] == "| together | 3 |  |"

@@ -10,17 +10,14 @@ key, which takes sessions always or never.
 """
 
 import argparse
-import math
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
-from pathlib import Path
+from statistics import mean
 from typing import Final
 from unittest.mock import patch
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -29,11 +26,10 @@ from epp.plugins import added_time
 from epp.plugins.agreement import agreement_key
 from epp.plugins.contract import Candidates, InferenceRequest, Ints
 from sim.cluster.policies import PolicySource
-from sim.cluster.simulated_request import Fate, SimulatedRequest
 from sim.experiments.leaderboard.cases import CASES
-from sim.experiments.run import Run, RunSettings
+from sim.experiments.leaderboard.cell import Cell, inputs_of, run_cell
+from sim.measurement.measures import figures_of
 from sim.reports.report import markdown_table
-from sim.traces.capture import CaptureWriter
 
 SEEDS: Final = (1, 2, 3)
 SCORER: Final = "- type: added-time-scorer\n"
@@ -66,21 +62,6 @@ class Variant(Struct, frozen=True, kw_only=True):
         changed = f"{SCORER}  parameters: {{{self.parameters}}}\n" if self.parameters else SCORER
         text = DEFAULT_CONFIG.replace(SCORER, changed, 1)
         return PolicySource(name=self.name, text=text, source="docs/agreement_defaults.py")
-
-
-class Cell(Struct, frozen=True):
-    """One simulated run."""
-
-    traffic: Traffic
-    variant: Variant
-    seed: int
-
-
-class Figures(Struct, frozen=True):
-    """The hit rate and the mean E2E latency in seconds of the completed requests of one run."""
-
-    hit_rate: float
-    e2e_s: float
 
 
 TRAFFIC: Final = (
@@ -140,52 +121,37 @@ KEYS: Final[dict[str, Callable[..., int | None]]] = {
 }
 
 
-def simulated(cell: Cell) -> Figures:
-    """Simulate `cell` and return its figures."""
-    case = CASES[cell.traffic.case]
-    pickers = 1 if cell.variant.alone else cell.traffic.pickers
-    ended: list[SimulatedRequest] = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.jsonl"
-        with path.open("wb") as file:
-            writer = CaptureWriter(file, source=cell.traffic.case)
-            for arrival in case.arrivals(cell.seed, cell.traffic.requests):
-                writer.write_arrival(arrival)
-        settings = RunSettings(
-            trace=str(path),
-            policy=cell.variant.policy,
-            cluster=replace(case.cluster(), replicas=pickers),
-            seed=cell.seed,
-            requests_max=cell.traffic.requests,
-            targets=case.targets,
-        )
-        with patch.object(added_time, "agreement_key", KEYS[cell.variant.sessions]):
-            Run(settings, [ended.append]).run()
-    done = [request for request in ended if request.fate is Fate.COMPLETE]
-    return Figures(
-        hit_rate=sum(one.cached_tokens for one in done)
-        / sum(one.arrival.prompt_tokens for one in done),
-        e2e_s=float(np.mean([(one.ended_at or math.nan) - one.arrived_at for one in done])),
+def simulated(traffic: Traffic, variant: Variant, seed: int) -> Mapping[str, float]:
+    """Return the figures of one run."""
+    case = CASES[traffic.case]
+    cell = Cell(
+        case=replace(case, replicas=1 if variant.alone else traffic.pickers),
+        policy=variant.policy,
+        seed=seed,
+        repetition=0,
+        requests=traffic.requests,
     )
+    with patch.object(added_time, "agreement_key", KEYS[variant.sessions]):
+        return figures_of(run_cell(replace(cell, inputs=inputs_of(cell))).summary)
 
 
 def table(traffic: Sequence[Traffic], variants: Sequence[Variant], workers: int) -> str:
     """Simulate each of `variants` with each of `traffic` in `workers` processes, and return the table
     of their figures in Markdown.
     """
-    cells = [Cell(*one) for one in product(traffic, variants, SEEDS)]
-    figures: dict[Cell, Figures] = {}
+    runs = list(product(traffic, variants, SEEDS))
+    figures: dict[tuple[Traffic, Variant, int], Mapping[str, float]] = {}
     with ProcessPoolExecutor(workers) as pool:
-        for cell, found in zip(cells, pool.map(simulated, cells), strict=True):
-            figures[cell] = found
-            print(cell.traffic, cell.variant.name, cell.seed, found, file=sys.stderr, flush=True)
+        for run, found in zip(runs, pool.map(simulated, *zip(*runs, strict=True)), strict=True):
+            figures[run] = found
+            print(run[0], run[1].name, run[2], file=sys.stderr, flush=True)
     rows = []
     for variant in variants:
         row = [variant.name]
         for one in traffic:
-            of = [figures[Cell(one, variant, seed)] for seed in SEEDS]
-            hit_rate = np.mean([run.hit_rate for run in of])
-            row.append(f"{hit_rate:.1%}, {np.mean([run.e2e_s for run in of]):.3g} s")
+            of = [figures[one, variant, seed] for seed in SEEDS]
+            hit_rate, e2e_s = (mean(run[name] for run in of) for name in ("hit_rate", "e2e_mean_s"))
+            row.append(f"{hit_rate:.1%}, {e2e_s:.3g} s")
         rows.append(row)
     return markdown_table([["", *map(str, traffic)], *rows], text_columns=1)
 

@@ -11,9 +11,10 @@ Different from llm-d-router: an adapter with only waiting requests counts as run
 lists; llm-d-router scores it 0.6.
 
 The strategy `llm-d-gate` has the queue of llm-d-router with its defaults: one flow, first come,
-first served, and a gate that compares the mean utilization of the pool with 1.0. The utilization of
-an endpoint is the one of its last metrics page. llm-d-router reads pages each 50 ms and places at
-most one request per millisecond. The copy places at most 50 requests between two pages.
+first served, a wait of at most 60 s, and a gate that compares the mean utilization of the pool with
+1.0. The utilization of an endpoint is the one of its last metrics page. llm-d-router reads pages
+each 50 ms and places at most one request per millisecond. The copy places at most 50 requests
+between two pages.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -71,6 +72,18 @@ class Gate(Parameters, frozen=True):
         used = np.fmax(queue, candidates.kv_cache_usage / self.kv_cache_util_threshold)
         blind = np.isnan(used) | (candidates.metrics_age_s > self.staleness_s)
         return float(np.where(blind, 1.0, used).mean()) >= 1.0
+
+
+_NEVER_FULL: Final = producer("concurrency-detector", maxConcurrency=1_000_000_000)
+_QUEUE: Final = f"""\
+featureGates: [flowControl]
+flowControl:
+  defaultRequestTTL: 60s
+  saturationDetector: {{pluginRef: {_NEVER_FULL.type_name}}}
+"""
+"""Head of the configuration of `llm-d-gate`. Requests wait for 60 s at most, as in llm-d-router. The
+gate alone makes requests wait, because Homing's own detector never finds an endpoint full.
+"""
 
 
 def _weighted(
@@ -138,8 +151,8 @@ STRATEGIES: Final = (
             "llm-d's approximate index and its queue: requests wait while the mean utilization "
             "by the last metrics pages is 1 or more."
         ),
-        omissions="priorities, flows, limits and the longest wait of the queue",
-        config=_weighted(_LLM_D, 3, 2, 2, 0, step(Gate.type_name)),
+        omissions="priorities, flows and limits of the queue",
+        config=_QUEUE + _weighted(_LLM_D, 3, 2, 2, 0, step(Gate.type_name), _NEVER_FULL),
     ),
     Strategy(
         name="gie-v1",

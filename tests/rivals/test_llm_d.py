@@ -8,6 +8,7 @@ from homing_rivals.llm_d import Gate
 from homing_rivals.routed_blocks import RoutedBlocksSettings
 from sim.cluster.built_in import configurations
 from sim.cluster.simulated_request import Fate
+from sim.experiments.leaderboard.cases import CASES
 from tests.builders import candidates, endpoint, request
 from tests.rivals.driven import Driven, scheduler_of, settings_of
 from tests.sim.made import arrival, cluster, ran
@@ -143,3 +144,24 @@ def test_a_burst_overshoots_the_gate_and_is_served_in_order():
     sent_at_once = sum(request.submitted_at < 0.1 for request in requests)
     assert sent_at_once == 50
     assert max(request.submitted_at for request in requests) > 1.0
+
+
+def test_a_request_waits_at_the_gate_for_a_minute_at_most():
+    """The gate is closed for good, because no page is ever read; clients that never give up end too."""
+    given = [arrival(number, time_s=0.0, prompt_tokens=4_000) for number in range(60)]
+    requests = []
+    case = CASES["scrape-none-held"].cluster()
+    one = cluster(
+        given,
+        policy="llm-d-gate",
+        pods=2,
+        ended=requests.append,
+        scrape_troubles=case.scrape_troubles,
+    )
+    one.run()
+    assert len(requests) == 60
+    refused = [request for request in requests if request.fate is not Fate.COMPLETE]
+    assert len(refused) >= 10
+    assert [request.ended_at for request in refused] == pytest.approx(
+        [60.0] * len(refused), abs=0.1
+    )

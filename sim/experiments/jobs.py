@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from epp.configuration.config import ConfigError
 from sim.cluster.simulated_request import SimulatedRequest
+from sim.experiments.endless import IdleWatch
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import count_of_runs
 from sim.interrupts import INTERRUPTED, interrupts_call
@@ -244,7 +245,8 @@ def _work(pipe: Connection) -> None:
 
 def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
     """Run the simulation of `settings` without writing files. `held` is its trace if that is
-    already in memory, else None. Raises what `Run` raises.
+    already in memory, else None. Raises what `Run` raises, and `JobError` if requests would wait for
+    ever.
     """
     latest_s = 0.0
 
@@ -253,7 +255,10 @@ def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
         latest_s = max(latest_s, request.arrived_at)
 
     one = Run(settings, [ended], held=held)
+    watch = IdleWatch(one)
     one.run()
+    if watch.problem:
+        raise JobError(watch.problem)
     summary = one.summary()
     blocks = one.variation.blocks
     summary = replace(

@@ -17,6 +17,8 @@ from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.policies import policy_source
 from sim.cluster.simulated_request import Fate, SimulatedRequest
 from sim.experiments.check_decisions import check_decisions
+from sim.experiments.endless import IdleWatch
+from sim.experiments.jobs import JobError
 from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
@@ -127,9 +129,12 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
                 listeners.append(lines.add)
         started_s = time.perf_counter()
         one = Run(settings, listeners, noted)
+        watch = IdleWatch(one)
         with interrupts_call(one.stop):
             with files, progress:
                 one.run()
+                if watch.problem:
+                    raise JobError(watch.problem)
             wall_s = time.perf_counter() - started_s
             summary = summary_of(one, complete=not one.stopped)
             print(run_table(summary.run))

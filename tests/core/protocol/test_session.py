@@ -58,6 +58,16 @@ def test_full_duplex_holds_the_headers_until_the_body_is_whole(modes):
     assert gw.streamed(answers) == (gw.prompt("x"), [True])
 
 
+@pytest.mark.parametrize("came_at_s", [None, 99.5])
+def test_the_time_of_a_request_starts_when_its_stream_came(came_at_s):
+    """Where the gateway's server knows that; otherwise with its first message."""
+    stream = stream_of()
+    stream.session.came_at_s = came_at_s
+    stream.now = 100.0
+    stream.send(gw.request_headers(), gw.request_body(BODY))
+    assert stream.told.exchange.started_at_s == (100.0 if came_at_s is None else came_at_s)
+
+
 @pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 200_000])
 def test_bodies_are_cut_where_every_gateway_accepts_them(size):
     """At most 62,000 bytes a chunk, whole, and only the last one ends the stream."""

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import yaml
 
+from bench.termination import end_in_order
 from epp.plugins.strategy import config_of, step
 from sim.output import TUNED
 from sim.reports.report import seconds, share
@@ -148,6 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=TRIALS, help="trials of sim tune")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page")
     options = parser.parse_args(arguments)
+    end_in_order()
     for port in PORTS:
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):

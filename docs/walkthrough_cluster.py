@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import yaml
 
+from bench.termination import end_in_order
 from docs.walkthrough import GUESS, SPACE, Walk, comparison, drive, until, without_bars
 from sim.engine.profiles import find_profile
 from sim.output import TUNED_CONFIG_MAP
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=TRIALS, help="trials of sim tune")
     parser.add_argument("--out", type=Path, default=PAGE, help="file of the page")
     options = parser.parse_args(arguments)
+    end_in_order()
     if lacking := missing():
         print(lacking, file=sys.stderr)
         return 2

@@ -3,7 +3,7 @@
 Pickers that share nothing serve cases of the leaderboard with the default strategy, of which one
 parameter, or the key of agreement, is changed at a time. The table has the share of prompt tokens that
 pods had cached, and the mean E2E latency, as means over the seeds. It goes to docs/replicas.md by hand.
-The measurement takes about ten minutes on two idle cores.
+The measurement takes about three minutes on two idle cores.
 
 No parameter says whether a session is the key. In these rows the plug-in gets another function for the
 key, which takes sessions always or never.

@@ -3,7 +3,7 @@
 The cases of the leaderboard run with the default strategy, in which the expected length is learned from
 the engines, and with fixed lengths. Figures are ratios to a fixed length of 256 tokens: geometric means
 over the cases of the means over the seeds, and the two cases that differ most in mean E2E. They go to
-docs/scoring.md by hand. The measurement takes about ten minutes on two idle cores.
+docs/scoring.md by hand. The measurement takes about two minutes on two idle cores.
 """
 
 import argparse

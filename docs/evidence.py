@@ -41,6 +41,7 @@ from docs.inventory import (
     steps,
     write_entry,
 )
+from epp.reader_left import until_reader_leaves
 from sim.output import write_whole
 
 LOGS: Final = "evidence"
@@ -322,4 +323,4 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_reader_leaves(main))

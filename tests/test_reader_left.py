@@ -1,4 +1,4 @@
-"""`epp … | head` and `sim … | head` end as Unix tools do."""
+"""`epp … | head`, `sim … | head` and `python -m docs.evidence … | head` end as Unix tools do."""
 
 import os
 import subprocess
@@ -20,6 +20,7 @@ COMMANDS = [
     ("sim", "trace", "inspect", "{trace}", "--json"),
     ("sim", "replay", "{trace}", "--pods=2"),
     ("sim", "compare", "{trace}", "--config=default", "--config=random", "--seeds=2"),
+    ("docs.evidence", "check"),
 ]
 
 

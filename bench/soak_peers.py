@@ -38,6 +38,7 @@ from bench.effect import (
     ClosedPort,
     StoppedProcess,
     effects_alone,
+    listens,
     require_effect,
     within,
 )
@@ -341,6 +342,8 @@ class PeerSoak:
         """
         victim = self._random.choice(self._pickers)
         writers: list[asyncio.StreamWriter] = []
+        # The picker may have been killed just before, and still be starting.
+        await within(READY_S_MAX, lambda: listens(victim.ports.peer))
         for number in range(STRANGERS):
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", victim.ports.peer)

@@ -1,9 +1,11 @@
+import asyncio
 import json
 
 import pytest
 
 from bench import soak
-from bench.soak_peers import Outcome, table
+from bench.place import free_ports
+from bench.soak_peers import Outcome, PeerSoak, Picker, Ports, table
 
 CALM = Outcome(
     seconds=60.0,
@@ -28,6 +30,23 @@ def test_what_must_not_be_fails_the_soak(member, value):
     assert CALM.held
     assert not failed.held
     assert str(value[0] if isinstance(value, list) else "20.0%") in table(failed)
+
+
+async def test_strangers_wait_for_a_picker_that_still_starts(tmp_path):
+    """A picker that was killed just before; otherwise the fault would seem to have no effect."""
+    (port,) = free_ports(1)
+    picker = Picker(0, Ports(grpc=0, health=0, metrics=0, peer=port), (), tmp_path)
+    attack = PeerSoak("", pods=None, pickers=[picker], secret=tmp_path, seed=1)
+
+    async def starts_late():
+        await asyncio.sleep(0.5)
+        return await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
+
+    starting = asyncio.create_task(starts_late())
+    await attack._strangers()
+    server = await starting
+    server.close()
+    await server.wait_closed()
 
 
 @pytest.mark.long

@@ -149,7 +149,9 @@ def _p99_s(probed: Sequence[Probed]) -> float:
     return sorted(one.took_s for one in probed)[int(len(probed) * 0.99)]
 
 
-async def _attack(name: str, *, envoy: bool, seconds: float, transport: str, config: str) -> Row:
+async def _attack(
+    name: str, *, envoy: bool, seconds: float, transport: Transport, config: str
+) -> Row:
     with tempfile.TemporaryDirectory(prefix="homing-attack-") as folder:
         flags = ("--transport", transport, *FLAGS.get(name, ()))
         async with running(
@@ -158,18 +160,18 @@ async def _attack(name: str, *, envoy: bool, seconds: float, transport: str, con
             probe = Probe(place)
             probing = asyncio.create_task(probe.run())
             try:
-                return await _under(probe, place, name, seconds)
+                return await _under(probe, Watch(place, transport), name, seconds)
             finally:
                 probing.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await probing
 
 
-async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
+async def _under(probe: Probe, watch: Watch, name: str, seconds: float) -> Row:
+    place = watch.place
     await asyncio.sleep(1.0)
     before_s = time.monotonic()
     await asyncio.sleep(BEFORE_S)
-    watch = Watch(place)
     await watch.begin()
     started_s = time.monotonic()
     before = probe.between(before_s, started_s)
@@ -296,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
                 name,
                 envoy=envoy,
                 seconds=options.seconds,
-                transport=options.transport,
+                transport=Transport(options.transport),
                 config=_config(name) if options.queue else "",
             )
             try:

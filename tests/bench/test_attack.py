@@ -1,5 +1,6 @@
 """The short form of make attack, and an attack that does not reach the picker."""
 
+import asyncio
 import time
 
 import pytest
@@ -8,7 +9,7 @@ from aiohttp.test_utils import TestServer
 
 from bench.attack.__main__ import CALM_PROBES, Probe, Probed, _recovery, main
 from bench.attack.attacks import ATTACKS, Target
-from bench.attack.effects import PROOFS, Watch, require_reached
+from bench.attack.effects import PROOFS, Watch, connections_at, require_reached
 from bench.effect import NoEffectError
 from bench.place import Place, Pods, free_ports
 from tests.envoy.rig import ENVOY
@@ -23,9 +24,11 @@ def keeps_signals(monkeypatch):
 
 
 def place_of(folder, *, pages=""):
-    """Return a place whose picker has its metrics page at `pages`."""
+    """Return a place whose picker has its metrics page at `pages`, and no gateway."""
     pods = Pods(folder, free_ports(1))
-    return Place(folder=folder, picker="", gateway="", pages=pages, pods=pods, picker_pid=0)
+    (port,) = free_ports(1)
+    picker = f"127.0.0.1:{port}"
+    return Place(folder=folder, picker=picker, gateway="", pages=pages, pods=pods, picker_pid=0)
 
 
 def test_every_attack_has_a_proof():
@@ -38,6 +41,32 @@ def test_nobody_innocent_is_lost_beside_resets_at_the_picker(capsys):
     told = capsys.readouterr().out
     assert "resets" in told
     assert "0 of" in told
+
+
+@pytest.mark.parametrize("name", ["tiny", "continuations"])
+def test_attacks_are_proved_where_the_transport_counts_no_connections(name, capsys):
+    assert main([name, "--alone", "--transport", "grpcio", *SHORT]) == 0
+    assert name in capsys.readouterr().out
+
+
+async def test_the_kernel_counts_the_connections_of_a_port():
+    """Those of the server's end, in both families, until they close."""
+    (port,) = free_ports(1)
+    assert connections_at(port) == 0
+    ends = asyncio.Event()
+
+    async def served(_, writer):
+        await ends.wait()
+        writer.close()
+
+    async with await asyncio.start_server(served, ["127.0.0.1", "::1"], port):
+        hosts = ("127.0.0.1", "127.0.0.1", "::1")
+        opened = [await asyncio.open_connection(host, port) for host in hosts]
+        assert connections_at(port) == 3
+        ends.set()
+        for _, writer in opened:
+            writer.close()
+            await writer.wait_closed()
 
 
 @pytest.mark.envoy
@@ -75,7 +104,7 @@ async def test_the_picker_is_read_while_the_attacked_pod_does_not_answer(tmp_pat
     async with TestServer(application) as picker:
         watch = Watch(place_of(tmp_path, pages=str(picker.make_url(""))))
         await watch.read()
-    assert watch.last == {"homing_extproc_connections": 3.0}
+    assert watch.last == {"homing_extproc_connections": 3.0, "connections at the picker": 0.0}
     assert not watch.pod_pages
 
 

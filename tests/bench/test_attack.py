@@ -43,8 +43,8 @@ def test_nobody_innocent_is_lost_beside_resets_at_the_picker(capsys):
     assert "0 of" in told
 
 
-@pytest.mark.parametrize("name", ["tiny", "continuations"])
-def test_attacks_are_proved_where_the_transport_counts_no_connections(name, capsys):
+@pytest.mark.parametrize("name", ["tiny", "windows"])
+def test_attacks_on_connections_end_and_are_proved_with_grpcio(name, capsys):
     assert main([name, "--alone", "--transport", "grpcio", *SHORT]) == 0
     assert name in capsys.readouterr().out
 

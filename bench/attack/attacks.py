@@ -582,7 +582,6 @@ async def _tiny(target: Target) -> str:
     without end; return a phrase about the extent.
     """
     payload = grpc_message(b"") * (1_000_000 // len(grpc_message(b"")))
-
     port = int(target.picker.rpartition(":")[2])
 
     async def on_one_connection() -> int:

@@ -50,7 +50,7 @@ def test_attacks_on_connections_end_and_are_proved_with_grpcio(name, capsys):
 
 
 async def test_the_kernel_counts_the_connections_of_a_port():
-    """Those of the server's end, in both families, until they close."""
+    """The count contains the server's ends of open connections, over IPv4 and IPv6."""
     (port,) = free_ports(1)
     assert connections_at(port) == 0
     ends = asyncio.Event()

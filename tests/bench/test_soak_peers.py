@@ -33,7 +33,7 @@ def test_what_must_not_be_fails_the_soak(member, value):
 
 
 async def test_strangers_wait_for_a_picker_that_still_starts(tmp_path):
-    """A picker that was killed just before; otherwise the fault would seem to have no effect."""
+    """The fault would otherwise seem to have no effect on a picker that was killed just before."""
     (port,) = free_ports(1)
     picker = Picker(0, Ports(grpc=0, health=0, metrics=0, peer=port), (), tmp_path)
     attack = PeerSoak("", pods=None, pickers=[picker], secret=tmp_path, seed=1)

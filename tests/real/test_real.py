@@ -47,7 +47,7 @@ ROUND_ROBIN = []
 
 
 def configuration(plugins: list[dict[str, object]]) -> dict[str, object]:
-    """A configuration with `plugins`, which weighs their score, if any, more than the queue's."""
+    """Return a configuration with `plugins` that gives a score of the prefix twice the queue's weight."""
     scored = any(plugin["type"] == "prefix-cache-scorer" for plugin in plugins)
     weights = {"prefix-cache-scorer": 2, "queue-scorer": 1} if scored else {"queue-scorer": 1}
     return {
@@ -195,7 +195,7 @@ def words(dice: random.Random, length: int) -> str:
 async def conversations(
     stage: Stage, after: Callable[[Stage], Awaitable[None]] | None = None
 ) -> list[Turn]:
-    """All turns of all conversations, one after the other; `after` is awaited after each."""
+    """Return all turns of all conversations, made one after the other; `after` is awaited after each."""
     dice = random.Random("real")
     turns = []
     open_ones = [Conversation(number) for number in range(CONVERSATIONS)]
@@ -212,7 +212,7 @@ async def conversations(
 
 
 async def predictions(stage: Stage, turns: list[Turn]) -> list[int]:
-    """The cached tokens that the picker predicted for each of `turns`."""
+    """Return the cached tokens that the picker predicted for each of `turns`."""
     found = []
     for turn in turns:
         (row,) = (await debug(stage, f"/debug/decisions?format=json&request_id={turn.request_id}"))[
@@ -223,7 +223,10 @@ async def predictions(stage: Stage, turns: list[Turn]) -> list[int]:
 
 
 async def test_what_is_predicted_is_what_is_cached(tmp_path):
-    """Of at least 99 % of the requests, exactly, while the engines evict; each is asked once all is noted."""
+    """The prediction is exact for at least 99 % of the requests, while the engines evict blocks.
+
+    The picker knows all reports of the engines before it gets the next request.
+    """
     async with running_stage(tmp_path, EXACT) as stage:
         await all_noted(stage)
         turns = await conversations(stage, all_noted)
@@ -246,7 +249,7 @@ async def test_what_is_predicted_is_what_is_cached(tmp_path):
 
 
 async def test_the_approximate_index_chooses_well_and_predicts_badly(tmp_path):
-    """It finds more than round robin, although it cannot say how much: four bytes are no token."""
+    """The approximate index finds more cached tokens than round robin, and predicts too few of them."""
     cached = {}
     for name, plugins in {"approximate": APPROXIMATE, "round robin": ROUND_ROBIN}.items():
         async with running_stage(tmp_path / name.replace(" ", "-"), plugins) as stage:

@@ -301,8 +301,17 @@ class PeerSoak:
         async with _stopped(pid, lambda number: self._pods.send_signal(port, number)):
             await asyncio.sleep(STALL_S)
 
+    async def _listening_picker(self) -> Picker:
+        """Return a random picker once other replicas can connect to it, `READY_S_MAX` at most.
+
+        The picker may have been killed just before, and still be starting.
+        """
+        picker = self._random.choice(self._pickers)
+        await within(READY_S_MAX, lambda: listens(picker.ports.peer))
+        return picker
+
     async def _flood(self, victim: Picker | None = None) -> None:
-        victim = victim or self._random.choice(self._pickers)
+        victim = victim or await self._listening_picker()
         arguments = ("-m", "bench.peer_flood", str(victim.ports.peer), str(self._secret))
         flood = await asyncio.create_subprocess_exec(
             *(sys.executable, *arguments),
@@ -316,10 +325,12 @@ class PeerSoak:
                 return connections_from(flood.pid, victim.ports.peer) > 0
 
             began_s = time.monotonic()
+            floods = await within(OBSERVED_S_MAX, flooding)
+            ended = "" if flood.returncode is None else f", which ended with {flood.returncode}"
             require_effect(
-                await within(OBSERVED_S_MAX, flooding),
+                floods,
                 f"flood of picker {victim.number}",
-                observed="no connection of the flooding process",
+                observed=f"no connection of the flooding process{ended}",
                 expected="at least 1",
             )
             await asyncio.sleep(max(0.0, began_s + FLOOD_S + 0.5 - time.monotonic()))
@@ -329,7 +340,7 @@ class PeerSoak:
 
     async def _flood_stopped(self) -> None:
         """Let a broken replica flood a picker, stop the picker meanwhile, and end the flood."""
-        victim = self._random.choice(self._pickers)
+        victim = await self._listening_picker()
         flooding = asyncio.create_task(self._flood(victim))
         await asyncio.sleep(FLOOD_S)
         async with _stopped(victim.pid, victim.send_signal):
@@ -340,10 +351,8 @@ class PeerSoak:
         """Open connections to a picker's peer port that send nothing, send invalid data, or close
         at once.
         """
-        victim = self._random.choice(self._pickers)
+        victim = await self._listening_picker()
         writers: list[asyncio.StreamWriter] = []
-        # The picker may have been killed just before, and still be starting.
-        await within(READY_S_MAX, lambda: listens(victim.ports.peer))
         for number in range(STRANGERS):
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", victim.ports.peer)

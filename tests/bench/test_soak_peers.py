@@ -1,9 +1,11 @@
 import asyncio
 import json
+import socket
 
 import pytest
 
 from bench import soak
+from bench.effect import listens
 from bench.place import free_ports
 from bench.soak_peers import Outcome, PeerSoak, Picker, Ports, table
 
@@ -32,21 +34,28 @@ def test_what_must_not_be_fails_the_soak(member, value):
     assert str(value[0] if isinstance(value, list) else "20.0%") in table(failed)
 
 
-async def test_strangers_wait_for_a_picker_that_still_starts(tmp_path):
-    """The fault would otherwise seem to have no effect on a picker that was killed just before."""
+@pytest.mark.parametrize("fault", ["_strangers", "_flood"])
+async def test_who_floods_a_picker_that_still_starts_waits_for_it(tmp_path, monkeypatch, fault):
+    """The picker was killed just before; otherwise the fault would seem to have no effect."""
     (port,) = free_ports(1)
+    secret = tmp_path / "secret"
+    secret.write_text("soak" * 16)
     picker = Picker(0, Ports(grpc=0, health=0, metrics=0, peer=port), (), tmp_path)
-    attack = PeerSoak("", pods=None, pickers=[picker], secret=tmp_path, seed=1)
+    attack = PeerSoak("", pods=None, pickers=[picker], secret=secret, seed=1)
+    start_process = asyncio.create_subprocess_exec
+
+    async def start_flood(*command, **settings):
+        assert await listens(port), "the flood began before its picker listened"
+        return await start_process(*command, **settings)
 
     async def starts_late():
         await asyncio.sleep(0.5)
-        return await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
 
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_flood)
     starting = asyncio.create_task(starts_late())
-    await attack._strangers()
-    server = await starting
-    server.close()
-    await server.wait_closed()
+    await getattr(attack, fault)()
+    (await starting).close()
 
 
 @pytest.mark.long

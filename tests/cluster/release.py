@@ -54,8 +54,8 @@ class Namespace:
     def apply(self, text: str) -> None:
         self.kubectl("apply", "-f", "-", stdin=text)
 
-    def run_models(self, replicas: int) -> None:
-        """Run the project's own simulated pods, with the image of this tree."""
+    def run_models(self, replicas: int, *flags: str) -> None:
+        """Run the project's own simulated pods, with the image of this tree and more `flags`."""
         text = (ROOT / "deploy/simulated-pods.yaml").read_text()
         documents = list(yaml.safe_load_all(text))
         for document in documents:
@@ -63,6 +63,7 @@ class Namespace:
                 document["spec"]["replicas"] = replicas
                 (container,) = document["spec"]["template"]["spec"]["containers"]
                 container["image"] = images.SIMULATOR
+                container["args"] += flags
                 container["resources"]["requests"]["cpu"] = "20m"
         self.apply(yaml.safe_dump_all(documents))
         self.rolled_out(f"deployment/{MODELS}")

@@ -18,8 +18,11 @@ ADDRESS = "127.0.0.1:9490"
 RULES = CHART / "files/rules.yaml"
 ALERT = "HomingNoReadyEndpoints"
 NOTHING_AMISS = {
+    *("capacity.json: Fairness between flows", "capacity.json: Mean wait"),
+    *("capacity.json: Oldest wait", "capacity.json: Waiting in the picker"),
     *("capacity.json: Refused by the picker itself", "capacity.json: Shed"),
     *("endpoints.json: Errors", "endpoints.json: Failed scrapes"),
+    "endpoints.json: Faults of KV events",
     *("endpoints.json: Outliers", "endpoints.json: Set aside, ejected"),
     *("overview.json: Failed connections, dropped frames", "overview.json: Errors"),
     *("overview.json: Failed lists and watches", "overview.json: Not counted or logged"),
@@ -27,8 +30,13 @@ NOTHING_AMISS = {
     *("tuning.json: Candidates dropped", "tuning.json: Decided without the prompt"),
     "tuning.json: Spread of the load",
 }
-"""Panels without data while all goes well; of the spread while no engine has a queue."""
-NOT_HERE = {"overview.json: Capture lost", "overview.json: Leader"}
+"""Panels without data while all goes well: nothing fails, no request waits in the picker, and no
+engine has a queue.
+"""
+NOT_HERE = {
+    *("endpoints.json: Data-parallel ranks", "overview.json: Capture lost"),
+    "overview.json: Leader",
+}
 """What this release has not turned on."""
 
 
@@ -117,8 +125,10 @@ async def test_alerts_fire_and_resolve_and_dashboards_have_data(
     # So that the picker sees answers.
     envoy = {**ENVOY, "responseBodyMode": "STREAMED"}
     with namespace(node, "prometheus") as space:
-        space.run_models(3)
-        space.install({**BY_LABEL, "replicas": 2, "standalone": envoy}, tmp_path)
+        space.run_models(3, "--kv-events")
+        features = {"flowControl": {"enabled": True}, "kvEvents": {"enabled": True}}
+        values = {**BY_LABEL, **features, "replicas": 2, "standalone": envoy}
+        space.install(values, tmp_path)
         ask = asked_of_prometheus(space)
 
         def scraped():

@@ -1,5 +1,5 @@
 """Check a picker's health and send it one request that reaches no model server: HOST:PORT
-tls|plaintext. Behind a Service, the connection decides which replica is checked.
+tls|plaintext.
 """
 
 import ssl
@@ -13,10 +13,6 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from epp.shell.gateway.ext_proc_messages import ProcessingRequest, ProcessingResponse
 
 TIMEOUT_S = 10
-CERTIFICATE_CONNECTIONS = 8
-"""Number of connections that fetch a certificate. Without a Secret, each replica has a certificate
-of its own, and a Service leads each connection to any replica.
-"""
 SERVICE = "readiness"
 """Service name of the gRPC health check that a standby picker reports as serving too, because it
 can answer.
@@ -26,24 +22,20 @@ HEADERS = {":method": "GET", ":path": "/v1/models", ":authority": "helm-test"}
 
 
 def connect(address: str, security: str) -> grpc.Channel:
-    """Return a gRPC channel to the pickers at `address`.
-
-    The channel accepts every certificate that the pickers show, as gateways do.
+    """Return a gRPC channel to the picker at `address` that accepts any certificate, as gateways
+    do.
     """
     if security == "plaintext":
         return grpc.insecure_channel(address)
     host, _, port = address.rpartition(":")
-    shown = [
-        ssl.get_server_certificate((host, int(port)), timeout=TIMEOUT_S).encode()
-        for _ in range(CERTIFICATE_CONNECTIONS)
-    ]
-    names = x509.load_pem_x509_certificate(shown[0]).extensions.get_extension_for_class(
+    shown = ssl.get_server_certificate((host, int(port)), timeout=TIMEOUT_S).encode()
+    names = x509.load_pem_x509_certificate(shown).extensions.get_extension_for_class(
         x509.SubjectAlternativeName
     )
     name = names.value.get_values_for_type(x509.DNSName)[0].replace("*", "any")
     return grpc.secure_channel(
         address,
-        grpc.ssl_channel_credentials(b"".join(set(shown))),
+        grpc.ssl_channel_credentials(shown),
         options=[("grpc.ssl_target_name_override", name)],
     )
 

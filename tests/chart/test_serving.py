@@ -1,12 +1,14 @@
 """What the chart starts really serves: the script of `helm test` and Envoy, as rendered."""
 
 import ast
+import asyncio
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.request import urlopen
@@ -106,6 +108,42 @@ def test_helm_test_finds_a_picker_that_serves(serving, security):
     """With its self-signed certificate, and without one."""
     address = serving(secure=security == "tls")
     done = run_script(address, security)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{address} serves and answered a request" in done.stdout
+
+
+async def copy(reader, writer):
+    """Pass on all bytes up to the end, and then the end."""
+    try:
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def service(first, others):
+    """The address of a Service that leads the first connection to one picker, the others to another."""
+    targets = [others, first]
+
+    async def lead(reader, writer):
+        host, _, port = (targets.pop() if len(targets) > 1 else others).rpartition(":")
+        picker_reader, picker_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, picker_writer), copy(picker_reader, writer))
+
+    async with await asyncio.start_server(lead, "localhost", 0) as server:
+        yield f"localhost:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_helm_test_accepts_the_certificate_of_each_replica(serving):
+    """Each replica has made its own, and each connection to a Service may lead to another replica."""
+    first = await asyncio.to_thread(serving, secure=True)
+    others = await asyncio.to_thread(serving, secure=True)
+    async with service(first, others) as address:
+        done = await asyncio.to_thread(run_script, address, "tls")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{address} serves and answered a request" in done.stdout
 

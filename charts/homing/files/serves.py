@@ -2,11 +2,13 @@
 tls|plaintext.
 """
 
+import asyncio
+import contextlib
 import ssl
 import sys
+from collections.abc import AsyncIterator
 
 import grpc
-from cryptography import x509
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
@@ -21,33 +23,51 @@ METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 HEADERS = {":method": "GET", ":path": "/v1/models", ":authority": "helm-test"}
 
 
-def connect(address: str, security: str) -> grpc.Channel:
-    """Return a gRPC channel to the picker at `address` that accepts any certificate, as gateways
-    do.
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until `reader` ends, then close `writer`."""
+    with contextlib.suppress(OSError), contextlib.closing(writer):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def without_tls(address: str) -> AsyncIterator[str]:
+    """Yield an address of loopback that leads to the picker at `address`, without TLS.
+
+    Any certificate of the picker is accepted, as gateways do. Each replica may have a certificate
+    of its own, so a certificate that was fetched before may be of another replica than the one that
+    a Service leads to.
     """
-    if security == "plaintext":
-        return grpc.insecure_channel(address)
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
-    shown = ssl.get_server_certificate((host, int(port)), timeout=TIMEOUT_S).encode()
-    names = x509.load_pem_x509_certificate(shown).extensions.get_extension_for_class(
-        x509.SubjectAlternativeName
-    )
-    name = names.value.get_values_for_type(x509.DNSName)[0].replace("*", "any")
-    return grpc.secure_channel(
-        address,
-        grpc.ssl_channel_credentials(shown),
-        options=[("grpc.ssl_target_name_override", name)],
-    )
+    leads: set[asyncio.Task[None] | None] = set()
+
+    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        leads.add(asyncio.current_task())
+        with contextlib.suppress(OSError), contextlib.closing(writer):
+            up_reader, up_writer = await asyncio.open_connection(host, int(port), ssl=context)
+            await asyncio.gather(copy(reader, up_writer), copy(up_reader, writer))
+
+    server = await asyncio.start_server(lead, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await asyncio.gather(*filter(None, leads))
 
 
-def main(address: str, security: str) -> int:
+async def check(address: str, target: str) -> int:
     request = ProcessingRequest()
     request.request_headers.end_of_stream = True
     for name, value in HEADERS.items():
         request.request_headers.headers.headers.add(key=name, raw_value=value.encode())
-    with connect(address, security) as channel:
-        check = health_pb2.HealthCheckRequest(service=SERVICE)
-        health = HealthStub(channel).Check(check, timeout=TIMEOUT_S, wait_for_ready=True)
+    async with grpc.aio.insecure_channel(target) as channel:
+        question = health_pb2.HealthCheckRequest(service=SERVICE)
+        health = await HealthStub(channel).Check(question, timeout=TIMEOUT_S, wait_for_ready=True)
         if health.status != health_pb2.HealthCheckResponse.SERVING:
             sys.stdout.write(f"{address} is not serving, expected SERVING\n")
             return 1
@@ -55,11 +75,18 @@ def main(address: str, security: str) -> int:
             METHOD, ProcessingRequest.SerializeToString, ProcessingResponse.FromString
         )
         stream = process(iter([request]), timeout=TIMEOUT_S)
-        answer = next(stream).WhichOneof("response")
+        answer = (await stream.read()).WhichOneof("response")
         stream.cancel()
     sys.stdout.write(f"{address} serves and answered a request with {answer}\n")
     return 0 if answer in {"request_headers", "immediate_response"} else 1
 
 
+async def main(address: str, security: str) -> int:
+    if security == "plaintext":
+        return await check(address, address)
+    async with without_tls(address) as target:
+        return await check(address, target)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(asyncio.run(main(*sys.argv[1:])))

@@ -49,7 +49,10 @@ async def without_tls(address: str) -> AsyncIterator[str]:
     async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         leads.add(asyncio.current_task())
         with contextlib.suppress(OSError), contextlib.closing(writer):
-            up_reader, up_writer = await asyncio.open_connection(host, int(port), ssl=context)
+            async with asyncio.timeout(TIMEOUT_S):
+                up_reader, up_writer = await asyncio.open_connection(
+                    host, int(port), ssl=context, ssl_shutdown_timeout=1
+                )
             await asyncio.gather(copy(reader, up_writer), copy(up_reader, writer))
 
     server = await asyncio.start_server(lead, "127.0.0.1", 0)
@@ -61,6 +64,7 @@ async def without_tls(address: str) -> AsyncIterator[str]:
 
 
 async def check(address: str, target: str) -> int:
+    """Check the picker at `address`, which `target` leads to without TLS. Return the exit code."""
     request = ProcessingRequest()
     request.request_headers.end_of_stream = True
     for name, value in HEADERS.items():

@@ -58,15 +58,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(lacking, file=sys.stderr)
         return 2
     node = Node(Place.of(os.environ), os.environ, print)
-    node.up()
-    define_pools(node)
-    node.kubectl("create", "namespace", NAMESPACE)
-    try:
-        with tempfile.TemporaryDirectory(prefix="homing-walk-") as folder:
-            walk = Walk(Path(folder), _typed(Path(folder)), KUBECONFIG=str(node.place.kubeconfig))
-            asyncio.run(_played(walk, node, 60.0 * options.minutes, options.trials))
-    finally:
-        node.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+    with node.kept_up():
+        define_pools(node)
+        node.kubectl("create", "namespace", NAMESPACE)
+        try:
+            with tempfile.TemporaryDirectory(prefix="homing-walk-") as folder:
+                typed = _typed(Path(folder))
+                walk = Walk(Path(folder), typed, KUBECONFIG=str(node.place.kubeconfig))
+                asyncio.run(_played(walk, node, 60.0 * options.minutes, options.trials))
+        finally:
+            node.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
     options.out.write_text("\n".join(walk.page).rstrip() + "\n")
     return 0
 

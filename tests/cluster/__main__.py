@@ -63,15 +63,10 @@ def _up(node: Node) -> None:
 
 
 def _test(node: Node, passes: Sequence[Sequence[str]] = _PASSES) -> None:
-    ran = node.runs
-    node.up()
-    try:
+    with node.kept_up():
         ended = [subprocess.run([*_PYTEST, *one], cwd=ROOT, check=False) for one in passes]
-        if any(one.returncode for one in ended):
-            raise ClusterError("tests in the cluster failed: what pytest said stands above")
-    finally:
-        if not ran:
-            node.down()
+    if any(one.returncode for one in ended):
+        raise ClusterError("tests in the cluster failed: what pytest said stands above")
 
 
 def _gateway(node: Node) -> None:

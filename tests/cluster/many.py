@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.chaos.__main__ import write_between_marks
 from bench.report.verdicts import quantile
+from bench.termination import end_in_order
 from tests.chart.tools import ToolsError
 from tests.cluster.fake_nodes import FakeEngines, fake_engines, fake_models, fake_nodes
 from tests.cluster.node import Node, missing
@@ -293,17 +294,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("pods", nargs="*", type=int, default=SIZES, help="endpoints of each row")
     parser.add_argument("--write", type=Path, metavar="FILE", help="a page with the marks")
     options = parser.parse_args(arguments)
+    end_in_order()
     if lacking := missing():
         print(lacking, file=sys.stderr)
         return 1
     node = Node(Place.of(os.environ), os.environ, print)
     rows = []
     try:
-        node.up()
-        for pods in options.pods:
-            with tempfile.TemporaryDirectory(prefix="homing-many-") as folder:
-                rows.append(asyncio.run(measure(node, Path(folder), pods=pods)))
-            print(as_markdown(rows[-1:]), flush=True)
+        with node.kept_up():
+            for pods in options.pods:
+                with tempfile.TemporaryDirectory(prefix="homing-many-") as folder:
+                    rows.append(asyncio.run(measure(node, Path(folder), pods=pods)))
+                print(as_markdown(rows[-1:]), flush=True)
     except (AssertionError, ClusterError, GoProgramError, ToolsError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,6 +101,20 @@ class Node:
                 self.down()
                 raise
         self.load()
+
+    @contextlib.contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Bring the cluster up for the block, and take it away afterwards unless it ran before.
+
+        Raises `ClusterError`.
+        """
+        ran = self.runs
+        self.up()
+        try:
+            yield
+        finally:
+            if not ran:
+                self.down()
 
     def load(self) -> None:
         """Give the node the images that it does not have."""

@@ -72,13 +72,14 @@ class Namespace:
         self.kubectl("rollout", "status", what, f"--timeout={ROLLOUT_S_MAX}s")
 
     def helm(self, *arguments: str, package: Package = HELM_3) -> str:
-        """Run helm and return what it prints. Raises `ClusterError` with its last words."""
+        """Run helm and return what it prints. Raises `ClusterError` with the last of it."""
         command = [*INSIDE, str(tools_of(package) / "helm"), "-n", self.name, *arguments]
         done = subprocess.run(
             command, env=self.node.environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise ClusterError(f"helm {' '.join(arguments[:3])}: {done.stderr.strip()[-1000:]}")
+            said = f"{done.stdout}{done.stderr}".strip()
+            raise ClusterError(f"helm {' '.join(arguments[:3])}: {said[-2000:]}")
         return done.stdout
 
     def install(

@@ -72,16 +72,16 @@ class PodRelay:
             return
         ends = {writer, pod_writer}
         self._open[port] |= ends
-        down = self._messages if port == self._live_port else _pump
+        down = self._messages if port == self._live_port else pump
         pumps = [
-            asyncio.ensure_future(_pump(reader, pod_writer)),
+            asyncio.ensure_future(pump(reader, pod_writer)),
             asyncio.ensure_future(down(pod_reader, writer)),
         ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for pump in pumps:
-                pump.cancel()
+            for each in pumps:
+                each.cancel()
             for end in ends:
                 end.close()
             self._open[port] -= ends
@@ -107,7 +107,8 @@ class PodRelay:
                 message = b""
 
 
-async def _pump(reader, writer):
+async def pump(reader, writer):
+    """Pass on all bytes, until `reader` ends or one of the two connections fails."""
     with contextlib.suppress(OSError):
         while data := await reader.read(65_536):
             writer.write(data)

@@ -2,13 +2,13 @@
 
 import ast
 import asyncio
+import contextlib
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.request import urlopen
@@ -18,6 +18,7 @@ import pytest
 from epp import __main__ as epp_command
 from tests.chart.rendering import CHART, ROOT, VALUES, objects, one, rendered
 from tests.envoy.rig import free_ports
+from tests.pod_relay import pump
 
 START_MAX_S = 20
 SCRIPT = CHART / "files/serves.py"
@@ -112,19 +113,13 @@ def test_helm_test_finds_a_picker_that_serves(serving, security):
     assert f"{address} serves and answered a request" in done.stdout
 
 
-async def copy(reader, writer):
+async def pass_on(reader, writer):
     """Pass on all bytes up to the end, and then the end."""
-    try:
-        while data := await reader.read(65_536):
-            writer.write(data)
-            await writer.drain()
-    except ConnectionError:
-        pass
-    finally:
-        writer.close()
+    with contextlib.closing(writer):
+        await pump(reader, writer)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def service(first, others):
     """The address of a Service that leads the first connection to one picker, the others to another."""
     targets = [others, first]
@@ -132,7 +127,7 @@ async def service(first, others):
     async def lead(reader, writer):
         host, _, port = (targets.pop() if len(targets) > 1 else others).rpartition(":")
         picker_reader, picker_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(copy(reader, picker_writer), copy(picker_reader, writer))
+        await asyncio.gather(pass_on(reader, picker_writer), pass_on(picker_reader, writer))
 
     async with await asyncio.start_server(lead, "localhost", 0) as server:
         yield f"localhost:{server.sockets[0].getsockname()[1]}"

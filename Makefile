@@ -7,7 +7,9 @@ TOOLS := .venv-release
 PEERS := .peers/.installed
 WORKERS ?= 2
 # Two processes take the tests from one list; tests/conftest.py says which stay together.
-SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# A test over its time limit ends its process. The run then ends too and names that test: a process
+# started in its place would run it again, and xdist may wait for ever afterwards.
+SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 # What another version of Python may change soonest: decisions, parsers, files, and what is caught.
 QUICK := tests/core tests/plugins tests/rivals tests/configuration tests/flags tests/shell/files tests/shell/process \
   tests/shell/test_supervision.py tests/test_interrupts.py tests/chart/test_migrate_values.py tests/sim/traces

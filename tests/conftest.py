@@ -33,6 +33,15 @@ hypothesis.settings.register_profile("homing", max_examples=60, deadline=None)
 hypothesis.settings.load_profile("homing")
 
 
+def pytest_configure() -> None:
+    """Take Ctrl-C again if it is ignored, so that programs which tests start can be interrupted.
+
+    A shell makes commands in its background ignore Ctrl-C, and their children inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the groups in `LONGEST` first if several processes share the tests (`make test`)."""
     if getattr(config.option, "loadgroup", False):

@@ -51,8 +51,6 @@ def test_ctrl_c_ends_a_command_whose_plugin_runs(arguments, tmp_path, offer):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A runner in the background has it ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no thread here
     ) as command:
         assert command.stdout is not None
         assert "scoring\n" in command.stdout

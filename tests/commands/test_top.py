@@ -43,8 +43,6 @@ class Terminal:
             cwd=ROOT,
             env=environment | {"TERM": "xterm-256color"},
             start_new_session=True,
-            # Whoever starts the tests in the background has them ignore it, and so would the command.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no thread here
         )
         os.close(theirs)
         self.seen = b""

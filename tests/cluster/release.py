@@ -72,14 +72,13 @@ class Namespace:
         self.kubectl("rollout", "status", what, f"--timeout={ROLLOUT_S_MAX}s")
 
     def helm(self, *arguments: str, package: Package = HELM_3) -> str:
-        """Run helm and return what it prints. Raises `ClusterError` with the last of it."""
+        """Run helm and return what it prints. Raises `ClusterError` with its last words."""
         command = [*INSIDE, str(tools_of(package) / "helm"), "-n", self.name, *arguments]
         done = subprocess.run(
             command, env=self.node.environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            said = f"{done.stdout}{done.stderr}".strip()
-            raise ClusterError(f"helm {' '.join(arguments[:3])}: {said[-2000:]}")
+            raise ClusterError(f"helm {' '.join(arguments[:3])}: {done.stderr.strip()[-1000:]}")
         return done.stdout
 
     def install(
@@ -214,6 +213,8 @@ def namespace(node: Node, purpose: str) -> Iterator[Namespace]:
         yield Namespace(node, name)
     except BaseException:
         print(node.kubectl("-n", name, "get", "pods,events", "-o", "wide", check=False)[-6_000:])
+        ours = ("-l", f"app.kubernetes.io/instance={NAME}", "--all-containers", "--prefix")
+        print(node.kubectl("-n", name, "logs", *ours, "--tail=20", check=False)[-6_000:])
         raise
     finally:
         node.kubectl("delete", "namespace", name, "--wait=false", check=False)

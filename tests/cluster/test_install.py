@@ -55,7 +55,7 @@ async def test_it_is_installed_tested_and_leaves_nothing(node, tmp_path, package
     with namespace(node, "install") as space:
         before = inventory(space)
         space.install(EVERYTHING, tmp_path, package=package)
-        assert "Succeeded" in space.helm("test", NAME, "--logs", package=package)
+        assert "Succeeded" in space.helm("test", NAME, package=package)
         (ready, wanted) = (
             space.get("deployment", NAME)["status"].get(key)
             for key in ("readyReplicas", "replicas")

@@ -121,7 +121,7 @@ async def pass_on(reader, writer):
 
 @contextlib.asynccontextmanager
 async def service(first, others):
-    """The address of a Service that leads the first connection to one picker, the others to another."""
+    """Yield the address of a Service that leads the first connection to one picker, the others to another."""
     targets = [others, first]
 
     async def lead(reader, writer):

@@ -26,7 +26,7 @@ class Remembered(Node):
 
 @pytest.mark.parametrize(("ran", "told"), [(False, ["up", "down"]), (True, ["up"])])
 def test_a_cluster_is_left_as_it_was_found(ran, told):
-    """Whoever typed `make cluster` keeps it; nobody else finds one that nobody asked for."""
+    """A cluster of `make cluster` stays up, and a cluster that was started for the block is removed."""
     node = Remembered(runs=ran)
     with node.kept_up():
         assert node.told == ["up"]
